@@ -15,6 +15,10 @@ STAMP := $(VENV)/.legato-setup
 PROTO_VENV := $(abspath .venv-proto)
 PROTO_STAMP := $(PROTO_VENV)/.legato-setup
 
+# So does the site's generator, so that `make ci` does not install it.
+DOCS_VENV := $(abspath .venv-docs)
+DOCS_STAMP := $(DOCS_VENV)/.legato-setup
+
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 WHEELS := dist
@@ -26,7 +30,7 @@ DEMO ?= demo.png
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak test-gpu go \
-	bench demo robot wheel wheel-check ci clean size
+	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,7 +51,12 @@ $(PROTO_STAMP): proto/requirements.txt
 	@$(PROTO_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
 
-# Only tests of README's own lines use it; without go they are skipped and say why.
+$(DOCS_STAMP): pyproject.toml
+	@test -x $(DOCS_VENV)/bin/python || $(call new_venv,$(DOCS_VENV))
+	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) -e ".[docs]"
+	@touch $@
+
+# Only tests of the shell quickstart use it; without go they are skipped and say why.
 tools: ## install grpcurl into .tools/bin, if go is there
 	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
 	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
@@ -113,11 +122,20 @@ go: ## vet and test the Go client (LEGATO_SERVER=host:port asks a server too)
 bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)
 	@$(PY) -m benchmarks $(ARGS)
 
-demo: | $(STAMP) ## start a server, ask it about a picture, draw the answer (DEMO=demo.png)
+bench-tables: | $(STAMP) ## write the tables and drawings of README and docs from the records
+	@$(PY) -m benchmarks publish $(ARGS)
+
+pack: | $(STAMP) ## name the commit in .legato-commit for a copy without git (ARGS="--archive dist/legato.tar.gz")
+	@$(PY) -m benchmarks pack $(ARGS)
+
+demo: | $(STAMP) ## start a server, send it an image, draw the results (DEMO=demo.png)
 	@$(BIN)/legato demo --output $(DEMO)
 
 robot: | $(STAMP) ## play a clip through a session at 30 fps and score it (ARGS="--film gif")
 	@$(PY) -m examples.robot $(ARGS)
+
+docs: | $(DOCS_STAMP) ## build the documentation site into site/
+	@$(DOCS_VENV)/bin/python docs/site.py
 
 # ---------------------------------------------------------------- packages
 
@@ -138,7 +156,7 @@ ci: ## what CI runs, nothing else
 	done; echo "==> ci passed"
 
 clean: ## remove what was built, but not the venvs
-	rm -rf $(WHEELS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(WHEELS) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(ROLES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 size: ## lines of code, the longest files first

@@ -1,11 +1,19 @@
-"""`python -m benchmarks NAME [options]`; without a name, those that any machine can run."""
+"""`python -m benchmarks [--dirty] NAME [options]`; without a name, those that any machine can run.
+
+A benchmark starts only in a clean tree, because its record names a commit; with `--dirty` the
+record says `dirty`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU, too
+from benchmarks import provenance
+
+EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
+TOOLS = {"pack": "provenance", "publish": "publish", "summary": "summary"}  # write no record
 BENCHMARKS = (
     *EVERYWHERE,
     "adapters",
@@ -21,23 +29,32 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
-    "summary",
 )
 
 
 def main() -> int:
-    """Run the named benchmark, or all that run everywhere."""
-    name, *options = sys.argv[1:] or [""]
-    if name in BENCHMARKS:
-        return run(name, options)
-    if name:
-        print(f"unknown benchmark {name!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+    """Run the named benchmark or tool; without a name, all benchmarks that run everywhere."""
+    arguments = sys.argv[1:]
+    if "--dirty" in arguments[:1]:
+        os.environ[provenance.ALLOW_DIRTY] = "1"
+        del arguments[0]
+    name, *options = arguments or [""]
+    if name in TOOLS:
+        return run(TOOLS[name], options)
+    if name and name not in BENCHMARKS:
+        known = ", ".join((*BENCHMARKS, *TOOLS))
+        print(f"unknown benchmark {name!r}; known: {known}", file=sys.stderr)
         return 2
-    return max(run(each, []) for each in EVERYWHERE)
+    try:
+        provenance.recordable()  # before hours of measuring rather than after them
+    except provenance.DirtyTreeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return run(name, options) if name else max(run(each, []) for each in EVERYWHERE)
 
 
 def run(name: str, options: list[str]) -> int:
-    """Load a benchmark and nothing else: load processes import this module, and need no torch."""
+    """Import one benchmark only, because load processes import this module without torch."""
     status: int = importlib.import_module(f"benchmarks.{name}").main(options)
     return status
 

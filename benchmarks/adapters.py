@@ -1,4 +1,4 @@
-"""What adapters cost in a decode step: by rank, all rows with one adapter or each with its own.
+"""Cost of adapters in a decode step: by rank, with one adapter for all rows or one for each.
 
 The same step by our kernels and by torch's operations, as graphs. The floor is the bytes that a
 step must read, with the matrices of the adapters that its rows name.
@@ -18,7 +18,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.models.step_kernels import StepInputs
 
@@ -31,9 +31,8 @@ SLOTS = 8
 
 
 def bank_of(bench: Bench, rank: int) -> AdapterBank:
-    """All slots filled with random adapters of one rank."""
+    """Fill all adapter slots with random adapters of one rank."""
     bank = bench.model.adapter_bank(SLOTS, rank)
-    assert bank is not None, "this model takes adapters"
     for tensor in bank.weights.tensors:
         for layer in tensor:
             layer[1:].normal_(0, 1 / 64)
@@ -43,7 +42,7 @@ def bank_of(bench: Bench, rank: int) -> AdapterBank:
 
 
 def by_torch(bench: Bench, inputs: StepInputs, bank: AdapterBank, slot_R: torch.Tensor) -> None:
-    """The step of torch's operations."""
+    """Return the step by torch's operations."""
     rows = bank.rows(slot_R[inputs.row_B], bank.max_rank)
     where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B], rows)
     x_BD = bench.model.embed(inputs.token_R[inputs.row_B], inputs.payload_R2[inputs.row_B])
@@ -53,10 +52,10 @@ def by_torch(bench: Bench, inputs: StepInputs, bank: AdapterBank, slot_R: torch.
 def measure(
     bench: Bench, device: CudaDevice, rank: int, streams: Sequence[int], torch_too: bool
 ) -> list[dict]:
-    """Milliseconds of steps at one rank, 0 for none."""
+    """Return milliseconds of steps at one rank; rank 0 is without adapters."""
     bank = bank_of(bench, rank) if rank else None
     network = bench.network
-    kernels = FusedMoondream(bench.config, network.text, network.region, bench.kv, bank)
+    kernels = MoondreamStep(bench.config, network.text, network.region, bench.kv, bank)
     rows = []
     for batch in streams:
         cached = context_bytes(bench.config, batch, bench.position)
@@ -90,7 +89,7 @@ def measure(
 def _adapter_ms(
     config: MoondreamConfig, rank: int, slots: Sequence[int], expert_LBK: torch.Tensor | None
 ) -> float:
-    """The bytes of the adapters that a step must read, over the bandwidth."""
+    """Return the milliseconds to read the adapters that a step names."""
     text, moe = config.text, config.text.moe
     dense = text.num_layers if moe is None else moe.first_layer
     values = dense * len({*slots}) * 2 * rank * (text.dim + text.ff_dim)

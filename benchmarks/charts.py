@@ -58,7 +58,7 @@ _GROUPS = ("Total", "Men", "Women", "Under 25", "Over 65", "Urban", "Rural", "Fi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """What a chart shows: `values_SK` of every series in every category, and in which style."""
+    """Data and style of a chart: `values_SK` of every series in every category."""
 
     kind: str  # one of `KINDS`
     title: str
@@ -72,24 +72,24 @@ class Chart:
 
     @property
     def top(self) -> float:
-        """What the highest mark stands for."""
+        """The highest value of a mark."""
         if self.kind == "stacks":
             return max(map(sum, zip(*self.values_SK, strict=True)))
         return max(map(max, self.values_SK))
 
 
 class ChartMaker:
-    """Draws charts; `seed` and an index name one."""
+    """Draws charts; seed and index identify one."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def pixels(self, index: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-        """[H, W, C] of a chart of `size` (width, height) that no other index gives."""
+        """Return [H, W, C] of a chart of `size` (width, height), unique to its index."""
         return np.asarray(self._image(index, size))
 
     def jpeg(self, index: int, size: tuple[int, int], quality: int = 85) -> bytes:
-        """The same as a JPEG file."""
+        """Return the same as a JPEG file."""
         data = io.BytesIO()
         self._image(index, size).save(data, "JPEG", quality=quality)
         return data.getvalue()
@@ -99,7 +99,7 @@ class ChartMaker:
 
 
 def invent(rng: random.Random) -> Chart:
-    """A chart of made-up figures."""
+    """Invent the figures of a chart."""
     (kind,) = rng.choices(list(_COMMON), list(_COMMON.values()))
     num_series = 1 if kind == "pie" else rng.randint(1, 4)
     if kind == "lines" or (kind != "pie" and rng.random() < 0.5):
@@ -128,7 +128,7 @@ def invent(rng: random.Random) -> Chart:
 
 
 def draw(chart: Chart, size: tuple[int, int]) -> Image.Image:
-    """The chart as an RGB picture of `size` (width, height)."""
+    """Draw the chart as an RGB image of `size` (width, height)."""
     pen = Pen(size, chart.background)
     pen.text((_LEFT - 60, 22), chart.title, 23, anchor="lm")
     pen.text((_LEFT - 60, 50), chart.subtitle, 15, _FAINT, anchor="lm")
@@ -141,7 +141,7 @@ def draw(chart: Chart, size: tuple[int, int]) -> Image.Image:
 
 
 def ticks(top: float) -> list[float]:
-    """Round numbers from 0, evenly apart, the last one at or above `top` > 0."""
+    """Return evenly spaced round numbers from 0, the last one at or above `top` > 0."""
     magnitude = 10.0 ** math.floor(math.log10(top / 5))
     step = next(each * magnitude for each in (1, 2, 2.5, 5, 10) if each * magnitude * 6 >= top)
     return [step * place for place in range(math.ceil(top / step) + 1)]
@@ -162,7 +162,7 @@ def _legend(pen: Pen, names: Sequence[str], palette: Sequence[str]) -> None:
 
 
 def _upright(pen: Pen, chart: Chart) -> tuple[Callable[[float], float], list[float]]:
-    """Axes with values upwards; returns where a value and where each category stands."""
+    """Draw axes with values upwards; return the height of a value and the x of each category."""
     marks = ticks(chart.top)
 
     def height(value: float) -> float:
@@ -205,7 +205,7 @@ def _stacks(pen: Pen, chart: Chart) -> None:
 
 
 def _bars(pen: Pen, chart: Chart) -> None:
-    """Values to the right, categories below each other."""
+    """Draw values to the right, categories below each other."""
     left, marks = _LEFT + 40, ticks(chart.top)
     each = (_BOTTOM - _TOP) / len(chart.categories)
     thick = 0.74 * each / len(chart.series)

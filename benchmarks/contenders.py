@@ -1,4 +1,4 @@
-"""The servers that `serve` compares, and what their processes use."""
+"""The servers that `serve` compares, and the CPU that their processes use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _START_TIMEOUT = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contender:
-    """A running server; `pid` is the process that speaks gRPC, `engine` the one behind it."""
+    """A running server; `pid` is the process that speaks gRPC, `engine` its engine process."""
 
     name: str
     target: str
@@ -35,7 +35,7 @@ class Contender:
     engine: int | None = None
 
     def used(self) -> tuple[float, float]:
-        """Seconds of CPU of all service processes, and of the engine."""
+        """Return the CPU seconds of all service processes, and of the engine."""
         service = {self.pid, *cpu.children(self.pid)} - {self.engine}
         engine = cpu.seconds(self.engine) if self.engine else 0.0
         return sum(map(cpu.seconds, service)), engine
@@ -43,7 +43,7 @@ class Contender:
 
 @contextlib.contextmanager
 def echo_server(answers: Answers, *, tuned: bool = False) -> Iterator[Contender]:
-    """A bare server that says `answers`."""
+    """Start a bare server that answers with `answers`."""
     name, options = ("tuned", ["--tuned"]) if tuned else ("bare", [])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
@@ -54,18 +54,18 @@ def echo_server(answers: Answers, *, tuned: bool = False) -> Iterator[Contender]
 
 @contextlib.contextmanager
 def inside_server() -> Iterator[Contender]:
-    """Our service with the null engine in its own process."""
+    """Start our service with the null engine in its own process."""
     with _process("inside", "benchmarks.inside") as contender:
         yield contender
 
 
 @contextlib.contextmanager
 def _process(name: str, module: str, *arguments: str) -> Iterator[Contender]:
-    """A program that prints its port."""
+    """Start a program that prints its port."""
     settings = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        env=settings,  # grpc as it comes: what our service asks of it is its own doing
+        env=settings,  # gRPC's defaults; our service sets its own
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -80,7 +80,7 @@ def _process(name: str, module: str, *arguments: str) -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
-    """Our server before an engine without a model."""
+    """Start our service with an engine process without a model."""
     with LocalServer((*_NULL, *options)) as server:
         server.wait_until_serving(_START_TIMEOUT, lambda _: None)
         engine = cpu.engine(server.pid)
@@ -88,7 +88,7 @@ def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
 
 
 def recorded(target: str, asked: Sequence[Case]) -> Answers:
-    """What a server answers to each case."""
+    """Record a server's answer to each case."""
     unary: dict[str, bytes] = {}
     streams: dict[str, list[bytes]] = {}
     with grpc.insecure_channel(target) as channel:
@@ -105,7 +105,7 @@ def recorded(target: str, asked: Sequence[Case]) -> Answers:
 
 
 def one_each(events: Sequence[pb.GenerateResponse]) -> list[bytes]:
-    """A stream's messages, text of several steps cut into one message a step."""
+    """Cut text of several steps into one message for each step."""
     messages: list[pb.GenerateResponse] = []
     for event in events:
         words = event.text.text.split(" ") if event.HasField("text") else [""]

@@ -1,4 +1,4 @@
-"""The decode step and what pipelining buys: `legato_engine.bench`, recorded."""
+"""The decode step and the gain of pipelining: a record of `legato_engine.bench`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _gains(figures: dict) -> str:
 
 
 def _constrained(rows: Sequence[dict]) -> str:
-    """Steps that only some tokens may end, against free ones."""
+    """Format the steps of constrained tasks beside those of free text."""
     keys = ("streams", "context", "query_ms", "detect_ms", "detect_over_text")
     heads = ("streams", "context", "query ms", "detect ms", "detect over text")
     return record.table(

@@ -1,7 +1,7 @@
-"""End to end through gRPC on loopback: questions about pictures, by 1 to 64 callers at once.
+"""End to end through gRPC on loopback: Query about images, from 1 to 64 callers at once.
 
-Workloads: `new` (every call a new picture), `mix` (five questions for every three pictures) and
-`cached` (one picture again and again). Options after `--` go to `legato serve`.
+Workloads: `new` (a new image in every call), `mix` (five questions for every three images) and
+`cached` (one image in every call). Options after `--` go to `legato serve`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from legato_client.cli.local_server import LocalServer
 
-from benchmarks import pictures, record
+from benchmarks import image_files, record
 from benchmarks.load import Cell, LoadProcesses
 from benchmarks.workloads import WORKLOADS, Ask
 
@@ -23,7 +23,7 @@ START_TIMEOUT = 300.0
 CELLS = (("new", 3), ("cached", 3), ("mix", 3), ("mix", 30))  # workload, tokens an answer
 HEADS = (
     *("workload", "tokens", "callers", "P50 ms", "P95 ms", "P99 ms", "requests/s"),
-    *("calls", "failed", "tokens seen", "picture known", "prefix known", "load CPU"),
+    *("calls", "failed", "tokens seen", "image known", "prefix known", "load CPU"),
 )
 _RECORDED = ("pictures", "pool", "seed", "load_processes")
 
@@ -37,12 +37,12 @@ class Row:
     cell: Cell
 
     def figures(self) -> dict[str, object]:
-        """For the record."""
+        """Return the figures for the record."""
         head = {"workload": self.workload, "tokens": self.ask.tokens, "callers": self.ask.callers}
         return head | dataclasses.asdict(self.cell) | {"asked": self.ask.calls}
 
     def texts(self) -> list[str]:
-        """For the table, in the order of `HEADS`."""
+        """Return the cells of the table, in the order of `HEADS`."""
         cell = self.cell
         times = (cell.p50, cell.p95, cell.p99, cell.per_second)
         shares = (cell.hit_share, cell.cached_share, cell.load_cpu)
@@ -55,16 +55,16 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a server, ask, record; 1 when a call failed."""
+    """Start a server, send requests, record; 1 when a call failed."""
     arguments, serve = _parse(argv)
     end = time.monotonic() + arguments.total_seconds
     size = (arguments.width, arguments.height)
-    pool = pictures.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
+    pool = image_files.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         with LoadProcesses(server.target, pool, arguments.load_processes) as load:
             rows = list(measure(load, arguments, end))
-    jpeg_bytes = statistics.fmean(len(picture) for picture in pool)
+    jpeg_bytes = statistics.fmean(len(image) for image in pool)
     figures = {
         "size": size,
         "jpeg_bytes": jpeg_bytes,
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(load: LoadProcesses, arguments: argparse.Namespace, end: float) -> Iterator[Row]:
-    """One cell after another, until monotonic time `end`."""
+    """Measure one cell after another, until monotonic time `end`."""
     for workload, ask in asks(arguments):
         seconds = min(arguments.cell_seconds, end - time.monotonic())
         if seconds <= 0:
@@ -99,7 +99,7 @@ def measure(load: LoadProcesses, arguments: argparse.Namespace, end: float) -> I
 
 
 def asks(arguments: argparse.Namespace) -> Iterator[tuple[str, Ask]]:
-    """Every cell to measure; no two share a picture."""
+    """Return every cell to measure; no two share an image."""
     first = 1
     for workload, tokens in CELLS:
         if workload not in arguments.workloads or tokens not in arguments.tokens:
@@ -112,7 +112,7 @@ def asks(arguments: argparse.Namespace) -> Iterator[tuple[str, Ask]]:
 
 
 def default_calls(callers: int) -> int:
-    """Timed calls: enough for a P95 of one caller, eight rounds of many."""
+    """Return the number of timed calls: enough for a P95 of one caller, eight rounds of many."""
     return 64 + 8 * callers
 
 
@@ -128,9 +128,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of what 0 gives")
     parser.add_argument("--cell-seconds", type=float, default=45.0, help="limit of one cell")
     parser.add_argument("--total-seconds", type=float, default=1800.0, help="limit of all cells")
-    pictures.add_option(parser)
-    parser.add_argument("--pool", type=int, default=64, help="pictures, before stamping")
-    parser.add_argument("--seed", type=int, default=0, help="of the pictures")
+    image_files.add_option(parser)
+    parser.add_argument("--pool", type=int, default=64, help="images, before stamping")
+    parser.add_argument("--seed", type=int, default=0, help="of the images")
     cores = len(os.sched_getaffinity(0))
     default = min(4, max(1, cores // 4))
     parser.add_argument("--load-processes", type=int, default=default)

@@ -1,9 +1,9 @@
-"""A bare grpc.aio server that answers with messages it was given: what gRPC alone costs.
+"""A bare grpc.aio server that answers with given messages: the cost of gRPC alone.
 
-`python -m benchmarks.echo FILE`: it prints its port, and serves until it is ended. Requests are
-parsed and answers serialised as the real server does it, on the same event loop and with the same
-options; between the two there is nothing. With `--tuned` it also asks of the interpreter and of the
-kernel what our service does.
+`python -m benchmarks.echo FILE` prints its port and serves until it is terminated. Requests are
+parsed and answers serialised as in the real server, on the same event loop and with the same
+options; there is nothing between the two. With `--tuned` it also has the real server's settings of
+the interpreter and of the kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import uvloop
 from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato_engine.ipc import latency_policy
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle import tuning
 from legato_service.rpc.grpc_options import server_options
@@ -26,7 +27,7 @@ from legato_service.rpc.grpc_options import server_options
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answers:
-    """What the server says, as bytes: by the name of the unary RPC, and for each Generate task."""
+    """The server's answers as bytes: by the name of the unary RPC, and for each Generate task."""
 
     unary: Mapping[str, bytes]
     streams: Mapping[str, Sequence[bytes]]  # by the kind of the task
@@ -41,7 +42,7 @@ class Answers:
 
     @classmethod
     def load(cls, path: Path) -> Answers:
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         document = json.loads(path.read_text())
         return cls(
             {name: bytes.fromhex(data) for name, data in document["unary"].items()},
@@ -53,7 +54,7 @@ class Answers:
 
 
 class Echo(inference_pb2_grpc.InferenceServiceServicer):
-    """Every request gets the answer of its RPC, or every message of its task."""
+    """Answers every request with the answer of its RPC, or every message of its task."""
 
     def __init__(self, answers: Answers) -> None:
         read = inference_pb2.GenerateResponse.FromString
@@ -67,7 +68,7 @@ class Echo(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802 - named by the contract
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """All messages, one after another."""
+        """Send all messages, one after another."""
         for message in self._streams[request.task.WhichOneof("kind") or ""]:
             yield message
 
@@ -93,5 +94,5 @@ async def _serve(answers: Answers) -> None:
 
 if __name__ == "__main__":
     if "--tuned" in sys.argv[2:]:
-        tuning.tune_process()
+        tuning.tune_process(latency_policy.resolve("auto"))
     uvloop.run(_serve(Answers.load(Path(sys.argv[1]))))

@@ -1,7 +1,7 @@
-"""The vision tower in bf16 and in fp8: error against float32, time as graphs, and part by part.
+"""The vision tower in bf16 and in fp8: error against float32, time as graphs, and by part.
 
-Also what decides how it is built: scales per row or per tensor, and which attention is fastest for
-its head size, as it is or padded.
+Also the measurements that its design rests on: scales per row or per tensor, and the fastest
+attention for its head size, padded or not.
 
 Shape legend: N crops, T tokens of a crop, D width, H heads, E head dim, M rows, K inputs and O
 outputs of a layer.
@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from legato_engine.device.base import Device
 from legato_engine.device.select import open_device
-from legato_engine.kernels.cuda import fused_attention, norm, quantise
+from legato_engine.kernels import reference_rows, row_ops
+from legato_engine.kernels.cuda import fused_attention
 from legato_engine.layers.fp8 import Fp8Linear
 from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -52,11 +53,11 @@ class Bench:
     repeats: int
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Random bf16 values."""
+        """Return random bf16 values."""
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device.torch_device)
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Milliseconds of a replay of `work`: the median of rounds of replays back to back."""
+        """Return the median milliseconds of a replay of `work`, over rounds of replays."""
 
         def once() -> None:
             work()
@@ -77,7 +78,7 @@ class Bench:
 
 
 def tower_flop(config: MoondreamConfig, crops: int) -> float:
-    """Multiplications and additions of the tower and its projector for one picture."""
+    """Count multiplications and additions of the tower and its projector for one image."""
     vision = config.vision
     tokens, dim = vision.num_tokens, vision.dim
     linear = 2 * tokens * dim * (4 * dim + 2 * vision.ff_dim)
@@ -88,14 +89,14 @@ def tower_flop(config: MoondreamConfig, crops: int) -> float:
 
 
 def tiling_of(crops: int) -> tuple[int, int]:
-    """Rows and columns of tiles, as near a square as they come."""
+    """Return rows and columns of tiles, as near a square as possible."""
     tiles = max(crops - 1, 1)
     rows = next(rows for rows in range(math.isqrt(tiles), 0, -1) if tiles % rows == 0)
     return rows, tiles // rows
 
 
 def towers(bench: Bench, crop_counts: Sequence[int]) -> list[dict[str, float]]:
-    """Errors and times of both towers, one row for each number of crops."""
+    """Return errors and times of both towers, one row for each number of crops."""
     device = bench.device.torch_device
     plain = random_weights(bench.config, 0, device, torch.bfloat16).vision
     exact = copy.deepcopy(plain).float()
@@ -105,7 +106,7 @@ def towers(bench: Bench, crop_counts: Sequence[int]) -> list[dict[str, float]]:
 
 
 def tower(bench: Bench, crops: int, plain: Vision, fp8: Vision, exact: Vision) -> dict[str, float]:
-    """Both towers on the same random pixels."""
+    """Measure both towers on the same random pixels."""
     side, tiling = bench.config.vision.crop_size, tiling_of(crops)
     shape = (crops, side, side, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=bench.device.torch_device)
@@ -120,7 +121,7 @@ def tower(bench: Bench, crops: int, plain: Vision, fp8: Vision, exact: Vision) -
 
 
 def layers(bench: Bench, crops: int) -> list[dict[str, object]]:
-    """Each layer of a block and of the projector: bf16, and e4m3 with both kinds of scales."""
+    """Measure the layers of a block and of the projector: bf16, and e4m3 with either scales."""
     vision = bench.config.vision
     rows, dim, inner = vision.num_tokens * crops, vision.dim, vision.proj_inner_dim
     shapes = {
@@ -135,11 +136,11 @@ def layers(bench: Bench, crops: int) -> list[dict[str, object]]:
 
 
 def layer(bench: Bench, name: str, rows: int, inputs: int, outputs: int) -> dict[str, object]:
-    """Milliseconds of one layer's multiplication, without what quantises its input."""
+    """Return milliseconds of one layer's multiplication, without the quantisation of its input."""
     x_MK = bench.random(rows, inputs)
     linear = Linear(inputs, outputs).to(x_MK.device, torch.bfloat16)
     fp8 = Fp8Linear(linear)
-    quantised = quantise.plain(x_MK)
+    quantised = row_ops.quantise(x_MK)
     one = torch.ones((), device=x_MK.device)
 
     def by_tensor() -> torch.Tensor:
@@ -164,7 +165,7 @@ def layer(bench: Bench, name: str, rows: int, inputs: int, outputs: int) -> dict
 
 
 def steps(bench: Bench, crops: int) -> list[dict[str, object]]:
-    """What quantises, beside what it replaces in bf16 and the same in torch's operations."""
+    """Measure quantising kernels beside what they replace in bf16 and in torch."""
     vision = bench.config.vision
     rows = vision.num_tokens * crops
     x_MD, x_MF = bench.random(rows, vision.dim), bench.random(rows, vision.ff_dim)
@@ -172,18 +173,18 @@ def steps(bench: Bench, crops: int) -> list[dict[str, object]]:
     ln = torch.nn.LayerNorm(vision.dim, device=x_MD.device, dtype=torch.bfloat16)
     works: dict[str, dict[str, Callable[[], object]]] = {
         "norm": {
-            "bf16_ms": lambda: norm.add_norm(x_MD, y_MD, ln),
-            "kernel_ms": lambda: norm.add_norm_quantised(x_MD, y_MD, ln),
-            "torch_ms": lambda: norm.reference_quantised(x_MD, y_MD, ln),
+            "bf16_ms": lambda: row_ops.add_norm(x_MD, y_MD, ln),
+            "kernel_ms": lambda: row_ops.add_norm_quantised(x_MD, y_MD, ln),
+            "torch_ms": lambda: reference_rows.add_norm_quantised(x_MD, y_MD, ln),
         },
         "gelu": {
             "bf16_ms": lambda: F.gelu(x_MF, approximate="tanh"),
-            "kernel_ms": lambda: quantise.gelu(x_MF),
-            "torch_ms": lambda: quantise.reference_gelu(x_MF),
+            "kernel_ms": lambda: row_ops.quantise_gelu(x_MF),
+            "torch_ms": lambda: reference_rows.quantise_gelu(x_MF),
         },
         "plain": {
-            "kernel_ms": lambda: quantise.plain(x_MD),
-            "torch_ms": lambda: quantise.reference(x_MD),
+            "kernel_ms": lambda: row_ops.quantise(x_MD),
+            "torch_ms": lambda: reference_rows.quantise(x_MD),
         },
     }
     return [
@@ -193,7 +194,7 @@ def steps(bench: Bench, crops: int) -> list[dict[str, object]]:
 
 
 def attentions(bench: Bench, crops: int) -> list[dict[str, object]]:
-    """Every implementation at every head size; one that does not take it says so."""
+    """Measure every attention at every head size; unsupported sizes are marked."""
     head = bench.config.vision.dim // bench.config.vision.num_heads
     sizes = (head, *(size for size in PADDED if size > head))
     names = (FUSED, *BACKENDS)
@@ -201,7 +202,7 @@ def attentions(bench: Bench, crops: int) -> list[dict[str, object]]:
 
 
 def attention(bench: Bench, crops: int, name: str, size: int) -> dict[str, object]:
-    """One implementation, on heads that lie as the projection leaves them, padded to `size`."""
+    """Measure one attention on heads in the layout of the projection, padded to `size`."""
     vision = bench.config.vision
     head = vision.dim // vision.num_heads
     heads_NT3HE = bench.random(crops, vision.num_tokens, 3, vision.num_heads, size)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that is measured on a CUDA machine, in one go and in at most nine minutes. Every part has
-# its own time limit, so that one that hangs does not take the others along, and what is done is
-# packed after every part: $LEGATO_RESULTS gets records.tar.gz (records, logs) and summary.json.
+# Every measurement on a CUDA machine, in one run of at most nine minutes. Every part has its own time limit, so
+# that a part that hangs does not stop the others. After every part $LEGATO_RESULTS gets records.tar.gz (records,
+# logs) and summary.json.
 #
 #   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e lone e2e_photos lone_photos hop image
 #                        fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers
@@ -11,7 +11,7 @@
 #   SERVE                more options of `legato serve`, for e2e
 #   MOONDREAM_REFERENCE  folder of a checkout of Moondream's reference implementation, for reference
 #                        and peers
-#   LEGATO_COMMIT        the commit, where there is no git to ask
+# Records name the commit: without git here, run `make pack` before the tree is copied, and copy .legato-commit too.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
@@ -54,7 +54,7 @@ serve=(--device "$device" --model "$model" --random-weights)
 [[ -n ${SERVE:-} ]] && read -ra more <<<"$SERVE" && serve+=("${more[@]}")
 reference=()
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && reference=(--moondream-reference "$MOONDREAM_REFERENCE")
-# 110 tokens from position 795 on: 850 positions on average.
+# 110 tokens from position 795: 850 positions on average.
 decode=(--context 795 --repeats 3) rates=(--context 795 --requests 4 --repeats 1) ticks=5000 scale=1 calls=200 repeats=11
 steps=(--steps 60)
 if [[ $device == cpu ]]; then
@@ -84,7 +84,7 @@ bench speculation 110 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fix
 bench kv 40 "${large[@]}"
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && bench reference 120 --checkout "$MOONDREAM_REFERENCE" --device "$device" \
   --runs full/f32 full/bf16 --full-sizes 22 --max-tokens 12 --layers 2 4
-left=$((budget - SECONDS)) # what the parts above did not use, too; below it the record is written
+left=$((budget - SECONDS)) # includes time that the parts above did not use; 15 s of it are for the record
 bench peers "$left" --device "$device" "${steps[@]}" "${reference[@]}" --budget $((left - 15))
 cat "$LEGATO_RESULTS/summary.log" 2>/dev/null
 exit $failed

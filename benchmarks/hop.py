@@ -1,10 +1,10 @@
-"""What gRPC and the process hop add: one request alone, through them and without them.
+"""The hop: what gRPC and the process boundary add to a single request.
 
-The same engine runs twice on one device: behind a server, and in this process with its core stepped
-directly. The server is asked by an asyncio client and by a blocking one, and beside it a bare
-grpc.aio server that answers the same bytes at once: what it takes is gRPC's own part of the hop.
-Requests alternate in blocks; the picture is known, and sent as bytes or named by its id. Without
-the hop its bytes lie in shared memory before the clock starts.
+The same engine runs twice on one device: in a server, and in this process with its core stepped
+directly. An asyncio client and a blocking client call the server, and a bare grpc.aio server that
+answers the same bytes at once: its time is gRPC's own part of the hop. Requests alternate in
+blocks. The image is known, and sent as bytes or named by its id. Without the hop its bytes are in
+shared memory before the clock starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# First, as it sets gRPC up, which its users have then and which nobody can later.
+# First: it sets gRPC's environment, which is read at the first import only.
 from legato_client import AsyncClient, CachedImage, Client, QueryResult, Sampling
 
 # isort: split
@@ -32,7 +32,7 @@ from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.messages import Done, Failed, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from msgspec import structs
@@ -44,15 +44,15 @@ from benchmarks.photos import Photographer
 
 START_TIMEOUT = 300.0
 QUESTION = "What is there?"
-KINDS = ("bytes", "id")  # how the picture is given
+KINDS = ("bytes", "id")  # how the image is given
 KV_FRACTION = 0.25  # for each of two engines that load on one device at the same time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Medians in ms of `calls` requests each, of which `tokens` came out.
+    """Medians in ms of `calls` requests each, with `tokens` output tokens.
 
-    `through` and `bare` are by the kind of the client: our server, and the one that only echoes.
+    `through` and `bare` are by the kind of the client: our server, and the bare server.
     """
 
     picture: str
@@ -63,11 +63,11 @@ class Row:
     bare: dict[str, float]
 
     def hop(self, client: str) -> float:
-        """Milliseconds that gRPC and the other process add."""
+        """Return the milliseconds that gRPC and the other process add."""
         return self.through[client] - self.in_process
 
     def ours(self, client: str) -> float:
-        """What of the hop is not gRPC's own."""
+        """Return the part of the hop that is not gRPC's own."""
         return self.hop(client) - self.bare[client]
 
 
@@ -87,10 +87,14 @@ class InProcess:
         )
 
     def ask(self, kind: str, tokens: int) -> tuple[float, int]:
-        """Milliseconds of one request, and the tokens that came out; raises `LegatoError`."""
+        """Return milliseconds and output tokens of one request.
+
+        Raises:
+            LegatoError: The request failed.
+        """
         self._serial += 1
         request = engine_core.Request(
-            request_id=f"hop-{self._serial}",
+            request_id=engine_core.RequestKey(f"hop-{self._serial}"),
             task=engine_core.QueryTask(question=QUESTION),
             image=self._source(kind),
             sampling=engine_core.SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
@@ -105,7 +109,7 @@ class InProcess:
             self._core.step()
         milliseconds = (time.perf_counter() - start) * 1e3
         while self._core.busy:
-            self._core.step()  # the zombie of an answer that ended by itself
+            self._core.step()  # commit the zombie of an ended answer
         return milliseconds, self._output_tokens()
 
     def _output_tokens(self) -> int:
@@ -115,7 +119,7 @@ class InProcess:
         return report.usage.output_tokens
 
     def close(self) -> None:
-        """Stop the threads and give the device back."""
+        """Stop the threads and release the device."""
         self._core.close()
         self._store.close()
         self._assembly.device.close()
@@ -126,7 +130,7 @@ class InProcess:
         blob = self._store.put(self._jpeg)
         return engine_core.EncodedImage(blob=blob, mime_type="image/jpeg")
 
-    def _receive(self, report: Report) -> None:
+    def _receive(self, report: EngineMessage) -> None:
         if isinstance(report, Done | Failed):
             self._ended.append(report)
 
@@ -140,44 +144,48 @@ class ByAsyncio:
         self._jpeg = jpeg
 
     def ask(self, kind: str, tokens: int) -> tuple[float, int]:
-        """Milliseconds of one request, and the tokens that came out; raises `LegatoError`."""
+        """Return milliseconds and output tokens of one request.
+
+        Raises:
+            LegatoError: The request failed.
+        """
         return self._runner.run(self._ask(kind, tokens))
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._runner.run(self._client.close())
         self._runner.close()
 
     async def _ask(self, kind: str, tokens: int) -> tuple[float, int]:
-        picture, sampling = _picture(kind, self._jpeg), _sampling(tokens)
+        image, sampling = _image(kind, self._jpeg), _sampling(tokens)
         start = time.perf_counter()
-        answer = await self._client.query(picture, QUESTION, sampling=sampling)
+        answer = await self._client.query(image, QUESTION, sampling=sampling)
         return (time.perf_counter() - start) * 1e3, _tokens_of(answer)
 
 
 class Blocking:
-    """The same by a blocking client, whose own thread waits for the answer."""
+    """The same requests by a blocking client, whose own thread waits for the answer."""
 
     def __init__(self, target: str, jpeg: bytes) -> None:
         self._client = Client(target)
         self._jpeg = jpeg
 
     def ask(self, kind: str, tokens: int) -> tuple[float, int]:
-        """As `ByAsyncio.ask`."""
-        picture, sampling = _picture(kind, self._jpeg), _sampling(tokens)
+        """Do as `ByAsyncio.ask`."""
+        image, sampling = _image(kind, self._jpeg), _sampling(tokens)
         start = time.perf_counter()
-        answer = self._client.query(picture, QUESTION, sampling=sampling)
+        answer = self._client.query(image, QUESTION, sampling=sampling)
         return (time.perf_counter() - start) * 1e3, _tokens_of(answer)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._client.close()
 
 
 CLIENTS: dict[str, type[ByAsyncio] | type[Blocking]] = {"asyncio": ByAsyncio, "blocking": Blocking}
 
 
-def _picture(kind: str, jpeg: bytes) -> CachedImage | bytes:
+def _image(kind: str, jpeg: bytes) -> CachedImage | bytes:
     return CachedImage(image_id(content_key(jpeg))) if kind == "id" else jpeg
 
 
@@ -194,7 +202,7 @@ Ask = Callable[[str, int], tuple[float, int]]
 
 
 def compare(asks: Mapping[str, Ask], kind: str, tokens: int, calls: int, block: int) -> Row:
-    """`calls` requests each way, in alternating blocks; the first of each block is not counted.
+    """Send `calls` requests each way, in alternating blocks; a block's first is not counted.
 
     The ways are `inside`, and for each client `through CLIENT` and `bare CLIENT`.
     """
@@ -222,7 +230,7 @@ def compare(asks: Mapping[str, Ask], kind: str, tokens: int, calls: int, block: 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure both ways of giving a picture at 1 and 3 tokens, and record."""
+    """Measure images as bytes and by id at 1 and 3 tokens, and record."""
     arguments = _parse(argv)
     jpeg = Photographer(0, max(arguments.width, arguments.height)).jpeg(
         0, (arguments.width, arguments.height)
@@ -238,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
                 client = running.enter_context(contextlib.closing(kind(target, jpeg)))
                 asks[f"{way} {name}"] = client.ask
         for ask in asks.values():
-            ask("bytes", 1)  # from here on the picture is known
+            ask("bytes", 1)  # from here on the image is known
         rows = [
             compare(asks, kind, tokens, arguments.calls, arguments.block)
             for kind in KINDS
@@ -255,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         ],
     }
     times = ("through gRPC, P50 ms", "in process", "hop ms", "of it a bare server", "ours")
-    heads = ("picture as", "tokens", "client", *times, "calls")
+    heads = ("image as", "tokens", "client", *times, "calls")
     cells = [
         [
             *(row.picture, row.tokens, name),
@@ -266,13 +274,13 @@ def main(argv: Sequence[str]) -> int:
         for row in rows
         for name in CLIENTS
     ]
-    title = f"The hop: a known picture, one caller: {' '.join(serve)}"
+    title = f"The hop: a known image, one caller: {' '.join(serve)}"
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 0
 
 
 def _answers(target: str) -> Answers:
-    """What the bare server says: an answer of ours."""
+    """Return the bare server's answers: one answer of ours."""
     with grpc.insecure_channel(target) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.QueryRequest(question=QUESTION)

@@ -1,6 +1,6 @@
-"""The way of a picture, stage by stage: hash, decode, resize and tile, and what the device does.
+"""The stages of an image: hash, decode, resize and tile, and the work on the device.
 
-Shape legend: H, W and C rows, columns and channels of a picture, N crops, T patches of a crop,
+Shape legend: H, W and C rows, columns and channels of an image, N crops, T patches of a crop,
 P values of a patch, V the 256 levels of a channel.
 """
 
@@ -20,7 +20,7 @@ from legato_engine.images.decoding import content_key, decode_encoded, image_id
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.models import registry
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from PIL import Image
@@ -35,16 +35,16 @@ Stages = dict[str, float | None]
 
 
 def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
-    """Medians in ms of what one core does before the device sees anything.
+    """Return medians in ms of the work of one core before the device starts.
 
-    Decoding three times: as fast as it goes; after a pause, as a lone caller's picture meets the
-    core; and after a pause into memory that nobody touched before.
+    Decoding is measured three times: back to back; after a pause, as for a single caller; and after
+    a pause into memory that was never touched before.
     """
     memory = PixelMemory(host_slab(3 * MAX_PIXELS))
     fresh: list[Pixels] = []
 
     def decode() -> Pixels:
-        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, take=memory.take)
+        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, allocate=memory.allocate)
 
     def decode_new() -> None:
         fresh.append(decode_encoded(jpeg, max_pixels=MAX_PIXELS))
@@ -62,9 +62,9 @@ def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
 def device_stages(
     assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
 ) -> Stages:
-    """Medians in ms on the device; a stage that this device or picture does not have is None.
+    """Return medians in ms on the device; None for a stage that this device or image lacks.
 
-    `picture to embeddings` is the model's own way from what its frontend prepares.
+    `picture to embeddings` is the model's own path from the frontend's output.
     """
     height, width = pixels_HWC.shape[:2]
     key = content_key(pixels_HWC.tobytes())
@@ -77,18 +77,19 @@ def device_stages(
 
 
 def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> float:
-    """The tower and the projection without graphs."""
+    """Measure tower and projection without graphs."""
     device, model, count = assembly.device, assembly.model, prepared.num_crops
     if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
-    encoder = model.picture_encoder(device.pinned, 1)
-    assert encoder is not None, "a picture is left whole only for an encoder"
+    encoding = model.capabilities.images
+    assert encoding is not None, "images stay uncropped only for an encoder"
+    encoder = encoding.image_encoder(device.pinned, 1)
     encoder.stage(0, prepared)
     device.compute.submit(lambda: encoder.upload(0))
     device.compute.submit(encoder.cut)
 
     def embed() -> None:
-        encoder.encode(count, taken=False)
+        encoder.encode(count, gathered=False)
         encoder.finish(0)
 
     return device_ms(device, embed, repeats)
@@ -97,35 +98,35 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
 def _cut_stages(
     assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
 ) -> Stages:
-    """Upload and the kernels that resize, cut and patch, where there are any."""
+    """Measure the upload and the kernels that resize, cut and patch, where there are any."""
     device = assembly.device
     height, width = pixels_HWC.shape[:2]
     tiling = select_tiling(height, width, config)
     plan = CutPlan(height, width, tiling, crop_geometry(config))
     if device.torch_device.type != "cuda" or not plan.fits:
         return {"stage": None, "upload": None, "resize and cut": None}
-    from legato_engine.kernels.cuda import image_pipeline
+    from legato_engine.kernels import accelerated, image_staging
     from legato_engine.kernels.cut_plan import MAX_WORDS
 
-    host = image_pipeline.HostPicture(
-        device.pinned((image_pipeline.NUM_PIXEL_BYTES,), torch.uint8),
+    host = image_staging.HostImage(
+        device.pinned((image_staging.NUM_PIXEL_BYTES,), torch.uint8),
         device.pinned((MAX_WORDS,), torch.int32),
     )
     levels_V = torch.linspace(-1, 1, 256, device=device.torch_device).bfloat16()
-    pipeline = image_pipeline.PicturePipeline(crop_geometry(config), levels_V)
-    staged = image_pipeline.stage(pixels_HWC, plan, host)
+    pipeline = accelerated.ImagePipeline(crop_geometry(config), levels_V)
+    staged = image_staging.stage(pixels_HWC, plan, host)
     side = config.crop_size // config.patch_size
     shape = (plan.num_crops, side * side, 3 * config.patch_size**2)
     patches_NTP = torch.empty(shape, dtype=levels_V.dtype, device=device.torch_device)
     return {
-        "stage": host_ms(lambda: image_pipeline.stage(pixels_HWC, plan, host), repeats),
+        "stage": host_ms(lambda: image_staging.stage(pixels_HWC, plan, host), repeats),
         "upload": device_ms(device, lambda: pipeline.upload(host, staged), repeats),
         "resize and cut": device_ms(device, lambda: pipeline.cut(patches_NTP), repeats),
     }
 
 
 def host_ms(work: Callable[[], object], repeats: int, pause: float = 0.0) -> float:
-    """Median milliseconds of `work` on this thread, `pause` seconds before each.
+    """Return median milliseconds of `work` on this thread, `pause` seconds before each.
 
     One run before them is not counted.
     """
@@ -139,7 +140,7 @@ def host_ms(work: Callable[[], object], repeats: int, pause: float = 0.0) -> flo
 
 
 def device_ms(device: Device, work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds between two events of the compute stream around `work`."""
+    """Return median milliseconds between two events of the compute stream around `work`."""
 
     def enqueue() -> None:
         work()
@@ -155,7 +156,7 @@ def device_ms(device: Device, work: Callable[[], object], repeats: int) -> float
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure every size and record; without `--device-stages` the host's part alone."""
+    """Measure every size and record; without `--device-stages` only the host stages."""
     arguments = _parse(argv)
     bundle = registry.resolve(arguments.model, random_weights=True)
     vision = bundle.config.vision
@@ -187,8 +188,8 @@ def main(argv: Sequence[str]) -> int:
         ]
         for row in rows
     ]
-    heads = ("picture", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
-    title = f"The way of a picture: {bundle.config.name} on {arguments.device}, one host thread"
+    heads = ("image", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
+    title = f"Stages of an image: {bundle.config.name} on {arguments.device}, one host thread"
     figures = {"model": bundle.config.name, "rows": rows, "failures": failures}
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 1 if failures else 0

@@ -1,9 +1,9 @@
-"""The service with the null engine inside its own process: what the service itself costs.
+"""The service with the null engine inside its own process: the cost of the service itself.
 
     python -m benchmarks.inside
 
-Listens on a free port of the loopback address and prints it. All of the service is the product's;
-only the way to another process and back is missing, which `benchmarks.serve` measures beside it.
+Listens on a free port of the loopback address and prints it. The service is the product's; only
+the way to another process and back is missing, which `benchmarks.serve` measures beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Load
 from legato_engine.null import engine as null_engine
 from legato_engine.null.engine import NullEngine
@@ -33,7 +34,7 @@ CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
 
 
 class InsideEngine:
-    """A service's `Engine` whose steps are turns of the service's own event loop."""
+    """A service's `Engine` whose steps run in the service's own event loop."""
 
     state = EngineState.READY
     load = Load()
@@ -76,11 +77,11 @@ class InsideEngine:
         """It only ever ends with its process."""
 
     async def hold(self, command: object) -> NoReturn:
-        """Pictures are not held here."""
+        """Images are not held here."""
         raise TaskUnsupported("not measured", task="hold")
 
     async def drop(self, command: object) -> NoReturn:
-        """Pictures are not held here."""
+        """Images are not held here."""
         raise TaskUnsupported("not measured", task="drop")
 
     def _turn(self) -> None:
@@ -94,7 +95,7 @@ class InsideEngine:
         if self._engine.busy:
             self._turn()
 
-    def _on_report(self, report: Any) -> None:  # of streams, as nothing else is asked
+    def _on_report(self, report: Any) -> None:  # of streams only
         stream = self._streams.get(report.request_id)
         if stream is not None:
             stream.feed(report)
@@ -124,5 +125,5 @@ async def _serve() -> None:
 
 if __name__ == "__main__":
     configuration.configure("info", terminal=False)
-    tuning.tune_process()
+    tuning.tune_process(latency_policy.resolve(CONFIG.latency_policy))
     uvloop.run(_serve())

@@ -1,7 +1,7 @@
-"""The ways of a picture into the server: inline, by the id of an upload, through shared memory.
+"""Ways of an image into the server: inline, by the id of an upload, through shared memory.
 
-One caller, a new frame each time as from a camera; an id is of a picture that was put before. With
-the model `null` nothing is decoded and nothing runs: what is measured is the way alone.
+One caller sends a new frame each time, as a camera does; an id is that of an image uploaded before.
+With the model `null` nothing is decoded and nothing runs, so only the transfer is measured.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Kind:
     layout: media_pb2.PixelLayout | None = None
 
     def fresh(self, number: int) -> bytes:
-        """A frame that no other number gives; a file may have bytes behind its end."""
+        """Return a frame unique to a number; a file may have trailing bytes."""
         mark = number.to_bytes(8, "little")
         return self.data + mark if self.layout is None else mark + self.data[8:]
 
     def inline(self, data: bytes) -> media_pb2.Image:
-        """The frame within its request."""
+        """Return the frame as part of its request."""
         image = media_pb2.Image()
         if self.layout is None:
             image.encoded.data = data
@@ -60,7 +60,7 @@ class Kind:
         return image
 
     def upload(self, data: bytes) -> Iterator[image_pb2.PutImageRequest]:
-        """The frame in pieces."""
+        """Return the frame in chunks."""
         header = image_pb2.PutImageHeader(layout=self.layout, size_bytes=len(data))
         yield image_pb2.PutImageRequest(header=header)
         for at in range(0, len(data), CHUNK):
@@ -68,7 +68,7 @@ class Kind:
 
 
 class Asker:
-    """Asks for one token about a frame, or only puts it."""
+    """Requests one token about a frame, or only uploads it."""
 
     def __init__(self, channel: grpc.Channel, frames: SharedFrames) -> None:
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -78,7 +78,7 @@ class Asker:
         self._ids: dict[str, str] = {}
 
     def ask(self, kind: Kind, way: str) -> float:
-        """Milliseconds from a frame's bytes to the answer."""
+        """Return milliseconds from a frame's bytes to the answer."""
         self._number += 1
         data = kind.fresh(self._number)
         if way == "id" and kind.name not in self._ids:
@@ -105,7 +105,7 @@ class Asker:
 
 
 def kinds(width: int, height: int) -> list[Kind]:
-    """Noise as RGB and as NV12, and a photograph as JPEG."""
+    """Return noise as RGB and as NV12, and a photograph as JPEG."""
 
     def layout(form: media_pb2.PixelFormat) -> media_pb2.PixelLayout:
         return media_pb2.PixelLayout(width=width, height=height, format=form)
@@ -120,7 +120,7 @@ def kinds(width: int, height: int) -> list[Kind]:
 
 
 def medians(ask: Callable[[Kind, str], float], kind: Kind, calls: int, block: int) -> list[float]:
-    """P50 of each way, in turns; the first of each block is not counted."""
+    """Return P50 of each way, in turns; the first of each block is not counted."""
     spent: dict[str, list[float]] = {way: [] for way in WAYS}
     while len(spent["inline"]) < calls:
         for way, times in spent.items():
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         "calls": arguments.calls,
         "p50_ms": {kind.name: dict(zip(WAYS, times, strict=True)) for kind, times in measured},
     }
-    title = f"Ways of a picture, {arguments.width}x{arguments.height}: {' '.join(serve)}"
+    title = f"Ways of an image, {arguments.width}x{arguments.height}: {' '.join(serve)}"
     record.write(arguments.name, title, figures, [record.table(heads, rows)])
     return 0
 

@@ -1,7 +1,7 @@
-"""The decode step's kernels: checked against torch in float32, and timed as graphs by their parts.
+"""The decode step's kernels: checked against torch in float32, and timed as graphs by part.
 
-A shape of a step is written as its rows' tokens: `32x1` is a token each of 32 rows, `1x8` the
-verification of eight tokens of one, `1x19` a prompt; `4x1@16384` stands at another position than
+A shape of a step is written as rows x tokens: `32x1` is one token of each of 32 rows, `1x8` the
+verification of eight tokens of one row, `1x19` a prompt; `4x1@16384` is at another position than
 the other shapes. Names of models that end in kv8 have keys and values in e4m3.
 
 Shape legend: B tokens, D text width, V vocabulary; L layers, K experts that a token chose.
@@ -43,7 +43,7 @@ DEPTHS = {
 
 
 def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) -> float:
-    """Median milliseconds of a replay of `work`, back to back with itself."""
+    """Return median milliseconds of a replay of `work`, back to back."""
     replay = device.capture(work)
     stream = device.compute.stream
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -60,7 +60,7 @@ def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) ->
 def steps(
     bench: Bench, device: CudaDevice, shape: tuple[int, int], repeats: int = 200
 ) -> dict[str, float]:
-    """Milliseconds of the step and of its parts alone; the bytes a second that attention reads."""
+    """Return milliseconds of the step and its parts, and the bytes a second of attention."""
     inputs = bench.inputs(*shape)
     batch = len(inputs.row_B)
     hidden_BD, logits_BV = (tensor.zero_() for tensor in bench.empty(batch))
@@ -103,7 +103,7 @@ def tune(bench: Bench, device: CudaDevice) -> None:
 
 
 def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dict[str, dict]:
-    """One model's checks and times, by what they are of."""
+    """Return one model's checks and times, by name."""
     bench = Bench.make(name)
     checks = _numbers(arguments.checks)
     exact = None
@@ -132,7 +132,7 @@ def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dic
 
 
 def _shapes(config: MoondreamConfig, arguments: argparse.Namespace) -> list[str]:
-    """Those that are asked for, the long ones as far as the model's context reaches."""
+    """Return the requested shapes, the long ones up to the model's context."""
     further = [
         shape
         for shape in arguments.long_shapes.split(",")

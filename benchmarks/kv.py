@@ -1,8 +1,8 @@
-"""What is found in the KV cache saves, and whether pages on the host would.
+"""Savings of cached prefixes, and the cost of pages swapped to the host.
 
-First tokens of requests whose prompt begins like one before (words, or a picture), beside those of
-requests that share nothing. And for a sequence that gave way: bringing its pages back from pinned
-host memory, beside computing them again.
+First tokens of requests whose prompt begins like an earlier one (words, or an image), beside those
+of requests that share nothing. For a preempted sequence: the time to bring its pages back from
+pinned host memory, beside recomputing them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from legato_engine.core import (
     PromptToken,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
 )
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
 
@@ -48,39 +49,39 @@ class Asker(SilentSink):
         self._ids = itertools.count()
 
     def first_token_ms(
-        self, start: Sequence[int], picture: PreparedImage | None = None
+        self, start: Sequence[int], image: PreparedImage | None = None
     ) -> tuple[float, int]:
-        """From submission to the first token, and how many positions were found.
+        """Return the time from submission to the first token, and the cached positions.
 
-        The prompt is `start` and a question behind it, that nobody has asked before.
+        The prompt is `start` and a new question after it.
         """
-        sequence = self._sequence(start, picture)
+        sequence = self._sequence(start, image)
         begin = time.perf_counter()
         self._scheduler.submit(sequence)
         self._scheduler.drain()
-        return (time.perf_counter() - begin) * _MS, sequence.cached_tokens
+        return (time.perf_counter() - begin) * _MS, sequence.pages.cached_tokens
 
-    def _sequence(self, start: Sequence[int], picture: PreparedImage | None) -> EngineSequence:
+    def _sequence(self, start: Sequence[int], image: PreparedImage | None) -> EngineSequence:
         index = next(self._ids)
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=QueryTask(question=f"{index}: what is there?"),
-            image=None if picture is None else CachedImage(image_id=picture.key),
+            image=None if image is None else CachedImage(image_id=image.key),
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0),
         )
-        sequence = make_sequence(self._assembly.frontend, request, picture)
+        sequence = make_sequence(self._assembly.frontend, request, image)
         sequence.prompt = (*map(PromptToken, start), *sequence.prompt)
         return dataclasses.replace(sequence)  # its tokens are those of the longer prompt
 
 
 def sharing(assembly: Assembly, shared: int, repeats: int) -> list[dict[str, float | str]]:
-    """First tokens of leaders, whose prompts nobody had, and of those who follow each; medians."""
+    """Return median first-token times of leaders, with new prompts, and of their followers."""
     asker, rows = Asker(assembly), []
     draw = np.random.default_rng(0)
     for what in ("words", "picture"):
         if what == "picture" and not assembly.frontend.takes_images:
             continue
-        asker.first_token_ms(*_start(assembly, what, shared, draw))  # nothing is cold behind it
+        asker.first_token_ms(*_start(assembly, what, shared, draw))  # warm-up
         asker.first_token_ms(())
         leaders, followers, found = [], [], 0
         for _ in range(repeats):
@@ -105,7 +106,7 @@ def sharing(assembly: Assembly, shared: int, repeats: int) -> list[dict[str, flo
 def _start(
     assembly: Assembly, what: str, shared: int, draw: np.random.Generator
 ) -> tuple[Sequence[int], PreparedImage | None]:
-    """What nobody has asked before: so many tokens, or a picture."""
+    """Return a new beginning of a prompt: so many tokens, or an image."""
     if what == "words":
         return draw.integers(100, assembly.model.vocab_size, shared).tolist(), None
     pixels = draw.integers(0, 256, _PICTURE, dtype=np.uint8)
@@ -115,8 +116,9 @@ def _start(
 
 
 def swapping(assembly: Assembly, positions: int, repeats: int) -> dict[str, float]:
-    """Milliseconds to bring the KV of so many positions to pinned memory and back, and to compute
-    it again: all of it, and what stands behind all but 120 positions that are still found.
+    """Return milliseconds to copy the KV of positions to pinned memory and back, and to recompute.
+
+    Recomputed: all of it, and all but 120 positions that are still cached.
     """
     kv, device = assembly.kv, assembly.device
     count = -(-positions // kv.page_size)

@@ -1,4 +1,4 @@
-"""Callers in processes of their own, so that asking does not slow down answering."""
+"""Callers in processes of their own, so that sending does not slow down the server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CALL_TIMEOUT = 120.0  # seconds
 class Call:
     """One call as its caller saw it; times are seconds of a clock that all processes share.
 
-    `hit`: the picture was known. `cached`: its keys and values were, too. `error` is empty unless
-    the call failed.
+    `hit`: the image was known. `cached`: its keys and values were known, too. `error` is empty
+    unless the call failed.
     """
 
     start: float
@@ -38,7 +38,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """What one workload at one number of callers gave; times are in milliseconds.
+    """The figures of one workload at one number of callers; times are in milliseconds.
 
     `per_second` counts answers while all callers are busy, over `window` seconds. Latencies are of
     the timed calls that succeeded, `failed` is of all. `load_cpu` is the share of a core that the
@@ -60,7 +60,7 @@ class Cell:
 
 
 def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
-    """The figures of a cell; NaN-free: what cannot be said is 0."""
+    """Compute the figures of a cell; undefined ones are 0, never NaN."""
     good = [call for call in calls if call.timed and not call.error]
     errors = tuple(sorted({call.error for call in calls if call.error}))[:5]
     failed = sum(bool(call.error) for call in calls)
@@ -87,9 +87,9 @@ def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
 
 
 class LoadProcesses:
-    """Processes that hold the pictures and ask when told; a context manager.
+    """Processes that hold the images and send requests on command; a context manager.
 
-    A job's picture is `pool[number % len(pool)]`, stamped with its number.
+    The image of a job is `pool[number % len(pool)]`, stamped with its number.
     """
 
     def __init__(self, target: str, pool: Sequence[bytes], processes: int) -> None:
@@ -107,7 +107,7 @@ class LoadProcesses:
     def __enter__(self) -> LoadProcesses:
         for process, far_end in zip(self._processes, self._far_ends, strict=True):
             process.start()
-            far_end.close()  # only the process holds it, so its death can be read
+            far_end.close()  # the last copy here, so that the death of the process is seen
         return self
 
     def __exit__(
@@ -121,9 +121,10 @@ class LoadProcesses:
             process.join()
 
     def run(self, jobs: Sequence[Job], callers: int, seconds: float) -> Cell:
-        """Share jobs and callers among the processes; none asks again after `seconds`.
+        """Share jobs and callers among the processes; none sends after `seconds`.
 
-        Raises EOFError when a process died.
+        Raises:
+            EOFError: A process died.
         """
         pipes = self._pipes[: min(len(self._pipes), callers)]
         deadline = time.perf_counter() + seconds
@@ -140,7 +141,7 @@ class LoadProcesses:
 
 
 def _serve(pipe: Connection, target: str, pool: Sequence[bytes]) -> None:
-    """A load process: one list of jobs after another, until it is ended."""
+    """Run one list of jobs after another in a load process, until it is terminated."""
     while True:
         jobs, callers, deadline = pipe.recv()
         start, cpu = time.perf_counter(), time.process_time()
@@ -160,18 +161,18 @@ async def _ask_all(
             for job in shared:
                 if time.perf_counter() > deadline:
                     return
-                picture = stamped(pool[job.picture % len(pool)], job.picture)
-                calls.append(await _ask(client, job, picture))
+                jpeg = stamped(pool[job.image % len(pool)], job.image)
+                calls.append(await _ask(client, job, jpeg))
 
         await asyncio.gather(*(caller(waiting) for _ in range(callers)))
     return calls
 
 
-async def _ask(client: AsyncClient, job: Job, picture: bytes) -> Call:
+async def _ask(client: AsyncClient, job: Job, jpeg: bytes) -> Call:
     sampling = Sampling(temperature=0.0, max_tokens=job.tokens, seed=0)
     start = time.perf_counter()
     try:
-        answer = await client.query(picture, job.question, sampling=sampling)
+        answer = await client.query(jpeg, job.question, sampling=sampling)
     except Exception as error:  # noqa: BLE001 - a benchmark counts what failed and goes on
         return Call(start, time.perf_counter(), job.timed, error=f"{type(error).__name__}: {error}")
     end = time.perf_counter()

@@ -1,14 +1,14 @@
-"""Where a lone caller's milliseconds go: new pictures one after another, through gRPC.
+"""The stages of a single request: new images one after another, through gRPC.
 
-The client's clock and the engine's timeline are one clock, so a call falls apart into stages that
-follow each other without a gap:
+The client's clock and the engine's timeline are one clock, so a call splits into stages without
+gaps:
 
-- `there`: the client, gRPC, the service, and the engine until its thread decodes and after it has;
-- `picture`: decoding, on that thread;
-- `launch`: from the scheduler's plan until the device begins;
-- `prefill`: the device's first launch, up to the first token (vision, the picture's and the
-  question's positions);
-- `decode`: the device until the last token is there;
+- `there`: the client, gRPC, the service, and the engine except for the decoding of the image;
+- `picture`: that decoding;
+- `launch`: from the scheduler's plan until the device starts;
+- `prefill`: the device's first launch, up to the first token (vision, the positions of image and
+  question);
+- `decode`: the device until the last token is sampled;
 - `back`: from there until the client has the answer.
 """
 
@@ -28,12 +28,12 @@ from legato_client import Client, Sampling
 from legato_client.cli.local_server import LocalServer
 from legato_engine.telemetry.timeline import LANES, timeline_path
 
-from benchmarks import cpu, pictures, record
+from benchmarks import cpu, image_files, record
 from benchmarks.photos import stamped
 
 STAGES = ("there", "picture", "launch", "prefill", "decode", "back")
 QUESTION = "What is there?"
-POOL = 8  # pictures, stamped anew for each call
+POOL = 8  # images, stamped anew for each call
 UNCOUNTED = 10
 START_TIMEOUT = 300.0
 DUMP_TIMEOUT = 10.0
@@ -41,7 +41,7 @@ DUMP_TIMEOUT = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One call: microseconds of the clock that all processes share, and of decoding."""
+    """One call: microseconds of the shared clock, and of decoding."""
 
     start: float
     end: float
@@ -49,9 +49,10 @@ class Call:
 
 
 def split(call: Call, spans: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a call's `STAGES`; `spans` are a timeline's complete events of all calls.
+    """Return milliseconds of a call's `STAGES`; `spans` are a timeline's complete events.
 
-    Raises `ValueError` when the timeline holds no launch of it.
+    Raises:
+        ValueError: The timeline has no launch of the call.
     """
     own = [span for span in spans if call.start <= span["ts"] < call.end]
     plans = [span["ts"] for span in own if LANES[span["tid"]] == "cpu plan"]
@@ -75,7 +76,7 @@ def split(call: Call, spans: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def ask(target: str, pool: Sequence[bytes], calls: int, tokens: int) -> list[Call]:
-    """New pictures one after another; the first ones are not counted."""
+    """Send new images one after another; the first ones are not counted."""
     sampling = Sampling(temperature=0.0, max_tokens=tokens, seed=0)
     made = []
     with Client(target) as client:
@@ -90,7 +91,7 @@ def ask(target: str, pool: Sequence[bytes], calls: int, tokens: int) -> list[Cal
 
 
 def timeline(service: int) -> list[dict[str, Any]]:
-    """The spans that the engine of the service process `service` remembers."""
+    """Return the spans that the engine of the service process `service` has kept."""
     engine = cpu.engine(service)
     path = timeline_path(engine)
     path.unlink(missing_ok=True)
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and record."""
     arguments, serve = _parse(argv)
     size = (arguments.width, arguments.height)
-    pool = pictures.jpegs(arguments.pictures, POOL, size)
+    pool = image_files.jpegs(arguments.pictures, POOL, size)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         calls = ask(server.target, pool, arguments.calls, arguments.tokens)
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         "serve": serve,
         "size": size,
         "pictures": arguments.pictures,
-        "jpeg_bytes": statistics.fmean(len(picture) for picture in pool),
+        "jpeg_bytes": statistics.fmean(len(image) for image in pool),
         "tokens": arguments.tokens,
         "median_ms": {name: statistics.median(values) for name, values in stages.items()},
         "calls_ms": stages,
@@ -145,7 +146,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", default="lone", help="of the record")
     parser.add_argument("--width", type=int, default=850)
     parser.add_argument("--height", type=int, default=600)
-    pictures.add_option(parser)
+    image_files.add_option(parser)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("serve", nargs="*", help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
-"""Pictures that decode and compress like photographs, reproducible by seed.
+"""Images that decode and compress like photographs, reproducible by seed.
 
-Shape legend: S side of a canvas, H, W and C rows, columns and channels of a picture.
+Shape legend: S side of a canvas, H, W and C rows, columns and channels of an image.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _TO_RGB_CC = np.array([[1.0, 1.0, 1.0], [0.0, -0.34, 1.77], [1.4, -0.71, 0.0]], 
 
 
 class Photographer:
-    """Takes windows of one canvas of 1/f noise, whose amplitudes fall as those of scenes do.
+    """Cuts windows from one canvas of 1/f noise, whose amplitudes fall as those of scenes do.
 
-    `largest` is the longest side of any picture to come.
+    `largest` is the longest side of any image to come.
     """
 
     def __init__(self, seed: int, largest: int) -> None:
@@ -33,7 +33,7 @@ class Photographer:
         self._canvas_SS = _pink_noise(np.random.default_rng(seed), side)
 
     def pixels(self, index: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-        """[H, W, C] of a picture of `size` (width, height) that no other index gives."""
+        """Return [H, W, C] of an image of `size` (width, height), unique to its index."""
         width, height = size
         rng = np.random.default_rng((self._seed, index))
         side = len(self._canvas_SS)
@@ -47,23 +47,23 @@ class Photographer:
         return pixels_HWC
 
     def jpeg(self, index: int, size: tuple[int, int], quality: int = 85) -> bytes:
-        """The same as a JPEG file."""
+        """Return the same as a JPEG file."""
         data = io.BytesIO()
         Image.fromarray(self.pixels(index, size)).save(data, "JPEG", quality=quality)
         return data.getvalue()
 
 
 def stamped(jpeg: bytes, serial: int) -> bytes:
-    """The picture under another content hash: a comment of 8 bytes says `serial`.
+    """Change the content hash by a comment of 8 bytes that holds `serial`.
 
-    Whoever receives it has to decode it like any other; only its bytes tell it apart.
+    The receiver has to decode the image like any other, because only its bytes differ.
     """
     comment = struct.pack(">HQ", 2 + 8, serial)
     return b"".join((_START, _COMMENT, comment, jpeg[len(_START) :]))
 
 
 def _pink_noise(rng: np.random.Generator, side: int) -> Array:
-    """[S, S] of mean 0 and variance 1, periodic in both directions."""
+    """Return [S, S] of mean 0 and variance 1, periodic in both directions."""
     spectrum_SF = np.fft.rfft2(rng.standard_normal((side, side), dtype=np.float32))
     distance_SF = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
     distance_SF[0, 0] = np.inf  # no brightness of its own

@@ -1,4 +1,4 @@
-"""Where figures go: one JSON and one Markdown file a run, with what is needed to repeat it."""
+"""Records of benchmarks: a JSON and a Markdown file for each run, with the facts to repeat it."""
 
 from __future__ import annotations
 
@@ -12,40 +12,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import provenance
+
 RESULTS = Path(__file__).parent / "results"
 
 
-def surroundings() -> dict[str, Any]:
-    """The machine, the software and the commit.
+def environment() -> dict[str, Any]:
+    """Describe the machine, the software and the commit.
 
-    `LEGATO_COMMIT` names the commit where there is no git to ask.
+    Raises:
+        DirtyTreeError: The tree is not that of a commit; see `provenance`.
     """
     import torch
 
     facts: dict[str, Any] = {
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("LEGATO_COMMIT") or _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": provenance.recordable(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
     }
     if torch.cuda.is_available():
-        used = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # of several in a machine
+        used = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # a host may have several
         query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem"
         facts["gpu"] = _output("nvidia-smi", used, query, "--format=csv,noheader")
     return facts
 
 
 def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[str]) -> Path:
-    """Write `results/<name>.json` and `.md`; returns the Markdown's path.
+    """Write `results/<name>.json` and `.md`, and return the path of the Markdown file.
 
-    `LEGATO_RESULTS` names another folder than `results`.
+    `LEGATO_RESULTS` names another folder than `results`. The tables are printed first, so that a
+    refused record loses no figures.
+
+    Raises:
+        DirtyTreeError: The tree is not that of a commit; see `provenance`.
     """
+    print("\n".join(tables))
     folder = Path(os.environ.get("LEGATO_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
-    facts = surroundings()
+    facts = environment()
     document = {"title": title, "surroundings": facts, "figures": figures}
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     lines = [f"# {title}", ""]
@@ -53,13 +61,12 @@ def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[st
     lines += ["", *tables, ""]
     path = folder / f"{name}.md"
     path.write_text("\n".join(lines))
-    print("\n".join(tables))
     print(f"written: {name}.json, {name}.md")
     return path
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 

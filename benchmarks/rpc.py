@@ -1,4 +1,4 @@
-"""End to end through gRPC on loopback: latency alone, many callers at once, memory."""
+"""End to end through gRPC on loopback: latency of one caller, many callers at once, memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Latency:
         return (self.calls - self.failed) / self.seconds
 
 
-def picture(index: int, size: tuple[int, int]) -> bytes:
-    """A JPEG that no other index gives: two red circles and a blue square on noise."""
+def jpeg(index: int, size: tuple[int, int]) -> bytes:
+    """Return a JPEG unique to its index: two red circles and a blue square on noise."""
     width, height = size
     noise = np.random.default_rng(index).integers(190, 240, (height, width, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
@@ -59,7 +59,7 @@ def picture(index: int, size: tuple[int, int]) -> bytes:
 
 
 async def timed(call: Callable[[int], Awaitable[object]], count: int, callers: int) -> Latency:
-    """`count` calls by `callers` at once, each caller asking again as soon as it is answered."""
+    """Time `count` calls by `callers` at once; each caller sends again when it is answered."""
     durations: list[float] = []
     failures = 0
     indices = iter(range(count))
@@ -83,7 +83,7 @@ async def timed(call: Callable[[int], Awaitable[object]], count: int, callers: i
 
 
 def memory_mib(pid: int) -> float:
-    """Resident memory of a process and all its descendants."""
+    """Return the resident memory of a process and all its descendants."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     resident = next((int(line.split()[1]) for line in status if line.startswith("VmRSS")), 0)
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -91,19 +91,17 @@ def memory_mib(pid: int) -> float:
 
 
 async def measure(target: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures against one running server."""
+    """Measure all figures on one running server."""
     size = (arguments.width, arguments.height)
     detect = {"max_objects": arguments.max_objects, "timeout": CALL_TIMEOUT}
     async with AsyncClient(target) as client:
-        fixed = picture(0, size)
-        await timed(lambda i: client.detect(picture(10_000 + i, size), OBJECT, **detect), 5, 1)
-        pictures = [picture(1 + i, size) for i in range(arguments.alone)]
-        alone = await timed(
-            lambda i: client.detect(pictures[i], OBJECT, **detect), len(pictures), 1
-        )
+        fixed = jpeg(0, size)
+        await timed(lambda i: client.detect(jpeg(10_000 + i, size), OBJECT, **detect), 5, 1)
+        images = [jpeg(1 + i, size) for i in range(arguments.alone)]
+        alone = await timed(lambda i: client.detect(images[i], OBJECT, **detect), len(images), 1)
         await client.detect(fixed, OBJECT, **detect)
         cached = await timed(lambda _: client.detect(fixed, OBJECT, **detect), arguments.alone, 1)
-        crowd = [picture(20_000 + i, size) for i in range(arguments.calls)]
+        crowd = [jpeg(20_000 + i, size) for i in range(arguments.calls)]
         warm = crowd[: arguments.callers]
         await timed(lambda i: client.detect(warm[i], OBJECT, **detect), len(warm), len(warm))
         before = memory_mib(pid)
@@ -142,9 +140,9 @@ def main(argv: Sequence[str]) -> int:
     rows = [
         [name, *(f"{figures[key][part]:.1f}" for part in ("p50", "p95", "maximum"))]
         for name, key in (
-            ("new picture, alone", "alone"),
-            ("cached picture, alone", "cached"),
-            (f"new pictures, {arguments.callers} callers", "many"),
+            ("new image, alone", "alone"),
+            ("cached image, alone", "cached"),
+            (f"new images, {arguments.callers} callers", "many"),
         )
     ]
     memory = figures["memory_mib"]

@@ -1,10 +1,10 @@
-"""What the service costs around the model: the null engine against a bare grpc.aio server.
+"""The cost of the service around the model: the null engine against a bare grpc.aio server.
 
-Four servers run at the same time and are asked by the same callers, in turns, so that what else
-the machine does meets all. `bare` says what was recorded from ours without looking at the question,
-`tuned` is the same server asking of the interpreter and of the kernel what ours does, `inside` is
-our service with the null engine in its own process, and `legato` the whole, with the engine in a
-process of its own: on two cores, callers, service and engine share them.
+Four servers run at the same time and serve the same callers in turns, so that other load on the
+machine affects all of them. `bare` answers with messages recorded from ours, without looking at the
+request. `tuned` is the same server with our settings of the interpreter and the kernel. `inside` is
+our service with the null engine in its own process, and `legato` our service with the engine in a
+process of its own. Callers, service and engine share the cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.turns import Sample, median, share_of, take_turn
 def compare(
     case: Case, contenders: Sequence[Contender], arguments: argparse.Namespace
 ) -> dict[str, list[Sample]]:
-    """Turns of all contenders, one after another, `arguments.rounds` times after a warm-up."""
+    """Take turns of all contenders, `arguments.rounds` times after a warm-up."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         take_turn(case, contender, 1.0, arguments.senders)
@@ -36,7 +36,7 @@ def compare(
 
 
 def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
-    """Medians of all turns; shares of the bare server are medians of the paired ratios."""
+    """Format the medians of all turns; shares are medians of the paired ratios."""
 
     def of(name: str, field: str) -> float:
         return median(samples[name], field)

@@ -1,4 +1,4 @@
-"""What the servers of `serve` are asked."""
+"""The requests that `serve` sends to its servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import task_pb2
 from legato_client.load.plan import Plan
 
-from benchmarks.rpc import picture
+from benchmarks.rpc import jpeg
 
 SIZE = (640, 480)
 _SERVICE = "/legato.v1.InferenceService/"
@@ -28,11 +28,11 @@ class Case:
 
     @property
     def streams(self) -> bool:
-        """Whether messages are what is counted."""
+        """Whether messages are counted."""
         return self.name == "Generate"
 
     def plan(self, target: str, seconds: float, senders: int) -> Plan:
-        """Closed loop: as much as the server gives."""
+        """Return a closed loop: as much load as the server answers."""
         return Plan(
             target=target,
             kind="stream" if self.streams else "unary",
@@ -46,12 +46,12 @@ class Case:
 
 
 def cases(length: int) -> list[Case]:
-    """What is asked; streams have `length` answers."""
+    """Return all cases; streams have `length` answers."""
     photo = pb.DetectRequest(object="red circle", max_objects=3)
-    photo.image.encoded.data = picture(0, SIZE)
+    photo.image.encoded.data = jpeg(0, SIZE)
     points = task_pb2.PointTask(object="red circle", max_objects=length)
     points_request = pb.GenerateRequest(task=task_pb2.Task(point=points))
-    points_request.image.encoded.data = picture(0, (32, 32))
+    points_request.image.encoded.data = jpeg(0, (32, 32))
     words = task_pb2.Task(query=task_pb2.QueryTask(question="What is in the picture?"))
     words.sampling.max_tokens = length
     return [

@@ -1,4 +1,4 @@
-"""The same unary call by ghz, a load generator that is not ours: a check of our own."""
+"""The same unary call by ghz, a foreign load generator, as a check of our own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 5
 
 
 def measure(targets: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Calls a second and latency of each target; empty where ghz is not installed."""
+    """Return calls a second and latency of each target; empty where ghz is not installed."""
     ghz = shutil.which("ghz")
     if ghz is None:
         return {}
@@ -34,7 +34,7 @@ def measure(targets: Mapping[str, str]) -> dict[str, dict[str, float]]:
 
 
 def text(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """What ghz found, as Markdown."""
+    """Format the figures as Markdown."""
     if not figures:
         return [f"No {NAME} by ghz: nothing checks these figures from outside."]
     rows = [
@@ -63,7 +63,7 @@ def _run(ghz: str, protoset: Path, target: str) -> dict[str, float]:
 
 
 def _descriptors(file: FileDescriptor) -> descriptor_pb2.FileDescriptorSet:
-    """A file with all that it needs, in the order in which they need each other."""
+    """Return a proto file with all that it needs, dependencies first."""
     found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
 
     def add(each: FileDescriptor) -> None:

@@ -1,4 +1,4 @@
-"""What several service processes before one scheduler bring: all are asked by the same callers."""
+"""Throughput of several service processes with one scheduler, from the same callers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SENDERS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scaled:
-    """Medians of one case with so many `processes`, 0 for the bare server.
+    """Medians of one case with `processes` service processes; 0 is the bare server.
 
-    CPU is in microseconds of what is counted, `share` of what the bare server gave in the turn
+    CPU is in microseconds of what is counted; `share` is relative to the bare server in the turn
     before.
     """
 
@@ -43,7 +43,7 @@ def measure(
     seconds: float,
     rounds: int,
 ) -> list[Scaled]:
-    """Every case in turns: the bare server, then ours with every number of processes."""
+    """Measure every case in turns: the bare server, then ours with every number of processes."""
     if not counts:
         return []
     found: list[Scaled] = []
@@ -51,7 +51,7 @@ def measure(
         contenders = {0: running.enter_context(bare)}
         for count in counts:
             contenders[count] = running.enter_context(server(("--processes", str(count))))
-        time.sleep(1.0)  # others than the first may still be starting
+        time.sleep(1.0)  # worker processes may still be starting
         for case in asked:
             grown = dataclasses.replace(case, in_flight=case.in_flight * max(counts))
             turns: dict[int, list[Sample]] = {count: [] for count in contenders}
@@ -79,7 +79,7 @@ def _scaled(case: str, turns: dict[int, list[Sample]]) -> list[Scaled]:
 
 
 def text(found: Sequence[Scaled]) -> list[str]:
-    """How it scales, as Markdown."""
+    """Format the figures as Markdown."""
     if not found:
         return ["Several processes were not measured."]
     rows = [

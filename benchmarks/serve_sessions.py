@@ -1,4 +1,4 @@
-"""What open sessions that say nothing cost: memory each, and the wait of everybody else."""
+"""The cost of idle sessions: memory of each, and the latency of other calls."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SETTLE = 2.0  # seconds from the last opened session to the first measurement
 def measure(
     server: Callable[[], AbstractContextManager[Contender]], counts: Sequence[int]
 ) -> list[dict[str, float]]:
-    """Latency of Query at a fixed rate with so many idle sessions, and with none.
+    """Measure the latency of Query at a fixed rate without and with idle sessions.
 
-    Ends with the first count that the server refuses; empty when none are asked for.
+    Ends with the first count that the server refuses; empty when no counts are given.
     """
     found: list[dict[str, float]] = []
     for count in (0, *counts) if counts else ():
@@ -67,7 +67,7 @@ def _latency(contender: Contender, count: int) -> dict[str, float]:
 
 
 def text(found: Sequence[dict[str, float]]) -> list[str]:
-    """What idle sessions cost, as Markdown."""
+    """Format the figures as Markdown."""
     if not found:
         return ["Idle sessions were not measured."]
     rows = [
@@ -98,9 +98,10 @@ class SessionsRefused(Exception):
 
 @contextlib.contextmanager
 def holding(target: str, count: int) -> Iterator[None]:
-    """So many sessions, open and silent, held by a process of its own.
+    """Hold idle sessions open in a process of its own.
 
-    Raises SessionsRefused.
+    Raises:
+        SessionsRefused: The server does not open them.
     """
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
@@ -119,7 +120,7 @@ def holding(target: str, count: int) -> Iterator[None]:
 
 
 def _hold(pipe: Connection, target: str, count: int) -> None:
-    """Open the sessions and keep them; says "" when all are open, else why not."""
+    """Open the sessions and keep them; send "" when all are open, else the reason."""
     asyncio.run(_hold_all(pipe, target, count))
 
 
@@ -149,10 +150,10 @@ async def _hold_all(pipe: Connection, target: str, count: int) -> None:
         pipe.send(str(refused))
     else:
         pipe.send("")
-    await asyncio.Event().wait()  # ended by whoever started it
+    await asyncio.Event().wait()  # until it is terminated
 
 
 async def _read(call: Any) -> None:
-    """Take heartbeats, so that the server never waits for this end."""
+    """Read heartbeats, so that the server never waits for this client."""
     while await call.read() is not grpc.aio.EOF:
         pass

@@ -14,14 +14,14 @@ from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
 from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.fused import FusedMoondream
-from legato_engine.models.moondream.fused_sizes import can_fuse
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
+from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepInputs
@@ -50,7 +50,7 @@ class Bench:
     config: MoondreamConfig
     network: Network
     model: MoondreamModel
-    kernels: FusedMoondream
+    kernels: MoondreamStep
     kv: KVCache
     table_RM: torch.Tensor
     position: int  # the last of the first row
@@ -58,7 +58,7 @@ class Bench:
 
     @classmethod
     def make(cls, name: str) -> Bench:
-        """Everything on the GPU; pages are dealt in random order."""
+        """Build everything on the GPU, with pages in random order."""
         config = MODELS[name]()
         network = random_weights(config, 0, DEVICE, torch.bfloat16)
         if "e4m3" in name:
@@ -73,7 +73,7 @@ class Bench:
 
     @classmethod
     def _over(cls, config: MoondreamConfig, network: Network, position: int, rows: int) -> Bench:
-        """With pages for so many rows up to a position."""
+        """Return the model with pages for `rows` rows up to a position."""
         model, text = MoondreamModel(config, network), config.text
         num_pages, scales = position // PAGE + 1, model.kv_scale_L2
         shape = (text.num_layers, rows * num_pages + 1, text.num_heads, PAGE, text.head_dim)
@@ -82,8 +82,8 @@ class Bench:
             random = torch.randn(layer.shape, dtype=torch.bfloat16, device=DEVICE)
             layer.copy_(pages.quantise(random, None if scales is None else scales[0, 0]))
         kv = KVCache(keys, values, model.kv_scale_L2)
-        assert can_fuse(config, kv, torch.bfloat16), "this GPU or model has no kernels"
-        kernels = FusedMoondream(config, network.text, network.region, kv)
+        assert has_kernels(config, kv, torch.bfloat16), "this GPU or model has no kernels"
+        kernels = MoondreamStep(config, network.text, network.region, kv)
         most_pages = -(-text.max_context // PAGE)
         table_RM = torch.zeros(ROWS, most_pages, dtype=torch.int64, device=DEVICE)
         dealt = torch.randperm(rows * num_pages, device=DEVICE) + 1
@@ -91,25 +91,25 @@ class Bench:
         return cls(config, network, model, kernels, kv, table_RM, position, rows)
 
     def at(self, position: int, rows: int) -> Bench:
-        """The same model with so many rows at another position."""
+        """Return the same model with as many rows at another position."""
         return self._over(self.config, self.network, position, rows)
 
     def with_stages(self, stages: Stages) -> Bench:
-        """The same with rings of other depths."""
+        """Return the same model with rings of other depths."""
         network = self.network
         text, region = network.text, network.region
-        kernels = FusedMoondream(self.config, text, region, self.kv, stages=stages)
+        kernels = MoondreamStep(self.config, text, region, self.kv, stages=stages)
         return dataclasses.replace(self, kernels=kernels)
 
     @property
     def expert_bytes(self) -> int:
-        """Of a weight of an expert."""
+        """Bytes of one element of an expert's weight."""
         return 1 if self.network.text.has_fp8_experts else 2
 
     def inputs(self, rows: int, tokens: int = 1) -> StepInputs:
-        """`tokens` of each of `rows` at the benchmark's context, in a random order of rows.
+        """Return `tokens` tokens of each of `rows` at the benchmark's context, in a random order.
 
-        Padded to a batch that the service has; the last row is the padding's.
+        Padded to a batch size of the service; the last row is the padding's.
         """
         text, special = self.config.text, self.config.tokens
         token_R = torch.randint(10, text.vocab_size, (ROWS,), device=DEVICE)
@@ -135,14 +135,14 @@ class Bench:
         )
 
     def empty(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden state and logits that nothing has filled."""
+        """Return uninitialised hidden state and logits."""
         text = self.config.text
         hidden_BD = torch.full((batch, text.dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         return hidden_BD, torch.full((batch, text.vocab_size), torch.nan, device=DEVICE)
 
 
 def _quantise_experts(network: Network) -> None:
-    """Experts in e4m3, a layer at a time."""
+    """Quantise experts to e4m3, a layer at a time."""
     for module in network.modules():
         if isinstance(module, ExpertLinear):
             weight_XOI = module.weight

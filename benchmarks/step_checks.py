@@ -1,4 +1,4 @@
-"""A decode step's kernels against torch's operations in float32, and a row alone against a batch.
+"""Checks of a decode step: kernels against torch in float32, a row alone against a batch.
 
 Shape legend: B tokens, D text width, V vocabulary, N bins; L layers, K experts that a token chose,
 X experts, T tokens of a layer's choice.
@@ -22,7 +22,7 @@ from benchmarks.step_bench import DEVICE, KV_SCALE, PAGE, Bench
 
 
 def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
-    """Relative errors of the kernels and of torch in bf16, against `exact` in float32."""
+    """Return relative errors of the kernels and of torch in bf16, against `exact` in float32."""
     inputs = bench.inputs(batch).part(slice(0, batch))
     hidden_BD, logits_BV = bench.empty(batch)
     bench.kernels.forward(inputs, hidden_BD, logits_BV)
@@ -50,7 +50,7 @@ def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _same_experts(bench: Bench) -> Iterator[None]:
-    """Torch takes the experts that the kernels' last step took: near ties fall either way."""
+    """Have torch use the experts of the kernels' last step, because near ties fall either way."""
     route, experts_LBK = ops.route, bench.kernels.expert_LBK
     if experts_LBK is None or bench.config.text.moe is None:
         yield
@@ -70,7 +70,7 @@ def _same_experts(bench: Bench) -> Iterator[None]:
 
 
 def _differing(bench: Bench, inputs: StepInputs, logits_BV: torch.Tensor) -> float:
-    """Rows that have other bits alone than they have in the batch."""
+    """Count the rows whose bits differ between alone and in the batch."""
     hidden_BD, again_BV = bench.empty(len(logits_BV))
     for at in range(len(logits_BV)):
         one = slice(at, at + 1)
@@ -79,7 +79,7 @@ def _differing(bench: Bench, inputs: StepInputs, logits_BV: torch.Tensor) -> flo
 
 
 def _check_bins(bench: Bench, hidden_BD: torch.Tensor) -> dict[str, float]:
-    """Relative errors of the bins; a batch of one needs the coord's alone."""
+    """Return relative errors of the bins; a batch of one has the coordinate's only."""
     tokens, exact = bench.config.tokens, copy.deepcopy(bench.network.region).float()
     errors = {}
     normed_BD = hidden_BD.float() if exact.ln is None else exact.ln(hidden_BD.float())
@@ -94,14 +94,14 @@ def _check_bins(bench: Bench, hidden_BD: torch.Tensor) -> dict[str, float]:
 
 
 def bad(errors: Mapping[str, float]) -> bool:
-    """Whether a check failed."""
+    """Say whether a check failed."""
     worse = not errors["hidden"] <= 1.5 * errors["hidden_torch"] + 1e-3
     bins = not max(errors["coord_bins"], errors["size_bins"]) < 0.02
     return worse or bins or errors["rows_that_differ_alone"] > 0
 
 
 def _written(kv: KVCache, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values at the tokens' own positions, all layers."""
+    """Return keys and values at the tokens' own positions, all layers."""
     page_B = inputs.page_table_RM[inputs.row_B, inputs.position_B // PAGE]
     at = (slice(None), page_B, slice(None), inputs.position_B % PAGE)
     keys, values = (
@@ -115,7 +115,7 @@ def _caches(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _numbers_of(kv: KVCache, cache: torch.Tensor) -> torch.Tensor:
-    """Float32 of what is stored, all in one unit."""
+    """Return stored values as float32 in one unit."""
     return cache.float() if kv.scale_L2 is None else cache.float() * KV_SCALE
 
 

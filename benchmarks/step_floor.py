@@ -1,4 +1,4 @@
-"""The least that a decode step can take: the bytes that it must read over the bandwidth.
+"""The byte floor of a decode step: the bytes that it must read over the bandwidth.
 
 Shape legend: L layers, B tokens, K experts that a token chose.
 """
@@ -14,7 +14,7 @@ BANDWIDTH = 4.68e12  # bytes a second that one H200 reads at most
 
 
 def context_bytes(config: MoondreamConfig, rows: int, position: int, kv_bytes: int = 2) -> int:
-    """The keys and values that a step must read, all layers; elements have `kv_bytes`."""
+    """Count the bytes of keys and values that a step must read; elements have `kv_bytes`."""
     text = config.text
     return text.num_layers * 2 * text.dim * position * rows * kv_bytes
 
@@ -22,9 +22,9 @@ def context_bytes(config: MoondreamConfig, rows: int, position: int, kv_bytes: i
 def floor_ms(
     config: MoondreamConfig, cached: int, touched: Sequence[int], expert_bytes: int
 ) -> float:
-    """The bytes that a step must read over the bandwidth, `cached` ones of keys and values.
+    """Return the milliseconds to read weights, and `cached` bytes of keys and values.
 
-    `touched` experts, by layer, whose weights have `expert_bytes`.
+    `touched` experts, by layer, have weights of `expert_bytes` an element.
     """
     text, values = config.text, 0
     for layer in range(text.num_layers):
@@ -42,7 +42,7 @@ def floor_ms(
 
 
 def experts_touched(config: MoondreamConfig, expert_LBK: torch.Tensor | None) -> list[int]:
-    """Experts that a step's tokens chose, by layer; 0 for layers that have none."""
+    """Count the experts that a step's tokens chose, by layer; 0 for layers without experts."""
     text = config.text
     if expert_LBK is None or text.moe is None:
         return [0] * text.num_layers

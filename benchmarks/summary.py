@@ -1,10 +1,10 @@
-"""One run's records as the few figures that are compared: `python -m benchmarks summary FOLDER`.
+"""A run's records as the few figures that are compared: `python -m benchmarks summary FOLDER`.
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
-Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of the dearest kind of
-task, `detect_over_text` of the worst number of streams. `hop_ms` is of a caller alone, who blocks,
-of three tokens, with the picture sent as bytes. Pictures are charts, but in figures whose names end
-with `_photo`.
+Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of the slowest kind of
+task, `detect_over_text` of the worst number of streams. `hop_ms` is of one blocking client, of
+three tokens, with the image sent as bytes. Images are charts, except in figures whose names end
+with `_photo`. `sources` names the record, the commit and the date of each figure.
 """
 
 from __future__ import annotations
@@ -20,13 +20,49 @@ STREAMS = (1, 8, 32)
 OUTPUT = "summary.json"
 PHOTOS = "e2e_photos"
 
+# The record of each figure.
+SOURCES = {
+    "decode_ms": "decode",
+    "gpu_idle_ms": "decode",
+    "gain_predicted": "decode",
+    "gain_observed": "decode",
+    "tick_cpu_us_32": "tick",
+    "detect_over_text": "decode",
+    "e2e_p50_ms_new": "e2e",
+    "e2e_p50_ms_cached": "e2e",
+    "req_per_s_64_new": "e2e",
+    "req_per_s_64_mix": "e2e",
+    "e2e_p50_ms_new_photo": PHOTOS,
+    "req_per_s_64_new_photo": PHOTOS,
+    "req_per_s_64_mix_photo": PHOTOS,
+    "hop_ms": "hop",
+    "hop_ms_asyncio": "hop",
+}
+
 
 def summarise(records: Records) -> dict[str, Any]:
-    """The summary of records by name; what they lack is None."""
+    """Summarise records by name; a figure without a record is None."""
+    used = {name: records[name] for name in dict.fromkeys(SOURCES.values()) if name in records}
+    facts = [record["surroundings"] for record in used.values()]
+    gpu: list[str] = next((fact["gpu"].split(", ") for fact in facts if fact.get("gpu")), [])
+    return {
+        **_figures_of(records),
+        "commit": _joined(fact.get("commit") for fact in facts),
+        "date": max((fact["date"] for fact in facts), default=None),
+        "torch": _joined(fact.get("torch") for fact in facts),
+        "driver": gpu[1] if len(gpu) > 1 else None,
+        "commands": [fact["command"] for fact in facts],
+        "sources": {
+            figure: {"record": name} | _origin(used[name])
+            for figure, name in SOURCES.items()
+            if name in used
+        },
+    }
+
+
+def _figures_of(records: Records) -> dict[str, Any]:
     decode = {row["streams"]: row for row in _rows(records, "decode") if row["task"] == "query"}
     constrained = _figures(records, "decode").get("detect_over_text", ())
-    facts = [record["surroundings"] for record in records.values()]
-    gpu: list[str] = next((fact["gpu"].split(", ") for fact in facts if fact.get("gpu")), [])
     return {
         "decode_ms": _by_streams(decode, lambda row: row["pipelined"]["period"]),
         "gpu_idle_ms": _by_streams(decode, lambda row: row["pipelined"]["idle"]),
@@ -45,16 +81,11 @@ def summarise(records: Records) -> dict[str, Any]:
         "req_per_s_64_mix_photo": _e2e(records, "mix", 64, "per_second", PHOTOS),
         "hop_ms": _hop(records, "hop_blocking_ms"),
         "hop_ms_asyncio": _hop(records, "hop_ms"),
-        "commit": _joined(fact.get("commit") for fact in facts),
-        "date": max((fact["date"] for fact in facts), default=None),
-        "torch": _joined(fact.get("torch") for fact in facts),
-        "driver": gpu[1] if len(gpu) > 1 else None,
-        "commands": [fact["command"] for fact in facts],
     }
 
 
 def missing(summary: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that are None, those by number of streams as `name.streams`."""
+    """List the figures that are None; figures by number of streams as `name.streams`."""
     names = [name for name, value in summary.items() if value is None]
     for name, value in summary.items():
         if isinstance(value, dict):
@@ -63,7 +94,7 @@ def missing(summary: Mapping[str, Any]) -> list[str]:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every record of a folder by its name, in the order of names."""
+    """Read every record of a folder, by name and in the order of names."""
     records = {}
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
@@ -73,9 +104,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write FOLDER/summary.json and say what is missing."""
+    """Write FOLDER/summary.json, and print missing figures and different commits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks summary", description=__doc__)
-    parser.add_argument("folder", type=Path, help="that holds the records of one run")
+    parser.add_argument("folder", type=Path, help="with the records of one run")
     arguments = parser.parse_args(argv)
     summary = summarise(read(arguments.folder))
     text = json.dumps(summary, indent=1)
@@ -87,6 +118,10 @@ def main(argv: Sequence[str]) -> int:
         if "," in (summary[name] or ""):
             print(f"records of several runs: {name} {summary[name]}")
     return 0
+
+
+def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record["surroundings"].get(name) for name in ("commit", "date")}
 
 
 def _figures(records: Records, name: str) -> Mapping[str, Any]:
@@ -108,7 +143,7 @@ def _by_streams(
 def _e2e(
     records: Records, workload: str, callers: int, figure: str, name: str = "e2e"
 ) -> float | None:
-    """Of answers of three tokens; a cell in which nothing was answered has no figures."""
+    """Take a figure of answers of three tokens; a cell without completed calls has none."""
     wanted = (workload, callers, 3)
     return _only(
         row[figure]
@@ -118,7 +153,7 @@ def _e2e(
 
 
 def _hop(records: Records, figure: str) -> float | None:
-    """Of three tokens, the picture sent as bytes."""
+    """Take a figure of three tokens with the image sent as bytes."""
     return _only(
         row[figure]
         for row in _rows(records, "hop")

@@ -1,4 +1,4 @@
-"""What one pipelined decode tick costs the host, on a device that does nothing."""
+"""Host time of one pipelined scheduler step, on a device that does nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TextDelta,
 )
-from legato_engine.engine.output_sink import OutputSink, Ticket
-from legato_engine.ipc.messages import Report, encode
+from legato_engine.engine.output_sink import OutputSink
+from legato_engine.engine.request_stages import ScheduledRequest
+from legato_engine.engine.request_table import RequestTable
+from legato_engine.ipc.messages import EngineMessage, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
-from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline
@@ -42,7 +45,7 @@ PROMPT = (PromptToken(1), PromptToken(2))
 
 
 class NullRunner:
-    """A device that is done at once; every row's token is prepared."""
+    """A device that is done at once; every row has a prepared token."""
 
     def __init__(self, max_rows: int) -> None:
         tokens = [RowTokens((SampledToken(7, (0.5, 0.25)),))] * max_rows
@@ -76,7 +79,7 @@ class LastRecords:
 
 
 class BareTask:
-    """The least a skill can do; `spoken` says whether every token gives an event or none."""
+    """The smallest task; `spoken` says whether every token emits an event."""
 
     has_payload = False
     reasoning_tokens = 0
@@ -103,7 +106,7 @@ class BareTask:
 
 
 def detect(max_tokens: int) -> Task:
-    """A real skill: a box every third token, without end."""
+    """Return a real task: a box every third token, without end."""
     tokens = SpecialTokens(
         bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
     )
@@ -121,9 +124,10 @@ TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
-    """Nanoseconds of `count` ticks, each of which launches and commits one decode of `streams`."""
+    """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`."""
     length = WARM_UP + count + 2 * streams + 4
-    sink = OutputSink("tick", _encoded)
+    requests = RequestTable(wake=lambda: None)
+    sink = OutputSink("tick", requests, send=_encoded, finish=lambda request, done: _encoded(done))
     runner = NullRunner(streams)
     pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
     scheduler = Scheduler(
@@ -136,8 +140,8 @@ def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[in
     )
     for index in range(streams):
         task = make_task(length)
-        request = Request(request_id=f"request-{index}", task=QueryTask(question="?"))
-        sink.expect(request.request_id, Ticket())
+        request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))
+        requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
     for _ in range(2 * streams + WARM_UP):
         scheduler.step()
@@ -175,5 +179,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _encoded(report: Report) -> None:
+def _encoded(report: EngineMessage) -> None:
     encode(report)

@@ -1,4 +1,4 @@
-"""Turns of `serve`: one contender asked for a while, and what such turns are compared by."""
+"""Turns of `serve`: samples of one contender, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sample:
     """One turn of one contender.
 
     `per_second` and CPU, in microseconds, are of what the case counts: calls, or answers of
-    streams. Our server joins words that it cannot send as fast as they come; points never.
+    streams. Our server merges words that it cannot send in time, and never points.
     """
 
     per_second: float
@@ -30,12 +30,16 @@ class Sample:
 
     @property
     def engine_share(self) -> float:
-        """Of a core, what the engine used."""
+        """Share of a core that the engine used."""
         return self.engine_cpu_us * self.per_second / 1e6
 
 
 def take_turn(case: Case, contender: Contender, seconds: float, senders: int) -> Sample:
-    """Ask one contender for `seconds`. Raises `RuntimeError` when a request fails."""
+    """Load one contender for `seconds`.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
     before = contender.used()
     seen: Record = run(case.plan(contender.target, seconds, senders))
     if seen.errors:
@@ -55,11 +59,11 @@ def take_turn(case: Case, contender: Contender, seconds: float, senders: int) ->
 
 
 def median(turns: Sequence[Sample], field: str) -> float:
-    """Of one figure."""
+    """Return the median of one figure."""
     return float(statistics.median(getattr(turn, field) for turn in turns))
 
 
 def share_of(theirs: Sequence[Sample], ours: Sequence[Sample]) -> float:
-    """The median of what ours gave of theirs, turn by turn: a pair met the same machine."""
+    """Return the median ratio of ours to theirs, by turns; both of a pair met the same load."""
     pairs = zip(theirs, ours, strict=True)
     return statistics.median(own.per_second / other.per_second for other, own in pairs)

@@ -170,7 +170,7 @@ def _bare(type_name: str) -> str:
 
 
 def _is_choice(field: pb.FieldDescriptorProto) -> bool:
-    """Whether the field stands in a oneof that somebody wrote, not in one that is `optional`."""
+    """Whether the field is part of a declared oneof, not of the one that `optional` implies."""
     return field.HasField("oneof_index") and not field.proto3_optional
 
 

@@ -1,7 +1,7 @@
-"""Others on the same device in the same run: one decode step of Moondream 2's decoder.
+"""Peers on the same device in the same run: one decode step of Moondream 2's decoder.
 
-Each peer runs in a process of its own with a time limit, so that one that fails does not take the
-rest along. Weights are random, bf16; a step is forward and greedy sampling.
+Each peer runs in a process of its own with a time limit, so that a failure does not stop the
+others. Weights are random, bf16; a step is forward and greedy sampling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PEERS = {
     "vllm": Peer("vllm_phi", "vLLM", 240),
 }
 
-# Measured earlier on another machine with the same kind of GPU, one NVIDIA H200.
+# Measured earlier, on another NVIDIA H200; no record was kept.
 EARLIER: dict[str, list[dict[str, Any]]] = {
     "vllm": [
         {"streams": streams, "step_ms": step, "version": "0.24.0", "context": "850 to 1122"}
@@ -52,10 +52,10 @@ EARLIER: dict[str, list[dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a peer: `status` is ok, absent, failed or timeout, `reason` says why.
+    """The outcome of a peer: `status` is ok, absent, failed or timeout, with a `reason`.
 
-    `rows` are of this run, also those before a failure; `not_of_this_run` are quoted where there
-    are none.
+    `rows` are of this run, also those before a failure. Without any, `not_of_this_run` quotes
+    earlier ones.
     """
 
     peer: str
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def absence(key: str, reference: str) -> str:
-    """Why a peer cannot run here; empty when it can."""
+    """Return why a peer cannot run here; empty when it can."""
     if key == "moondream" and not reference:
         return "no folder given with --moondream-reference"
     package = {"vllm": "vllm", "transformers": "transformers"}.get(key)
@@ -79,7 +79,7 @@ def absence(key: str, reference: str) -> str:
 
 
 def run(key: str, peer: Peer, options: Sequence[str], reference: str, seconds: float) -> Outcome:
-    """Run one peer in its process and collect what it said."""
+    """Run one peer in its process and collect its output."""
     reason = absence(key, reference)
     if reason:
         return _outcome(key, peer, "absent", reason, 0.0, [])
@@ -121,7 +121,7 @@ def _last_line(file: IO[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the peers and record; 1 when one that is here failed."""
+    """Run the peers and record; 1 when an installed one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     add_options(parser)
     parser.add_argument("--name", default="peers", help="of the record")
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(outcomes: Sequence[Outcome], streams: Sequence[int]) -> str:
-    """Steps in ms side by side, what else a peer measured behind them."""
+    """Format the steps in ms side by side, and other figures of a peer after them."""
     lines: list[list[str]] = []
     for outcome in outcomes:
         rows, note = outcome.rows, f"{outcome.status} {outcome.reason}".strip()

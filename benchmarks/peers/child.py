@@ -1,4 +1,4 @@
-"""What every peer's process shares: its options, the decoder's shape, its clock, its output."""
+"""Code that every peer's process shares: options, the decoder's shape, timing, output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with parallel blocks of attention and MLP, as Phi and Moondream 2 have them."""
+    """A decoder with parallel blocks of attention and MLP, as in Phi and Moondream 2."""
 
     dim: int = 2048
     layers: int = 24
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Values of a key."""
+        """Width of a head."""
         return self.dim // self.heads
 
 
@@ -68,7 +68,7 @@ class StepTimer:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """One step ends here and the next begins."""
+        """Mark the end of one step and the beginning of the next."""
         if self._device.type == "cpu":
             self._marks.append(time.perf_counter())
             return
@@ -77,7 +77,7 @@ class StepTimer:
         self._marks.append(event)
 
     def laps(self) -> list[float]:
-        """Milliseconds between consecutive marks, once all have passed."""
+        """Return milliseconds between consecutive marks, once all have passed."""
         pairs = itertools.pairwise(self._marks)
         if self._device.type == "cpu":
             return [(end - start) * 1e3 for start, end in pairs]
@@ -86,7 +86,7 @@ class StepTimer:
 
 
 def step_times(step: Callable[[], object], options: Options) -> list[float]:
-    """Milliseconds of `options.steps` steps one behind the other, after the warm-up."""
+    """Return milliseconds of `options.steps` consecutive steps, after the warm-up."""
     for _ in range(options.warm_up):
         step()
     synchronize(options.device)
@@ -105,12 +105,12 @@ def synchronize(device: str) -> None:
 
 
 def emit(row: Mapping[str, Any]) -> None:
-    """One line of JSON for the parent; what is emitted survives a later failure."""
+    """Print one line of JSON for the parent; it survives a later failure."""
     print(json.dumps(row), flush=True)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """The options of a peer's process."""
+    """Parse the options of a peer's process."""
     parser = argparse.ArgumentParser()
     add_options(parser)
     parser.add_argument("--path", default="", help="of the peer's code, where it has no package")
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that the parent hands on."""
+    """Add the options that the parent passes on."""
     parser.add_argument("--streams", type=numbers, default=[1, 8, 32], help="e.g. 1,8,32")
     parser.add_argument("--context", type=int, default=850, help="positions before the first step")
     parser.add_argument("--steps", type=int, default=60, help="timed steps")
@@ -138,11 +138,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """A list of numbers with commas between them."""
+    """Parse numbers with commas between them."""
     return [int(part) for part in text.split(",")]
 
 
 def versions(*modules: str) -> dict[str, str]:
-    """Versions of modules that are imported."""
+    """Return the versions of imported modules."""
     names = ("torch", *modules)
     return {name: str(getattr(sys.modules[name], "__version__", "")) for name in names}

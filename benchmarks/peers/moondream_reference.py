@@ -1,7 +1,7 @@
 """Moondream's open reference (GitHub vikhyat/moondream, Apache-2.0), from a checkout.
 
 Random weights; a JPEG becomes keys and values, then three tokens, then a run of decode steps. Times
-are of the host's clock with the device awaited, as its own loop reads every token.
+are of the host's clock with the device awaited, because its own loop reads every token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DRY_VISION = {"enc_dim": 48, "enc_ff_dim": 80, "enc_n_heads": 3, "proj_inner_dim
 
 
 class Reference:
-    """The model and its own functions; `position` is where the next token goes."""
+    """The model and its own functions; `position` is that of the next token."""
 
     def __init__(self, path: str, device: str, *, dry: bool) -> None:
         sys.path.insert(0, path)
@@ -55,19 +55,19 @@ class Reference:
         self._token: Any = None
 
     def compile(self) -> None:
-        """What the reference itself compiles."""
+        """Compile as the reference itself does."""
         self._model.compile()
 
     def crops(self, image: Image.Image) -> None:
-        """Resize, tile and normalise alone."""
+        """Resize, tile and normalise only."""
         self._vision.prepare_crops(image, self._model.config.vision, device=self._device)
 
     def encode(self, image: Image.Image) -> None:
-        """Crops, vision tower and prefill of the picture, its keys and values left in place."""
+        """Run crops, vision tower and the image's prefill; keys and values stay."""
         self.position = self._model.encode_image(image).pos
 
     def ask(self) -> None:
-        """Prefill of a question and the first token, greedy."""
+        """Prefill a question and sample the first token, greedily."""
         question = [token % self._model.config.text.vocab_size for token in QUESTION]
         prompt = torch.tensor([question], device=self._device)
         _, _, self._token, self.position = self._model._prefill_prompt(
@@ -79,7 +79,7 @@ class Reference:
         self._token.item()
 
     def step(self) -> None:
-        """One more token, read by the host."""
+        """Decode one more token, read by the host."""
         with torch.inference_mode():
             embedded = self._text.text_encoder(self._token, self._model.text)
             self._mask[:, :, self.position] = True
@@ -109,7 +109,7 @@ class Reference:
 
 
 def sources(path: str) -> str:
-    """The beginning of a hash of the checkout's model code, in the order of its names."""
+    """Return the beginning of a hash of the checkout's model code, by file name."""
     digest = hashlib.sha256()
     for file in sorted((Path(path) / "moondream" / "torch").glob("*.py")):
         digest.update(file.read_bytes())
@@ -117,16 +117,16 @@ def sources(path: str) -> str:
 
 
 class NoTokenizer:
-    """Stands for a tokenizer that would be downloaded."""
+    """Replaces a tokenizer that would be downloaded."""
 
     @classmethod
     def from_pretrained(cls, name: str) -> NoTokenizer:
-        """Nothing is read."""
+        """Return a tokenizer without reading anything."""
         return cls()
 
 
 def measure(reference: Reference, jpeg: bytes, options: child.Options) -> dict[str, Any]:
-    """Medians in ms of the parts, of the whole from a JPEG to three tokens, and of a step."""
+    """Return medians in ms of the parts, of a JPEG to three tokens, and of a step."""
     parts: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
@@ -162,7 +162,7 @@ def _opened(jpeg: bytes) -> Image.Image:
 
 
 def main() -> None:
-    """A row without torch.compile, then one with it."""
+    """Emit a row without torch.compile, then one with it."""
     options = child.parse()
     child.emit({"versions": {**child.versions(), "sources' SHA-256": sources(options.path)}})
     jpeg = Photographer(0, max(SIZE)).jpeg(0, SIZE)

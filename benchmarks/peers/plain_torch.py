@@ -1,4 +1,4 @@
-"""Plain torch operations under one CUDA graph: what a decoder costs without a kernel of its own.
+"""Plain torch operations under one CUDA graph: a decoder without kernels of its own.
 
 Every step runs at the same position, so all read the same context. Shape legend: B streams, D
 width, H heads, S positions, E head dim, R rotary dim.
@@ -67,7 +67,7 @@ class Decoder:
         self.token_B = torch.zeros(streams, dtype=torch.int64, device=device)
 
     def step(self) -> None:
-        """Forward and greedy sampling of one token a stream."""
+        """Run a forward pass and sample one token a stream, greedily."""
         x_BD = self._embedding[self.token_B]
         for layer in self._layers:
             h_BD = self._normed(x_BD)
@@ -98,7 +98,7 @@ class Decoder:
 
 
 def main() -> None:
-    """A row per number of streams."""
+    """Emit a row per number of streams."""
     options = child.parse()
     device = open_device(options.device)
     with torch.inference_mode():

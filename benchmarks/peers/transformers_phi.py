@@ -1,7 +1,7 @@
 """Hugging Face transformers: PhiForCausalLM, a static cache, torch.compile with CUDA graphs.
 
-No step waits for its token on the host, which `generate` would; so these are the best times that
-the library could reach. Shape legend: B streams, T tokens, V vocabulary.
+No step waits for its token on the host, as `generate` would; so these are the best times that the
+library could reach. Shape legend: B streams, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.peers import child
 
 
 def build(shape: child.Shape, device: str) -> Any:
-    """The decoder with random bf16 weights."""
+    """Build the decoder with random bf16 weights."""
     factor = shape.rotary_dim / shape.head_dim
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
     config = PhiConfig(
@@ -59,7 +59,7 @@ class Decoding:
         self._position_1 = positions_T[-1:] + 1
 
     def step(self) -> None:
-        """Forward and greedy sampling of one token a stream."""
+        """Run a forward pass and sample one token a stream, greedily."""
         _begin_step()
         logits_BV = self._forward(self._token_B1, self._cache, self._position_1)
         self._token_B1 = logits_BV.argmax(dim=-1, keepdim=True)
@@ -83,7 +83,7 @@ def _compiled(model: Any, options: child.Options) -> Callable[..., torch.Tensor]
 def _forward(
     model: Any, tokens_BT: torch.Tensor, cache: StaticCache, positions_T: torch.Tensor
 ) -> torch.Tensor:
-    """[B, V] of the last token; older versions are told the positions, newer ones count them."""
+    """Return [B, V] of the last token; older versions need positions, newer ones count them."""
     told = {"cache_position": positions_T} if _WANTS_POSITIONS else {}
     output = model(
         input_ids=tokens_BT,
@@ -102,7 +102,7 @@ _WANTS_POSITIONS = "cache_position" in inspect.signature(PhiForCausalLM.forward)
 
 
 def main() -> None:
-    """A row per number of streams."""
+    """Emit a row per number of streams."""
     options = child.parse()
     child.emit({"versions": child.versions("transformers")})
     assert transformers.__version__

@@ -1,7 +1,7 @@
 """vLLM on the same decoder with random weights, where it is installed.
 
-The time of a step is the difference of two runs that differ in their number of tokens alone, so
-that prefill, start and end fall out of it.
+The time of a step is the difference of two runs that differ only in their number of tokens, which
+cancels prefill, start and end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPEATS = 5
 
 
 def configuration(shape: child.Shape) -> dict[str, Any]:
-    """config.json of the decoder."""
+    """Return the decoder's config.json."""
     return {
         "architectures": ["PhiForCausalLM"],
         "model_type": "phi",
@@ -39,7 +39,7 @@ def configuration(shape: child.Shape) -> dict[str, Any]:
 
 
 def step_ms(model: Any, sampling: Any, streams: int, options: child.Options) -> float:
-    """Median milliseconds of a step of `streams`, prompts all different."""
+    """Return median milliseconds of a step of `streams` different prompts."""
     prompts = [
         {"prompt_token_ids": [(row * 7919 + place) % 500 + 5 for place in range(options.context)]}
         for row in range(streams)
@@ -58,7 +58,7 @@ def step_ms(model: Any, sampling: Any, streams: int, options: child.Options) -> 
 
 
 def main() -> None:
-    """A row per number of streams."""
+    """Emit a row per number of streams."""
     options = child.parse()
     vllm: Any = importlib.import_module("vllm")
     child.emit({"versions": {"vllm": str(vllm.__version__)}})

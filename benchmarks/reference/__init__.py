@@ -1,9 +1,9 @@
 """Our model beside Moondream's open reference, on the same random weights.
 
-`python -m benchmarks reference --checkout FOLDER` takes a checkout of github.com/vikhyat/moondream,
-which is imported from there and never copied. Every run is a width and a dtype: hidden states and
-logits of every forward with the reference's tokens fed to both, then the engine's own answers,
-through its scheduler, token for token.
+`python -m benchmarks reference --checkout FOLDER` imports a checkout of
+github.com/vikhyat/moondream, and copies nothing of it. A run is a width and a dtype: hidden states
+and logits of every forward with the reference's tokens as input of both, then the engine's own
+answers, through its scheduler, token for token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main(options: Sequence[str]) -> int:
-    """Run them one after the other; the record is written after each."""
+    """Run the comparisons one after the other, and write the record after each."""
     arguments = _parse(options)
     runs: dict[str, Any] = {}
     facts = {"rules": RULES, "sources' SHA-256": sources(arguments.checkout)}
@@ -75,11 +75,11 @@ class Run:
         few = arguments.full_sizes if self._shape == "full" else len(SIZES)
         self._sizes = SIZES[: min(few, arguments.sizes)]
         photographer = Photographer(self._seed, max(max(size) for size in self._sizes))
-        self._pictures = {
+        self._images = {
             size: Image.fromarray(photographer.pixels(index, size))
             for index, size in enumerate(self._sizes)
         }
-        self._seen: set[str] = set()  # pictures that were compared
+        self._seen: set[str] = set()  # images that were compared
         self._num_crops = 0
         self._answers: set[tuple[Token, ...]] = set()
         self.errors = Errors()
@@ -91,7 +91,7 @@ class Run:
         self._reference = Reference(arguments.checkout, config, _DTYPES[self._dtype], self._device)
 
     def figures(self) -> dict[str, Any]:
-        """Everything compared."""
+        """Return all compared figures."""
         asked: list[Case] = []
         for family in self._families:
             asked += self._family(family, questions(self._shape, family, self._sizes))
@@ -117,10 +117,10 @@ class Run:
         try:
             if not self._num_crops:
                 self._compare_crops(engine)
-            images = {size: engine.prepare(image, size) for size, image in self._pictures.items()}
+            images = {size: engine.prepare(image, size) for size, image in self._images.items()}
             answers = engine.answers(asked, images, self._budget)
             for case, answer in zip(asked, answers, strict=True):
-                image = None if case.size is None else self._pictures[case.size]
+                image = None if case.size is None else self._images[case.size]
                 trace = self._reference.run(case, image, self._max_tokens)
                 score = self.scores.setdefault(case.skill, Score())
                 score.add(case, trace, answer, self._max_tokens)
@@ -131,7 +131,7 @@ class Run:
         return asked
 
     def _budget(self, case: Case) -> int | None:
-        """Of the engine: lists have theirs by their objects, thoughts and answer share one."""
+        """Return the engine's budget: lists count objects, reasoning and answer share one."""
         task = case.task
         if case.skill in ("detect", "point"):
             return None
@@ -140,10 +140,10 @@ class Run:
         return self._max_tokens
 
     def _compare_crops(self, engine: Engine) -> None:
-        """The same tiling and, where the reference's values can be turned back, the same pixels."""
-        for size, picture in self._pictures.items():
-            mine = engine.prepare(picture, size)
-            crops, tiling = self._reference.crops(picture)
+        """Compare tilings and, where the reference's values can be inverted, pixels."""
+        for size, image in self._images.items():
+            mine = engine.prepare(image, size)
+            crops, tiling = self._reference.crops(image)
             self._num_crops += len(crops)
             if mine.num_crops:  # the device cuts it
                 alone = mine.num_crops == 1 and tiling == (1, 1)  # it is its own tile here
@@ -157,16 +157,16 @@ class Run:
                 assert torch.equal(pixels, levels[: len(pixels)]), f"{size}: other crops"
 
     def _replay(self, engine: Engine, image: Any, trace: Trace, answer: Answer) -> None:
-        """The reference's tokens through our model, and both compared after every forward."""
+        """Feed the reference's tokens to our model, and compare after every forward."""
         replayed = engine.replay(image, answer.prompt, [each.fed for each in trace.passes[1:]])
         for index, (expected, (hidden_TD, logits_V)) in enumerate(
             zip(trace.passes, replayed, strict=True)
         ):
             if image is not None and image.key not in self._seen:
                 self._seen.add(image.key)
-                self.errors.add("vision", engine.prefix_PD[1:], self._reference.picture_TD)
+                self.errors.add("vision", engine.prefix_PD[1:], self._reference.image_TD)
                 theirs_PD = self._reference.prefix_TD
-                self.errors.add("picture's prefill hidden", engine.prefix_hidden_PD, theirs_PD)
+                self.errors.add("image's prefill hidden", engine.prefix_hidden_PD, theirs_PD)
             stage = "decode" if index else "prefill"
             theirs_TD = expected.hidden_TD[-len(hidden_TD) :]
             self.errors.add(f"{stage} hidden", hidden_TD, theirs_TD)
@@ -181,7 +181,7 @@ class Run:
 
 
 def questions(shape: str, family: Family, sizes: Sequence[Size]) -> list[Case]:
-    """What a run asks; thoughts take long, and so does full width: about every other size then."""
+    """Return the cases of a run: at full width and for reasoning about every other size."""
     is_text = family is FAMILIES[0]
     every = shape == "tiny" and not family.name.startswith("reasoning")
     return cases(family.name, sizes if is_text or every else sizes[::2])
@@ -193,7 +193,7 @@ def _parse(options: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     names = [family.name for family in FAMILIES]
     parser.add_argument("--families", nargs="+", choices=names, default=names, help="of skills")
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="of pictures, at most")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="of images, at most")
     parser.add_argument("--full-sizes", type=int, default=3, help="of these, in full width")
     parser.add_argument("--max-tokens", type=int, default=24, help="of a text")
     parser.add_argument("--layers", type=int, nargs=2, help="of vision and of text, not a few")

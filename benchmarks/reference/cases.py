@@ -1,4 +1,4 @@
-"""What both sides are asked: every skill of Moondream 2, on pictures of many sizes and on none."""
+"""The cases of both sides: every skill of Moondream 2, on images of many sizes and on none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from legato_engine.core import (
 
 Size = tuple[int, int]  # width, height
 
-# Every tiling there is room for, pictures with a side below a crop, and very thin ones.
+# Every possible tiling, images with a side below a crop, and very thin ones.
 SIZES: tuple[Size, ...] = (
     (378, 378),
     (640, 480),
@@ -63,7 +63,7 @@ MAX_OBJECTS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One question; `size` None: no picture."""
+    """One case; `size` None: no image."""
 
     skill: str
     task: TaskSpec
@@ -71,14 +71,14 @@ class Case:
 
 
 def cases(family: str, sizes: Sequence[Size]) -> list[Case]:
-    """Those of a family, those about one picture behind each other."""
+    """Return the cases of a family, ordered by image."""
     kinds = {"text": _text, "spatial": _spatial}
     ask = kinds.get(family, _reasoning)
     about = [case for at, size in enumerate(sizes) for case in ask(at, size)]
     if family == "spatial":
         return about
     reasoning = family != "text"
-    skill = "reasoning without a picture" if reasoning else "query without a picture"
+    skill = "reasoning without an image" if reasoning else "query without an image"
     alone = [
         Case(skill, QueryTask(question=f"{question} Say {number}.", reasoning=reasoning), None)
         for number in range(max(1, len(sizes) // 3))

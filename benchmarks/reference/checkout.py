@@ -1,4 +1,4 @@
-"""The reference's modules from a checkout, without what they would fetch or find on the machine."""
+"""The reference's modules from a checkout, without their downloads and device detection."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GRID = 27  # patches on a side; the reference takes its number of vision layers 
 
 
 class Checkout:
-    """Builds models of one dtype, and reads checkpoints into them as the reference does.
+    """Builds models of one dtype, and loads checkpoints as the reference does.
 
-    The modules are the interpreter's: the newest checkout's replacements stand in them.
+    The modules are the interpreter's: they hold the replacements of the newest checkout.
     """
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Checkout:
         vars(self._module).update(Tokenizer=_LocalTokenizer, prepare_crops=self.prepare_crops)
 
     def watch(self, embedder: str, home: str, saw: Callable[[torch.Tensor], None]) -> None:
-        """Show `saw` whatever the model gives to an embedder of the module `home`."""
+        """Pass what the model gives to an embedder of the module `home` to `saw`, too."""
         original = getattr(_module(home), embedder)
 
         def embed(values: torch.Tensor, weights: Any) -> Any:
@@ -45,7 +45,7 @@ class Checkout:
         vars(self._module)[embedder] = embed
 
     def build(self, config: MoondreamConfig) -> Any:
-        """The reference's model, not loaded."""
+        """Build the reference's model without weights."""
         configs = _module("config")
         vision, text, region = config.vision, config.text, config.region
         model = self._module.MoondreamModel(
@@ -73,7 +73,11 @@ class Checkout:
         return model.to(self.device).eval()
 
     def load(self, model: Any, folder: Path) -> None:
-        """Read a checkpoint and its tokenizer; raises `AssertionError` where one did not arrive."""
+        """Read a checkpoint and its tokenizer.
+
+        Raises:
+            AssertionError: A tensor was not loaded.
+        """
         model.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         file = str(folder / "model.safetensors")
         self._weights.load_weights_into_model(file, model)
@@ -86,7 +90,7 @@ class Checkout:
     def prepare_crops(
         self, image: Image.Image, config: Any, device: object
     ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Crops [N, C, H, W] in the model's dtype, -1..1, and their tiling."""
+        """Return crops [N, C, H, W] in the model's dtype, -1..1, and their tiling."""
         pixels = np.asarray(image.convert("RGB"))
         cut = self._cropping.overlap_crop_image(
             pixels, max_crops=config.max_crops, overlap_margin=config.overlap_margin
@@ -101,8 +105,8 @@ def _module(name: str) -> Any:
 
 
 class _LocalTokenizer:
-    """Stands for one that would be downloaded, until `load` sets the checkpoint's."""
+    """Replaces a downloaded tokenizer, until `load` sets the checkpoint's."""
 
     @classmethod
     def from_pretrained(cls, name: str) -> None:
-        """Nothing is read."""
+        """Return the tokenizer without reading anything."""

@@ -1,4 +1,4 @@
-"""Two answers to one question, side by side: numbers of every forward, then tokens and values.
+"""Two answers to one case, side by side: numbers of every forward, then tokens and values.
 
 A relative error is the largest difference over the largest expected magnitude, of one tensor.
 """
@@ -43,7 +43,7 @@ class Errors:
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """By stage: tensors, the largest error, the mean one."""
+        """Return by stage: number of tensors, the largest error, the mean one."""
         return {
             stage: {"tensors": len(all_), "max": max(all_), "mean": sum(all_) / len(all_)}
             for stage, all_ in self._seen.items()
@@ -52,7 +52,7 @@ class Errors:
 
 @dataclasses.dataclass(slots=True)
 class Score:
-    """What came out for one skill."""
+    """Counts of equal tokens and values of one skill."""
 
     cases: int = 0
     tokens: int = 0
@@ -61,7 +61,7 @@ class Score:
     same_prompt: int = 0
     whole: int = 0  # cases with the same tokens, all of the engine's compared
     same_text: int = 0  # of those
-    values: int = 0  # coordinates and sizes of cases with the same ids
+    values: int = 0  # coordinates and sizes of cases with equal ids
     value_error: float = 0.0
     box_error: float = 0.0
     agreed: int = 0  # tokens up to the first that differs
@@ -70,7 +70,7 @@ class Score:
     differing: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, case: Case, trace: Trace, answer: Answer, max_tokens: int) -> None:
-        """One more case."""
+        """Add one case."""
         theirs, ours = comparable(trace, answer, max_tokens)
         agreed = _agreed(theirs, ours)
         self.cases += 1
@@ -105,16 +105,16 @@ class Score:
         )
 
     def figures(self) -> dict[str, Any]:
-        """All of it, with the first five that differ."""
+        """Return all counts, with the first five cases that differ."""
         figures = dataclasses.asdict(self)
         return {**figures, "changed": dict(self.changed), "differing": self.differing[:5]}
 
 
 def comparable(trace: Trace, answer: Answer, max_tokens: int) -> tuple[list[Token], list[Token]]:
-    """The tokens of both that mean the same.
+    """Return the tokens of both sides that mean the same.
 
-    The engine's EOS is dropped, which the reference does not feed back. The reference gives
-    thoughts and answer a budget each, the engine one to both: what is behind the end of one is
+    The engine's EOS is dropped, because the reference does not feed it back. The reference gives
+    reasoning and answer a budget each, the engine one to both: tokens after the end of a budget are
     left out.
     """
     theirs, ours = trace.tokens, list(answer.tokens)
@@ -125,18 +125,18 @@ def comparable(trace: Trace, answer: Answer, max_tokens: int) -> tuple[list[Toke
     if thoughts >= max_tokens:
         return theirs[:max_tokens], ours[:max_tokens]
     if max_tokens in (len(trace.passes) - 1, len(trace.passes) - thoughts - 2):
-        ours = ours[: len(theirs)]  # the reference's last budget ran out
+        ours = ours[: len(theirs)]  # the reference's last budget is used up
     return theirs, ours
 
 
 def prompt_ids(trace: Trace, case: Case) -> tuple[int, ...]:
-    """Of the reference's first prompt, which begins with BOS where there is no picture."""
+    """Return the ids of the reference's first prompt, with BOS if there is no image."""
     ids = tuple(token for token, _ in trace.passes[0].fed)
     return ids if case.size is not None else ids[1:]
 
 
 def box_error(trace: Trace, result: TaskResult) -> float:
-    """The largest difference of a coordinate of points or boxes, theirs cut to the picture."""
+    """Return the largest difference of coordinates of points or boxes, theirs cut to the image."""
     match result:
         case PointResult():
             given = [{"x": each.point.x, "y": each.point.y} for each in result.points]
@@ -159,7 +159,7 @@ def box_error(trace: Trace, result: TaskResult) -> float:
 
 
 def bins_apart(token: int, ours: tuple[float, float], theirs: tuple[float, float]) -> int:
-    """By how many bins two values of a coord or size token differ."""
+    """Return by how many bins two values of a coordinate or size token differ."""
     if token == COORD:
         return round(abs(ours[0] - theirs[0]) * _BINS[COORD])
     apart = (abs(math.log2(a) - math.log2(b)) for a, b in zip(ours, theirs, strict=True))
@@ -174,12 +174,12 @@ def _agreed(theirs: list[Token], ours: list[Token]) -> int:
 
 
 def shown(text: str) -> str:
-    """As the engine shows it: from the first word on, without what is no whole character."""
+    """Format text as the engine does: from the first word, without partial characters."""
     return text.replace("\ufffd", "").lstrip()
 
 
 def _texts(result: TaskResult) -> tuple[str, str]:
-    """Thoughts and answer."""
+    """Return reasoning and answer."""
     match result:
         case CaptionResult():
             return "", result.caption

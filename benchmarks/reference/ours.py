@@ -1,4 +1,4 @@
-"""The engine with the same checkpoint: its own answers, and the reference's fed to it again.
+"""The engine with the same checkpoint: its own answers, and a replay of the reference's.
 
 Shape legend: T positions of one forward, D width, V vocabulary.
 """
@@ -17,12 +17,13 @@ from legato_engine.core import (
     FinishReason,
     ImageInfo,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
 )
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import SampledToken, Task
@@ -36,7 +37,7 @@ _RUNNING = 8
 
 
 class WatchedTask:
-    """A `tasks.Task` that remembers what it was given."""
+    """A `tasks.Task` that records its tokens."""
 
     def __init__(self, inner: Task) -> None:
         self._inner = inner
@@ -73,7 +74,7 @@ class WatchedTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine made of a case: its prompt, every token, and the result."""
+    """The engine's output for a case: its prompt, every token, and the result."""
 
     prompt: tuple[Token, ...]
     tokens: tuple[Token, ...]
@@ -114,7 +115,7 @@ class Engine:
         self._assembly.device.close()
 
     def prepare(self, image: Image.Image, size: Size) -> PreparedImage:
-        """Crops of a picture, whose key is its size."""
+        """Return crops of an image, whose key is its size."""
         key = f"{size[0]}x{size[1]}"
         info = ImageInfo(image_id=key, width=size[0], height=size[1], cache_hit=False)
         return self._assembly.frontend.prepare_image(image, key, info)
@@ -127,12 +128,12 @@ class Engine:
         images: Mapping[Size, PreparedImage],
         budget: Callable[[Case], int | None],
     ) -> list[Answer]:
-        """All cases through one scheduler, as many at a time as may run."""
+        """Run all cases through one scheduler, as many at a time as may run."""
         scheduler = self._assembly.scheduler(SilentSink(), pipeline_depth=2)
         tasks: list[WatchedTask] = []
         for index, case in enumerate(cases):
             request = Request(
-                request_id=str(index),
+                request_id=RequestKey(str(index)),
                 task=case.task,
                 image=None if case.size is None else CachedImage(image_id=str(case.size)),
                 sampling=SamplingParams(temperature=0.0, max_tokens=budget(case), seed=0),
@@ -150,10 +151,10 @@ class Engine:
     def replay(
         self, image: PreparedImage | None, prompt: Sequence[Token], fed: Sequence[Sequence[Token]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """[T, D] residual stream and [V] float32 logits of a prompt, then of each pass behind it.
+        """Return [T, D] residual stream and [V] float32 logits of a prompt, then of later passes.
 
-        The passes are decode steps; one of several tokens gives the last's logits. `prefix_PD` and
-        `prefix_hidden_PD` are those of the picture until the next one's replay.
+        The passes are decode steps; one of several tokens gives the last token's logits.
+        `prefix_PD` and `prefix_hidden_PD` are those of the image until the next replay.
         """
         with torch.inference_mode():
             position = self._hold(image)
@@ -171,15 +172,17 @@ class Engine:
                 yield hidden_TD, self._model.logits(hidden_TD[-1:])[0]
 
     def value(self, hidden_D: torch.Tensor, token_id: int) -> tuple[float, float]:
-        """What the region heads read there."""
+        """Return what the region heads read there."""
         with torch.inference_mode():
             token_1 = torch.tensor([token_id], device=self._device)
-            payload_12 = self._model.payload(hidden_D[None], token_1)
+            heads = self._model.capabilities.values
+            assert heads is not None, "the reference is compared with a Moondream"
+            payload_12 = heads.payload(hidden_D[None], token_1)
         first, second = payload_12[0].tolist()
         return first, second
 
     def _hold(self, image: PreparedImage | None) -> int:
-        """Have a prefix in the cache; its length."""
+        """Put a prefix into the cache, and return its length."""
         key = "" if image is None else image.key
         if self._held != key:
             self.prefix_PD = self._embed_prefix(image)
@@ -198,15 +201,16 @@ class Engine:
         return self._model.embed(torch.tensor(ids, device=on), torch.tensor(values, device=on))
 
     def _embed_prefix(self, image: PreparedImage | None) -> torch.Tensor:
-        """BOS and the picture, by the encoder where the device cuts it."""
+        """Embed BOS and the image, by the encoder if the device cuts it."""
         if image is None or image.num_crops == 0:
             return self._model.prefix_embeddings(image)
-        encoder = self._model.picture_encoder(self._assembly.device.pinned, 1)
-        assert encoder is not None, "a picture is left whole only for an encoder"
+        encoding = self._model.capabilities.images
+        assert encoding is not None, "images stay uncropped only for an encoder"
+        encoder = encoding.image_encoder(self._assembly.device.pinned, 1)
         encoder.stage(0, image)
         encoder.upload(0)
         encoder.cut()
-        encoder.encode(image.num_crops, taken=False)
+        encoder.encode(image.num_crops, gathered=False)
         return encoder.finish(0)
 
 

@@ -1,4 +1,4 @@
-"""The record of a comparison: tables, and whether it is what it has to be."""
+"""The record of a comparison: tables, and whether it passes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ LIMIT = 1e-4  # of a relative error in float32
 _EXPLAINED = (
     "Weights are random, in the published layout (`model.*`, bfloat16 on disk), and each side "
     "loads the same file with its own loader. The head's bias lifts a few ids (below), or skills "
-    "would not walk; queries, keys and what blocks and pictures add are longer, or every prompt "
+    "would not walk; queries, keys and what blocks and images add are longer, or every prompt "
     "would get the same answer. Hidden states and logits: the reference's tokens are fed to both "
     "sides, and every forward is compared (largest difference over largest magnitude). Tokens: the "
     "engine answers by itself, all prompts through one scheduler, eight at a time, two launches in "
     "flight; its thoughts and answers share a budget, so what is behind the reference's budget is "
-    "left out. Pictures are tiled the same, and in float32 their crops are the same to the byte."
+    "left out. Images are tiled the same, and in float32 their crops are the same to the byte."
 )
 
 
 def passes(name: str, run: Mapping[str, Any]) -> bool:
-    """float32: errors within the limit, all tokens and values the same. bfloat16 only informs."""
+    """Say whether float32 is within the limit with equal tokens and values; bfloat16 passes."""
     if not name.endswith("f32"):
         return True
     skills = run["skills"].values()
@@ -41,14 +41,14 @@ def _verdict(name: str, run: Mapping[str, Any]) -> str:
 
 
 def tables(facts: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
-    """Markdown of all runs so far."""
+    """Format all runs so far as Markdown."""
     lines = [_EXPLAINED, ""]
     for name, run in runs.items():
         layers = run["layers"]
         lines += [
             f"## {name}: {_verdict(name, run)}",
             "",
-            f"{run['prompts']} prompts, {len(run['sizes'])} sizes of pictures, {layers['vision']} "
+            f"{run['prompts']} prompts, {len(run['sizes'])} sizes of images, {layers['vision']} "
             f"vision and {layers['text']} text layers, {run['crops']} crops, {run['seconds']} s. "
             f"{run['different_answers']} answers are different. "
             f"The likeliest token of a forward is the same in {run['same_best_token']:.2%}; "

@@ -1,8 +1,8 @@
-"""Moondream's open reference (GitHub vikhyat/moondream, Apache-2.0), from a checkout, and watched.
+"""Moondream's open reference (GitHub vikhyat/moondream, Apache-2.0), from a checkout, observed.
 
-Its own methods run; this stands at their seams, sees what goes in and comes out, and holds it to
-the engine's rules where the two differ on purpose or by mistake. `RULES` says where, and every
-token that a rule has changed is counted.
+Its own methods run. Wrappers at their seams record inputs and outputs, and apply the engine's rules
+where the two differ on purpose or by mistake. `RULES` lists them, and every token that a rule
+changed is counted.
 
 Shape legend: T positions of one forward, D width, V vocabulary.
 """
@@ -48,9 +48,9 @@ Token = tuple[int, tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward: what was fed, the residual stream of its positions, and the last's logits.
+    """One forward: its input, the residual stream of its positions, and the last one's logits.
 
-    `hidden_TD` is as long as `fed`. A prompt's references are there without their values.
+    `hidden_TD` is as long as `fed`. References in a prompt are there without their values.
     """
 
     fed: tuple[Token, ...]
@@ -60,7 +60,7 @@ class Pass:
 
 @dataclasses.dataclass(slots=True)
 class Trace:
-    """An answer with all its forwards; `changed` counts the rules that changed a token of it."""
+    """An answer with all its forwards; `changed` counts its tokens that a rule changed."""
 
     passes: list[Pass] = dataclasses.field(default_factory=list)
     changed: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -70,15 +70,15 @@ class Trace:
 
     @property
     def tokens(self) -> list[Token]:
-        """What it generated and fed back, behind its first prompt."""
+        """Tokens that it generated and fed back, after its first prompt."""
         return [token for each in self.passes[1:] for token in each.fed]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Phase:
-    """What may be sampled: all but `suppressed`, or only `allowed`; and what it suppresses itself.
+    """Ids that may be sampled: all but `suppressed`, or only `allowed`.
 
-    `every`: logits decide at every so manieth forward of the phase only.
+    `every`: logits decide only at every n-th forward of the phase.
     """
 
     suppressed: tuple[int, ...] = ()
@@ -107,28 +107,28 @@ class Reference:
         for name in _SEAMS:
             setattr(self._model, name, getattr(self, name))
         self._encoded: dict[Size, Any] = {}
-        self.picture_TD = torch.empty(0)  # embeddings of the picture encoded last
-        self.prefix_TD = torch.empty(0)  # residual stream of BOS and that picture
-        self._fed: list[Token] | None = None  # None: nobody watches
+        self.image_TD = torch.empty(0)  # embeddings of the image encoded last
+        self.prefix_TD = torch.empty(0)  # residual stream of BOS and that image
+        self._fed: list[Token] | None = None  # None: no trace is recorded
         self._thought = False
         self._phase = _Phase()
         self._trace = Trace()
 
     def load(self, folder: Path, num_answers: int) -> None:
-        """Read a checkpoint of which only the head may differ from the one before.
+        """Read a checkpoint of which only the head may differ from the previous one.
 
-        Pictures stay encoded. `num_answers` ids stand between thoughts and answer.
+        Images stay encoded. `num_answers` ids stand between reasoning and answer.
         """
         self._num_answers = num_answers
         self._checkout.load(self._model, folder)
 
     def crops(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Normalised crops [N, C, H, W] and tiling."""
+        """Return normalised crops [N, C, H, W] and tiling."""
         crops, tiling = self._checkout.prepare_crops(image, self._model.config.vision, None)
         return crops.cpu(), tiling
 
     def run(self, case: Case, image: Image.Image | None, max_tokens: int) -> Trace:
-        """Answer greedily; a picture of one size is encoded once."""
+        """Answer greedily; an image of one size is encoded once."""
         encoded = None
         if image is not None and case.size is not None:
             if case.size not in self._encoded:
@@ -184,8 +184,8 @@ class Reference:
     # ------------------------------------------------------------ its methods, held to the rules
 
     def _run_vision_encoder(self, image: Image.Image) -> torch.Tensor:
-        self.picture_TD = self._its["_run_vision_encoder"](image)
-        return self.picture_TD
+        self.image_TD = self._its["_run_vision_encoder"](image)
+        return self.image_TD
 
     def _prefill(self, *args: Any) -> torch.Tensor:
         hidden_1TD: torch.Tensor = self._its["_prefill"](*args)
@@ -207,7 +207,7 @@ class Reference:
         return self._ruled(logits, own=self._phase.own, rule=rule), hidden
 
     def _ruled(self, logits_1V: torch.Tensor, own: Sequence[int], rule: str) -> torch.Tensor:
-        """The logits with what the phase does not allow at minus infinity."""
+        """Return the logits with the ids that the phase excludes at minus infinity."""
         phase = self._phase
         allowed_V = torch.full_like(logits_1V, not phase.allowed, dtype=torch.bool)
         allowed_V[:, list(phase.allowed)] = True

@@ -1,11 +1,11 @@
 """Moondream 2 in two widths with random weights, as a checkpoint that both sides load.
 
-Random heads never end a text and never go on with a list. So the head's bias lifts the tokens that
-carry a skill forward, differently for each family of skills; every other weight is the same.
+Random heads never end a text and never continue a list. So the head's bias raises the tokens that
+advance a skill, differently for each family of skills; every other weight is the same.
 
-Random attention is nearly even, and the mean of a picture's 729 positions then drowns the prompt:
-every prompt gets the same answer, which repeats one token. So queries and keys are longer, which
-makes attention choose, and so is what the blocks and pictures add.
+Random attention is nearly even, and the mean of an image's 729 positions then drowns the prompt:
+every prompt gets the same answer, which repeats one token. Longer queries and keys make attention
+choose, and longer outputs of blocks and images do the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _QUERY_KEY, _ADDED, _PICTURE = 2.5, 2.0, 3.0
 
 
 def _sharpen(name: str, tensor: torch.Tensor) -> None:
-    """Lengthen what makes walks depend on prompt, picture and position; in place."""
+    """Scale weights in place, so that answers depend on prompt, image and position."""
     if name.endswith("attn.qkv.weight"):
         tensor[: tensor.shape[0] // 3 * 2] *= _QUERY_KEY
     elif name.startswith("text.blocks") and name.endswith("mlp.fc2.weight"):
@@ -65,9 +65,9 @@ def _sharpen(name: str, tensor: torch.Tensor) -> None:
 def make_config(
     shape: str, vision_layers: int, text_layers: int, family: Family
 ) -> MoondreamConfig:
-    """Moondream 2's templates, vocabulary, context and pictures, `tiny` or of `full` width.
+    """Return Moondream 2's templates, vocabulary, context and image sizes, `tiny` or `full`.
 
-    Heads of the decoder are 64 wide and pictures are 27 by 27 patches in both: the reference has
+    Heads of the decoder are 64 wide and images are 27 by 27 patches in both: the reference has
     these as constants.
     """
     config = presets.moondream2_config()
@@ -88,7 +88,7 @@ def make_config(
 
 
 def write_checkpoint(config: MoondreamConfig, family: Family, seed: int, folder: Path) -> Path:
-    """A folder of config.json, tokenizer.json and model.safetensors: `model.*` names, bfloat16."""
+    """Write a folder of config.json, tokenizer.json and model.safetensors in bfloat16."""
     folder.mkdir(parents=True)
     state = random_weights(config, seed, CPU, torch.float32).state_dict()
     for name, tensor in state.items():

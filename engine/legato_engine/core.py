@@ -1,7 +1,7 @@
-"""The nouns every floor shares: what is asked and what comes back.
+"""Requests and results, which all rooms share.
 
-Everything here is a frozen value without torch and without transport, fit to cross the process line
-(see `messages`).
+All are frozen values without torch and without transport that can be sent between processes (see
+`ipc.messages`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all values that cross the process line; the class name is the tag."""
+    """Base of values that are sent between processes; the class name is the tag."""
 
 
 # ---------------------------------------------------------------- geometry (normalised, 0..1)
@@ -37,11 +37,11 @@ class Box(Value, frozen=True):
 SpatialRef = Point | Box
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- tasks
 
 
 class CaptionLength(enum.StrEnum):
-    """How much a caption says."""
+    """The length of a caption."""
 
     SHORT = "short"
     NORMAL = "normal"
@@ -49,17 +49,17 @@ class CaptionLength(enum.StrEnum):
 
 
 class Turn(Value, frozen=True):
-    """An earlier question of a conversation, and its answer."""
+    """An earlier question and answer of a conversation."""
 
     question: str
     answer: str
 
 
 class QueryTask(Value, frozen=True):
-    """Answer a question, about the image when there is one; perhaps the last of a conversation.
+    """Answer a question, about the image if there is one.
 
-    `history` are the turns before it, `system` what was said before all of them. The image stands
-    in front of the first question; with `shows_image` there must be one.
+    `history` are the earlier turns of the conversation, `system` is the system message. The image
+    precedes the first question; `shows_image` requires one.
     """
 
     question: str
@@ -77,14 +77,14 @@ class CaptionTask(Value, frozen=True):
 
 
 class DetectTask(Value, frozen=True):
-    """Box every instance of `object`."""
+    """Find the boxes of all instances of `object`."""
 
     object: str
     max_objects: int | None = None
 
 
 class PointTask(Value, frozen=True):
-    """Point at every instance of `object`."""
+    """Point at all instances of `object`."""
 
     object: str
     max_objects: int | None = None
@@ -102,10 +102,10 @@ TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
 
 
 class SamplingParams(Value, frozen=True):
-    """Sampling as asked; `None` means the task's own default (greedy for spatial tasks).
+    """Sampling parameters of a request; None is the task's default (greedy for spatial tasks).
 
-    `temperature` 0 is greedy. `top_p` in (0, 1]. `top_k` 0 or None is off. `seed` None draws one
-    from the request id, so that a retried request answers the same.
+    `temperature` 0 is greedy; `top_p` is in (0, 1]; `top_k` 0 or None is off. `seed` None derives
+    the seed from the request's name, so that a retry has the same result.
     """
 
     temperature: float | None = None
@@ -116,11 +116,11 @@ class SamplingParams(Value, frozen=True):
     stop: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- images
 
 
 class PixelFormat(enum.StrEnum):
-    """Raw pixel layouts the engine reads."""
+    """Supported layouts of raw pixels."""
 
     RGB8 = "rgb8"
     BGR8 = "bgr8"
@@ -132,9 +132,9 @@ class PixelFormat(enum.StrEnum):
 
 
 class BlobRef(Value, frozen=True):
-    """Bytes that travel through shared memory: a file's name and how many bytes are valid.
+    """Bytes in shared memory: a file's name and its number of valid bytes.
 
-    A file of its own has the generation 0; see `blob_pool` for those that are written again.
+    Files of their own have generation 0; others are segments that are reused, see `segment_pool`.
     """
 
     name: str
@@ -143,14 +143,14 @@ class BlobRef(Value, frozen=True):
 
 
 class EncodedImage(Value, frozen=True):
-    """A JPEG, PNG or WebP file in a blob; `mime_type` is the sniffed one."""
+    """A JPEG, PNG or WebP file in a blob; `mime_type` is detected from its bytes."""
 
     blob: BlobRef
     mime_type: str
 
 
 class RawImage(Value, frozen=True):
-    """Pixels in a blob, `row_stride` bytes from one row of a plane to the next."""
+    """Pixels in a blob; `row_stride` is in bytes."""
 
     blob: BlobRef
     width: int
@@ -160,17 +160,17 @@ class RawImage(Value, frozen=True):
 
 
 class CachedImage(Value, frozen=True):
-    """An image seen earlier, by the id that its `ImageInfo` gave."""
+    """An image that the engine has, by the id in its `ImageInfo`."""
 
     image_id: str
 
 
 ImageSource = EncodedImage | RawImage | CachedImage
-WITH_BLOB = (EncodedImage, RawImage)  # those whose bytes are somebody's to discard
+WITH_BLOB = (EncodedImage, RawImage)  # kinds that own a blob
 
 
 class ImageInfo(Value, frozen=True):
-    """The picture as answered about: size after EXIF orientation, and how to name it again."""
+    """The id of an image and its size after EXIF orientation."""
 
     image_id: str
     width: int
@@ -181,18 +181,48 @@ class ImageInfo(Value, frozen=True):
 # ---------------------------------------------------------------- requests
 
 
-class Request(Value, frozen=True):
-    """One task on at most one image, as the service hands it to the engine.
+class RequestKey(
+    msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, cache_hash=True
+):
+    """The identity of a request in all processes of a server."""
 
-    `request_id` is unique in the engine, see `caller_id`.
-    `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
-    Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
-    Without `deltas` only the whole result is told, which repeats what they would have said; without
-    `progress` not even that it waits or has started.
-    With `return_tokens` every token is told, with its probability if `logprobs`.
+    caller_id: str
+    """Given by the caller, else made up by the service; unique within its tenant."""
+
+    tenant: str = ""
+    part: str = ""  # of a call of several: "2" of RunTasks, frame and task "7.0" of a session
+    worker: int = 0  # number of the service process; 0 is the first
+
+    @property
+    def name(self) -> str:
+        """`tenant/caller_id#part`: the same from every service process. Seeds derive from it."""
+        name = f"{self.tenant}/{self.caller_id}" if self.tenant else self.caller_id
+        return f"{name}#{self.part}" if self.part else name
+
+    @property
+    def call(self) -> RequestKey:
+        """The key that all parts of a call share."""
+        return self.with_part("")
+
+    def with_part(self, part: str) -> RequestKey:
+        """The key of this part of the same call."""
+        return RequestKey(self.caller_id, self.tenant, part, self.worker)
+
+    def matches(self, target: RequestKey) -> bool:
+        """Whether `target` means this request; without a tenant, it means those of all tenants."""
+        return self.caller_id == target.caller_id and target.tenant in ("", self.tenant)
+
+
+class Request(Value, frozen=True):
+    """One task on at most one image, as the service sends it to the engine.
+
+    `deadline` is in absolute `time.monotonic()` seconds, one clock for all processes of a host.
+    Waiting requests of a higher `priority` start first. Without `deltas` only the whole result is
+    sent, which includes all of them; without `progress` `Queued` and `Started` are not sent either.
+    With `return_tokens` every token is sent, with its probability if `logprobs`.
     """
 
-    request_id: str
+    request_id: RequestKey
     task: TaskSpec
     image: ImageSource | None = None
     sampling: SamplingParams = SamplingParams()
@@ -205,35 +235,18 @@ class Request(Value, frozen=True):
     deltas: bool = True
     progress: bool = True
     priority: int = 0
-    tenant: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose quota the request counts against."""
+        return self.request_id.tenant
 
 
-def without_link(request_id: str) -> str:
-    """The id without the number and the `@` that a service process beside the first puts before it.
-
-    No caller's id holds an `@`.
-    """
-    return request_id.rpartition("@")[2]
-
-
-def scoped_id(request_id: str) -> str:
-    """The id as its service process knows the request: several tasks of one call are one.
-
-    A task has a `#` and its number behind; no caller's id holds a `#`.
-    """
-    return without_link(request_id).partition("#")[0]
-
-
-def caller_id(request_id: str) -> str:
-    """What the caller named the request, without the tenant's name and the `/` before it."""
-    return scoped_id(request_id).rpartition("/")[2]
-
-
-# ---------------------------------------------------------------- what comes back
+# ---------------------------------------------------------------- results
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended."""
+    """Why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -242,10 +255,10 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenInfo(Value, frozen=True):
-    """One sampled token: text, empty while a character is incomplete, or the value it carries.
+    """One sampled token and its text, empty while a character is incomplete, or its value.
 
-    `logprob` is the natural logarithm of its probability at temperature 1 among all tokens that its
-    constraint allows, times that of its value; None unless asked for.
+    `logprob` is the natural logarithm of its probability at temperature 1 among the tokens that its
+    constraint allows, times that of its value; None unless requested.
     """
 
     token_id: int
@@ -256,7 +269,7 @@ class TokenInfo(Value, frozen=True):
 
 
 class TextDelta(Value, frozen=True):
-    """New text of the answer or caption, never cumulative."""
+    """New text of an answer or caption, not cumulative."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
@@ -271,7 +284,7 @@ class Grounding(Value, frozen=True):
 
 
 class ReasoningDelta(Value, frozen=True):
-    """New reasoning text and the groundings that ended in it."""
+    """New reasoning text, and the groundings that end in it."""
 
     text: str
     grounding: tuple[Grounding, ...] = ()
@@ -279,21 +292,21 @@ class ReasoningDelta(Value, frozen=True):
 
 
 class PointEvent(Value, frozen=True):
-    """A point, sent the step it completes."""
+    """A point, sent in the step that completes it."""
 
     point: Point
     label: str
 
 
 class ObjectEvent(Value, frozen=True):
-    """A box, sent the step it completes."""
+    """A box, sent in the step that completes it."""
 
     box: Box
     label: str
 
 
 class OutlineEvent(Value, frozen=True):
-    """A piece of outline `index`: its box first, then path text."""
+    """A piece of outline `index`: first its box, then text of its path."""
 
     index: int
     path_delta: str = ""
@@ -301,7 +314,7 @@ class OutlineEvent(Value, frozen=True):
 
 
 class TokensDelta(Value, frozen=True):
-    """Tokens that completed no text; told only to those who asked for tokens."""
+    """Tokens without complete text; only sent with `return_tokens`."""
 
     tokens: tuple[TokenInfo, ...]
 
@@ -310,7 +323,7 @@ Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent | T
 
 
 class QueryResult(Value, frozen=True):
-    """The whole answer."""
+    """The result of a `QueryTask`."""
 
     answer: str
     reasoning: str | None = None
@@ -318,25 +331,25 @@ class QueryResult(Value, frozen=True):
 
 
 class CaptionResult(Value, frozen=True):
-    """The whole caption."""
+    """The result of a `CaptionTask`."""
 
     caption: str
 
 
 class DetectResult(Value, frozen=True):
-    """All boxes, in the order the model gave them."""
+    """All boxes, in the model's order."""
 
     objects: tuple[ObjectEvent, ...] = ()
 
 
 class PointResult(Value, frozen=True):
-    """All points, in the order the model gave them."""
+    """All points, in the model's order."""
 
     points: tuple[PointEvent, ...] = ()
 
 
 class Outline(Value, frozen=True):
-    """An SVG path whose coordinates are in the unit square of `box`."""
+    """An SVG path with coordinates in the unit square of `box`."""
 
     path: str
     box: Box
@@ -354,7 +367,7 @@ TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentR
 
 
 class Usage(Value, frozen=True):
-    """Tokens in and out; `cached_tokens` of the input came from a shared prefix."""
+    """Numbers of tokens; `cached_tokens` of the input came from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -364,7 +377,7 @@ class Usage(Value, frozen=True):
 
 
 class Timings(Value, frozen=True):
-    """Seconds spent in each part of a request's life."""
+    """Seconds of each part of a request."""
 
     queue: float = 0.0
     image: float = 0.0
@@ -374,13 +387,13 @@ class Timings(Value, frozen=True):
     total: float = 0.0
 
 
-# ---------------------------------------------------------------- inside the engine
+# ---------------------------------------------------------------- tokens
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """An input position: a token id and, for tokens that carry a value, that value.
+    """An input position: a token id, and the value of tokens that have one.
 
-    `payload` is opaque to the generic floors; the model alone knows which tokens carry what.
+    Only the model interprets `payload`.
     """
 
     token_id: int

@@ -1,4 +1,4 @@
-"""Every failure Legato can name.
+"""The errors of Legato.
 
     LegatoError
     ├── InvalidRequest            the caller must change the request
@@ -27,8 +27,8 @@
     │   └── Draining
     └── InternalError             a bug; details go to the log, not to the caller
 
-One table, `legato_service.errors`, turns them into gRPC statuses. Errors cross the process line as
-`ErrorValue` by class name, so both sides agree without matching text.
+`legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
+by class name, so that neither side matches text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import msgspec
 
 
 class LegatoError(Exception):
-    """Base of all; `metadata` carries limits and actual values for machines."""
+    """Base of all errors; `metadata` has limits and actual values for programs."""
 
     def __init__(self, message: str = "", **metadata: str | int | float) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class LegatoError(Exception):
 
 
 class InvalidRequest(LegatoError):
-    """The caller must change the request; `metadata["field"]` names where."""
+    """The caller must change the request; `metadata["field"]` names the field."""
 
 
 class InvalidField(InvalidRequest):
@@ -68,11 +68,11 @@ class ImageTooLarge(InvalidRequest):
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt and max_tokens can never fit."""
+    """Prompt and max_tokens exceed the context or the KV pool."""
 
 
 class AdapterUnusable(InvalidRequest):
-    """The adapter of this name is malformed, too large, or another model's."""
+    """The named adapter is malformed, too large, or for another model."""
 
 
 class NotFound(LegatoError):
@@ -80,7 +80,7 @@ class NotFound(LegatoError):
 
 
 class ImageNotFound(NotFound):
-    """No cached image has this id (any more)."""
+    """No image with this id is cached or held."""
 
 
 class ModelNotFound(NotFound):
@@ -96,7 +96,7 @@ class TaskUnsupported(LegatoError):
 
 
 class Busy(LegatoError):
-    """Busy here and now; `metadata["retry_after_ms"]` says when to come back."""
+    """Busy; `metadata["retry_after_ms"]` says when to retry."""
 
 
 class QueueFull(Busy):
@@ -104,11 +104,11 @@ class QueueFull(Busy):
 
 
 class QuotaExceeded(Busy):
-    """The caller's own share is used up; `metadata` names `quota`, `tenant`, `limit`, `actual`."""
+    """The caller's share is used up; `metadata` has `quota`, `tenant`, `limit`, `actual`."""
 
 
 class BytesExceeded(QuotaExceeded):
-    """The caller has as many bytes as it may; `metadata` names it as `caller`, not `tenant`."""
+    """The caller's share of bytes is used up; `metadata` has `caller` instead of `tenant`."""
 
 
 class DeadlineExceeded(LegatoError):
@@ -144,11 +144,11 @@ class Draining(Unavailable):
 
 
 class InternalError(LegatoError):
-    """A bug of ours."""
+    """A bug in Legato."""
 
 
 class ErrorValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A `LegatoError` on the wire between the processes."""
+    """A `LegatoError` as sent between processes."""
 
     kind: str
     message: str
@@ -166,12 +166,12 @@ _KINDS = _tree(LegatoError)
 
 
 def to_value(error: LegatoError) -> ErrorValue:
-    """The wire form of an error."""
+    """Convert an error to be sent to another process."""
     return ErrorValue(kind=type(error).__name__, message=error.message, metadata=error.metadata)
 
 
 def from_value(value: ErrorValue) -> LegatoError:
-    """The error of a wire form; an unknown kind is an `InternalError`."""
+    """Convert back; an unknown kind becomes an `InternalError`."""
     error = _KINDS.get(value.kind, InternalError)(value.message)
     error.metadata = dict(value.metadata)
     return error

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command; 1 if the session's books do not agree or nothing could be measured."""
     args = _parser().parse_args(argv)
     scene = compose(tuple(args.nouns), args.seed, tuple(args.size))
-    print(f"drawing {round(args.seconds * args.fps)} pictures", file=sys.stderr)
+    print(f"drawing {round(args.seconds * args.fps)} images", file=sys.stderr)
     files = [scene.jpeg(k / args.fps) for k in range(round(args.seconds * args.fps))]
     try:
         with _server(args) as target:

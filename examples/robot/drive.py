@@ -29,7 +29,7 @@ _NS = 1_000_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Picture files, one every 1 / `fps` seconds."""
+    """Image files, one every 1 / `fps` seconds."""
 
     files: Sequence[bytes]
     fps: float
@@ -57,14 +57,14 @@ class Start:
         return time.monotonic() - self.monotonic
 
     def stamp(self, sequence: int, captured: float) -> FrameStamp:
-        """The stamp of a picture taken `captured` seconds after."""
+        """The stamp of an image taken `captured` seconds after."""
         return FrameStamp(CAMERA, self.wall_ns + round(captured * _NS), sequence)
 
 
 async def play(
     client: AsyncClient, clip: Clip, nouns: tuple[str, ...], max_frame_age: float
 ) -> Recording:
-    """Send every picture at its time, and record what comes back until the session ends.
+    """Send every image at its time, and record what comes back until the session ends.
 
     Frame k is taken k / fps seconds after the start, and its stamp and its age count from then,
     also when it is sent late. The newest frame wins; one older than `max_frame_age` seconds is

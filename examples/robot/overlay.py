@@ -1,4 +1,4 @@
-"""The boxes on the pictures, for people: single moments, a sheet of them, a film."""
+"""The boxes on the images, for people: single moments, a sheet of them, a film."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def moment(
 
 
 def known_at(recording: Recording, t: float) -> list[Answer]:
-    """What the robot believes at time t: for each noun the answer about the newest picture."""
+    """What the robot believes at time t: for each noun the answer about the newest image."""
     newest: dict[str, Answer] = {}
     for answer in recording.answers:
         if answer.arrived <= t and not answer.error:
@@ -98,7 +98,7 @@ def write_film(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
     """Write a .gif, or an .mp4 where ffmpeg is installed; ValueError for anything else."""
     if path.suffix == ".gif":
         first, *rest = (picture.quantize(96) for picture in pictures)
-        duration = 1000 / fps  # milliseconds a picture
+        duration = 1000 / fps  # milliseconds an image
         first.save(path, save_all=True, append_images=rest, duration=duration, loop=0)
     elif path.suffix == ".mp4" and shutil.which("ffmpeg"):
         _write_mp4(path, pictures, fps)
@@ -107,7 +107,7 @@ def write_film(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
 
 
 def _write_mp4(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
-    """Pictures of one size with even sides."""
+    """Images of one size with even sides."""
     pictures = iter(pictures)
     first = next(pictures)
     size, rate = f"{first.width}x{first.height}", f"{fps:g}"

@@ -15,7 +15,7 @@ def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
     """The figures. Times are in milliseconds; what cannot be known is not a number.
 
     IoU is the mean over every true object of every answer, a missed one counted as 0: once against
-    where the object was when the picture was taken, once against where it is when the answer
+    where the object was when the image was taken, once against where it is when the answer
     arrives. The first is the model's; the difference is the price of the answer's age.
     """
     captured = recording.captured()
@@ -77,7 +77,7 @@ def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> st
         ("age of an answer, P50 / P90 / P99", _ms(age)),
         ("from one answered frame to the next", _ms(figures["between_answers_ms"])),
         ("frames sent late by", _ms(figures["sent_late_ms"])),
-        ("mean IoU, truth when the picture was taken", f"{then['mean']:.3f}"),
+        ("mean IoU, truth when the image was taken", f"{then['mean']:.3f}"),
         ("mean IoU, truth when the answer arrived", f"{now['mean']:.3f}"),
         (f"objects found (IoU {HIT}), when taken", f"{then[f'at_least_{HIT}']:.1%}"),
         (f"objects found (IoU {HIT}), on arrival", f"{now[f'at_least_{HIT}']:.1%}"),

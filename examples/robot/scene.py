@@ -1,6 +1,6 @@
 """Drawings that move, and where each of them is at any moment.
 
-Everything is a function of the scene's seed and of the time t, in seconds from the start. Pictures
+Everything is a function of the scene's seed and of the time t, in seconds from the start. Images
 and truth come from the same placements, so the truth is exact, and known between frames too.
 """
 
@@ -44,7 +44,7 @@ class Path1D:
 
 @dataclasses.dataclass(frozen=True)
 class Thing:
-    """A drawing on its way; centre and longer side are in pixels of the picture."""
+    """A drawing on its way; centre and longer side are in pixels of the image."""
 
     noun: str
     x: Path1D
@@ -94,7 +94,7 @@ class Scene:
 def compose(nouns: tuple[str, ...], seed: int, size: tuple[int, int] = (640, 480)) -> Scene:
     """A scene with one thing of each noun, from top to bottom in lanes, so that none hides another.
 
-    The things swing from side to side, come nearer and go away again, at most half a picture's
+    The things swing from side to side, come nearer and go away again, at most half an image's
     width a second. ValueError for a noun without a drawing, one given twice, or more than five.
     """
     if unknown := [noun for noun in nouns if noun not in NOUNS]:

@@ -1,4 +1,4 @@
-"""`python -m legato_service`: read the command line, serve, leave with an exit code."""
+"""`python -m legato_service`: read the command line and serve."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import uvloop
 from legato_engine.client.engine_client import EngineClient
+from legato_engine.ipc import latency_policy
 from rich.console import Console
 
 from legato_service import arguments
@@ -18,13 +19,13 @@ from legato_service.process import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code, see `life.serve`."""
+    """Serve until stopped; return the exit code of `process.serve`."""
     config = arguments.parse(argv)
-    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
+    faulthandler.enable()  # SIGABRT writes the stacks
     console = Console(stderr=True)
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
-    tuning.tune_process()
+    tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

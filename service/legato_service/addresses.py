@@ -11,9 +11,10 @@ UNIX = "unix:"
 
 
 def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
-    """Raises `ValueError` for what is no address, or one that needs `insecure` and lacks it.
+    """Check an address; `unix` allows unix sockets.
 
-    `unix` says whether a unix socket is an address here.
+    Raises:
+        ValueError: malformed, or reachable from other machines without `insecure`.
     """
     if unix and address.startswith(UNIX):
         if address == UNIX:
@@ -30,12 +31,12 @@ def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
 
 
 def host_of(address: str) -> str:
-    """The host part of HOST:PORT, an IPv6 address without its brackets."""
+    """The host of HOST:PORT; an IPv6 address loses its brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach `address`."""
     host = host_of(address)
     if address.startswith(UNIX) or host == "localhost":
         return True
@@ -46,9 +47,12 @@ def is_local(address: str) -> bool:
 
 
 def bind(server: grpc.aio.Server, address: str) -> str:
-    """Have `server` listen; the address with the port it got. Raises `OSError`.
+    """Have `server` listen; return the address with its real port.
 
-    A unix socket is for its owner alone: nothing else guards it.
+    A unix socket is accessible to its owner only, because nothing else protects it.
+
+    Raises:
+        OSError: the address cannot be bound.
     """
     umask = os.umask(0o177) if address.startswith(UNIX) else None
     try:

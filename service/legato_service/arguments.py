@@ -1,4 +1,4 @@
-"""The command line as a `ServiceConfig`."""
+"""The options of `legato serve`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
+from legato_engine.config import (
+    LATENCY_POLICIES,
+    MAX_ADAPTER_RANK,
+    EngineConfig,
+    max_block_size,
+)
 from legato_engine.errors import InvalidField
 
 from legato_service.config import ServiceConfig, check
@@ -17,7 +22,7 @@ _Add = Callable[..., argparse.Action]
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
-    """The settings; exits 2 with a message when they make no sense."""
+    """Parse options; exit with code 2 and a message when they are invalid."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     config = ServiceConfig(
@@ -44,9 +49,17 @@ def _parser() -> argparse.ArgumentParser:
     engine, service = EngineConfig(), ServiceConfig()
     _add_listeners(parser.add_argument, service)
     _add_model(parser.add_argument, engine)
+    _add_adapters(parser.add_argument, engine)
     _add_queue(parser.add_argument, engine)
     _add_limits(parser.add_argument, engine, service)
     _add_null(parser, engine)
+    parser.add_argument(
+        "--latency-policy",
+        choices=LATENCY_POLICIES,
+        default=engine.latency_policy,
+        help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
+        "other threads; auto: low-latency with 8 or more cores, else shared",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser
 
@@ -56,26 +69,26 @@ def _add_listeners(add: _Add, service: ServiceConfig) -> None:
     add(
         "--insecure",
         action="store_true",
-        help="listen beyond loopback although there is no TLS and no authentication",
+        help="listen beyond loopback without TLS and authentication",
     )
     add(
         "--admin-listen",
         metavar="ADDRESS",
         default=service.admin_listen,
-        help="HOST:PORT or unix:PATH for AdminService, which is then on no other; without it "
-        "AdminService is on --listen, or off where other machines reach that (--insecure)",
+        help="HOST:PORT or unix:PATH for AdminService only; by default it is on --listen, "
+        "or off where other machines can reach that (--insecure)",
     )
     add(
         "--processes",
         type=_positive,
         default=service.processes,
-        help="that speak gRPC on this port, before one engine; more than 1 pays at thousands of "
+        help="service processes on this port before one engine; more than 1 helps at thousands of "
         "calls a second",
     )
 
 
 def _add_model(add: _Add, engine: EngineConfig) -> None:
-    add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
+    add("--model", default=engine.model, help="architecture to serve; null: made-up results")
     add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add(
@@ -83,15 +96,7 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         metavar="POSITIONS",
         type=_whole,
         default=engine.max_context,
-        help="of a sequence, prompt and answer; 0: the model's own, of text models at most 8192",
-    )
-    add("--adapters", metavar="FOLDER", default=engine.adapters, help="of adapter files, by name")
-    add("--adapter-slots", type=_positive, default=engine.adapter_slots, help="on the device")
-    add(
-        "--max-adapter-rank",
-        type=_positive,
-        default=engine.max_adapter_rank,
-        help=f"that a slot has room for, at most {HIGHEST_ADAPTER_RANK}",
+        help="of prompt and output together; 0: the model's own, for text models at most 8192",
     )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
@@ -100,13 +105,13 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         "--vision-dtype",
         default=engine.vision_dtype,
         choices=("auto", "fp8"),
-        help="of the vision tower's weights; auto: as --dtype",
+        help="of the vision encoder's weights; auto: as --dtype",
     )
     add(
         "--kv-dtype",
         default=engine.kv_dtype,
         choices=("auto", "model", "fp8"),
-        help="of cached keys and values; auto: fp8 where the weights have scales, else as model",
+        help="of cached keys and values; auto: fp8 if the weights have scales, else as model",
     )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
@@ -115,63 +120,94 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         type=_speculation,
         default=engine.speculation,
         metavar="off|seed|budget|fixed:K",
-        help="tokens of text that a task proposes for one step to verify; answers stay the same",
+        help="draft tokens of text that one step verifies; results stay the same",
     )
     add(
         "--draft",
         default=engine.draft,
         metavar="FILE|NAME:FOLDER|lookup",
-        help="who proposes them; by default the draft that the model brings, else prompt lookup",
+        help="proposer of draft tokens; by default the model's own draft, else prompt lookup",
     )
     add(
         "--refiner",
         default=engine.refiner,
         metavar="FILE",
-        help="a head that improves the outlines of segment, by default none",
+        help="head that improves the outlines of segment; by default none",
+    )
+
+
+def _add_adapters(add: _Add, engine: EngineConfig) -> None:
+    add(
+        "--adapters",
+        metavar="FOLDER",
+        default=engine.adapters,
+        help="folder of adapter files, by name",
+    )
+    add(
+        "--adapter-slots",
+        type=_positive,
+        default=engine.adapter_slots,
+        help="adapters on the device at a time",
+    )
+    add(
+        "--max-adapter-rank",
+        type=_positive,
+        default=engine.max_adapter_rank,
+        help=f"of an adapter, at most {MAX_ADAPTER_RANK}",
     )
 
 
 def _add_queue(add: _Add, engine: EngineConfig) -> None:
-    add("--max-running", type=_positive, default=engine.max_running, help="tasks that decode")
+    add(
+        "--max-running",
+        type=_positive,
+        default=engine.max_running,
+        help="tasks that decode at a time",
+    )
     add(
         "--kv-memory-fraction",
         type=_fraction,
         default=engine.kv_memory_fraction,
-        help="of a GPU's memory left by the weights, for the KV cache",
+        help="share of the GPU memory left by the weights, for the KV cache",
     )
     add(
         "--crops-per-launch",
         type=_whole,
         default=engine.crops_per_launch,
-        help="crops of a picture encoded at a time while somebody streams; 0 never splits",
+        help="crops of an image encoded at a time while others stream; 0: all",
     )
     add(
         "--max-prefill-rows",
         type=_whole,
         default=engine.max_prefill_rows,
-        help="prompts that share a launch, and with it whoever decodes; 1: none, 0: as the device "
-        "gains by it",
+        help="prompts per prefill launch, which running decodes may join; 1: no sharing, "
+        "0: automatic",
     )
     add(
         "--pictures-per-launch",
         type=_positive,
         default=engine.pictures_per_launch,
-        help="pictures computed in one launch while many wait and nobody streams; 1: one by one",
+        help="images computed in one launch while many wait and none streams; 1: one by one",
     )
-    add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
+    add(
+        "--max-waiting",
+        type=_positive,
+        default=engine.max_waiting,
+        help="tasks in the waiting queue",
+    )
     add(
         "--max-waiting-per-tenant",
         type=_whole,
         default=engine.max_waiting_per_tenant,
-        help="of these, one tenant's (metadata legato-tenant; those who name none are one), 0: any",
+        help="of one tenant (metadata legato-tenant; without one: a shared tenant), 0: unbounded",
     )
     add(
         "--priority-seconds",
         metavar="SECONDS",
         type=_not_negative,
         default=engine.priority_seconds,
-        help="how long to wait makes up for one step of priority (metadata legato-priority, "
-        "-100..100, higher goes first); 0 ignores priorities",
+        help="waiting time that equals one step of priority (metadata legato-priority, "
+        "-100..100, higher starts first); 0 ignores priorities",
     )
 
 
@@ -184,44 +220,44 @@ def _add_limits(add: _Add, engine: EngineConfig, service: ServiceConfig) -> None
         metavar="SECONDS",
         type=_not_negative,
         default=service.max_session_age,
-        help="after which a session is told to go away",
+        help="after which the client is asked to close a session",
     )
     add(
         "--max-image-bytes",
         type=_positive,
         default=service.max_image_bytes,
-        help="of a picture that is uploaded or lies in shared memory",
+        help="of an image that is uploaded or in shared memory",
     )
     add(
         "--shared-images",
         action="store_true",
-        help="read pictures from shared memory: whoever may call names regions of this user",
+        help="read images from shared memory: any client can name regions of this user",
     )
     add(
         "--image-ttl",
         metavar="SECONDS",
         type=_not_negative,
         default=service.image_ttl,
-        help="how long an uploaded picture is held unless its caller says",
+        help="how long an uploaded image is held by default",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
         type=_not_negative,
         default=service.image_max_ttl,
-        help="how long a caller may have a picture held",
+        help="how long a client may have an image held",
     )
     add(
         "--image-quota-bytes",
         type=_positive,
         default=engine.image_quota_bytes,
-        help="of prepared pictures that the engine holds for one caller",
+        help="of prepared images that the engine holds for one client",
     )
     add(
         "--image-hold-bytes",
         type=_positive,
         default=engine.image_hold_bytes,
-        help="of prepared pictures that the engine holds for all callers",
+        help="of prepared images that the engine holds for all clients",
     )
     add(
         "--drain-grace",
@@ -233,26 +269,26 @@ def _add_limits(add: _Add, engine: EngineConfig, service: ServiceConfig) -> None
 
 
 def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
-    null = parser.add_argument_group("with --model null, which has no model")
+    null = parser.add_argument_group("with --model null")
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
         type=_not_negative,
         default=engine.null_step_ms,
-        help="time between two tokens; 0 answers at once and lets all run",
+        help="time between two tokens; 0: all results at once",
     )
     null.add_argument(
         "--null-objects",
         metavar="N",
         type=_whole,
         default=engine.null_objects,
-        help="objects found, as far as max_objects allows",
+        help="objects found, max_objects at most",
     )
 
 
 def _speculation(text: str) -> str:
     try:
-        largest_block(text)
+        max_block_size(text)
     except InvalidField as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -1,8 +1,8 @@
-"""The one table: every `LegatoError` as a gRPC status with google.rpc details.
+"""The mapping of every `LegatoError` to a gRPC status with google.rpc details.
 
-A status carries `RequestInfo`, the `ErrorInfo` of its reason, and the detail that its row names. A
-deadline that passed has no reason, as when gRPC itself finds it passed. Details stay under 4 KB:
-larger ones travel in a trailer that proxies and peers may refuse.
+A status carries `RequestInfo`, the `ErrorInfo` of its reason, and the detail of its mapping.
+DEADLINE_EXCEEDED of a passed deadline has no reason, as when gRPC itself finds the deadline passed.
+Details stay under 4 KB, because proxies and peers may refuse larger trailers.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ MIN_RETRY, MAX_RETRY = 0.05, 10.0  # seconds
 
 
 class SharedMemoryRefused(errors.LegatoError):
-    """Shared-memory pictures are off, or this one may not be read; only the service raises this."""
+    """Images in shared memory are off, or this one must not be read. Raised by the service only."""
 
 
 class SharedMemoryTorn(errors.LegatoError):
-    """A picture was written while it was read; only the service raises this."""
+    """An image was overwritten while it was read. Raised by the service only."""
 
 
 class DuplicateRequest(errors.LegatoError):
-    """A request with this id is in flight; only the service raises this."""
+    """A request with this id is in flight or was answered. Raised by the service only."""
 
 
 class SessionsFull(errors.Busy):
-    """As many sessions are open as may be; only the service raises this."""
+    """The limit of open sessions is reached. Raised by the service only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table.
+class StatusMapping:
+    """The status of one type of error.
 
     `reason` names a value of `legato.v1.ErrorReason` without its prefix, or is empty. `retry_after`
-    seconds adds RetryInfo and the pushback trailer.
+    (seconds) adds RetryInfo and the pushback trailer.
     """
 
     code: grpc.StatusCode
@@ -55,7 +55,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure as the peer sees it."""
+    """A failure as the client sees it."""
 
     code: grpc.StatusCode
     reason: str
@@ -64,11 +64,11 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """Human-readable; what failed and the limit."""
+        """Human-readable text with the limit that was hit."""
         return self.status.message
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Trailing metadata that carries the details and, for retryable failures, the pushback."""
+        """Return trailing metadata: the details and, for retryable failures, the pushback."""
         details = ("grpc-status-details-bin", self.status.SerializeToString())
         if self.retry_after is None:
             return (details,)
@@ -110,63 +110,67 @@ def _subject(error: errors.LegatoError) -> str:
 
 
 _C = grpc.StatusCode
-TABLE: dict[type[errors.LegatoError], Row] = {
-    errors.InvalidRequest: Row(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
-    errors.SessionProtocol: Row(_C.INVALID_ARGUMENT, "SESSION_PROTOCOL", _bad_request),
-    errors.ImageUndecodable: Row(_C.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", _bad_request),
-    errors.ImageTooLarge: Row(_C.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", _bad_request),
-    errors.PromptTooLong: Row(_C.INVALID_ARGUMENT, "PROMPT_TOO_LONG", _bad_request),
-    errors.AdapterUnusable: Row(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
-    errors.ImageNotFound: Row(_C.NOT_FOUND, "IMAGE_NOT_FOUND", _resource),
-    errors.ModelNotFound: Row(_C.NOT_FOUND, "MODEL_NOT_FOUND", _resource),
-    errors.AdapterNotFound: Row(_C.NOT_FOUND, "ADAPTER_NOT_FOUND", _resource),
-    errors.TaskUnsupported: Row(_C.FAILED_PRECONDITION, "TASK_UNSUPPORTED", _precondition),
-    SharedMemoryRefused: Row(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
-    SharedMemoryTorn: Row(_C.ABORTED, "SHM_TORN"),
-    DuplicateRequest: Row(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
-    errors.Busy: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
-    SessionsFull: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
-    errors.QuotaExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0),
-    errors.BytesExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota),
-    errors.DeadlineExceeded: Row(_C.DEADLINE_EXCEEDED, ""),
-    errors.DeadlineUnreachable: Row(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
-    errors.ClientTooSlow: Row(_C.ABORTED, "CLIENT_TOO_SLOW"),
-    errors.Preempted: Row(_C.ABORTED, "PREEMPTED"),
-    errors.EngineStarting: Row(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=1.0),
-    errors.EngineLost: Row(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
-    errors.Draining: Row(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),
-    errors.LegatoError: Row(_C.INTERNAL, "INTERNAL"),
+STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
+    errors.InvalidRequest: StatusMapping(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
+    errors.SessionProtocol: StatusMapping(_C.INVALID_ARGUMENT, "SESSION_PROTOCOL", _bad_request),
+    errors.ImageUndecodable: StatusMapping(_C.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", _bad_request),
+    errors.ImageTooLarge: StatusMapping(_C.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", _bad_request),
+    errors.PromptTooLong: StatusMapping(_C.INVALID_ARGUMENT, "PROMPT_TOO_LONG", _bad_request),
+    errors.AdapterUnusable: StatusMapping(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
+    errors.ImageNotFound: StatusMapping(_C.NOT_FOUND, "IMAGE_NOT_FOUND", _resource),
+    errors.ModelNotFound: StatusMapping(_C.NOT_FOUND, "MODEL_NOT_FOUND", _resource),
+    errors.AdapterNotFound: StatusMapping(_C.NOT_FOUND, "ADAPTER_NOT_FOUND", _resource),
+    errors.TaskUnsupported: StatusMapping(
+        _C.FAILED_PRECONDITION, "TASK_UNSUPPORTED", _precondition
+    ),
+    SharedMemoryRefused: StatusMapping(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
+    SharedMemoryTorn: StatusMapping(_C.ABORTED, "SHM_TORN"),
+    DuplicateRequest: StatusMapping(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
+    errors.Busy: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
+    SessionsFull: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
+    errors.QuotaExceeded: StatusMapping(
+        _C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0
+    ),
+    errors.BytesExceeded: StatusMapping(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota),
+    errors.DeadlineExceeded: StatusMapping(_C.DEADLINE_EXCEEDED, ""),
+    errors.DeadlineUnreachable: StatusMapping(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
+    errors.ClientTooSlow: StatusMapping(_C.ABORTED, "CLIENT_TOO_SLOW"),
+    errors.Preempted: StatusMapping(_C.ABORTED, "PREEMPTED"),
+    errors.EngineStarting: StatusMapping(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=1.0),
+    errors.EngineLost: StatusMapping(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
+    errors.Draining: StatusMapping(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),
+    errors.LegatoError: StatusMapping(_C.INTERNAL, "INTERNAL"),
 }
-"""Rows by type; a type without a row takes the nearest base's."""
+"""By type; a type without an entry takes that of its nearest base."""
 
 
-def row_of(kind: type[errors.LegatoError]) -> Row:
-    """The row of an error type, by its nearest base in the table."""
-    return next(TABLE[base] for base in kind.__mro__ if base in TABLE)
+def status_mapping(kind: type[errors.LegatoError]) -> StatusMapping:
+    """Return the mapping of an error type, or that of its nearest base."""
+    return next(STATUS_MAPPINGS[base] for base in kind.__mro__ if base in STATUS_MAPPINGS)
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """What the peer is told about `error`; a bug's text is never part of it."""
+    """Convert an error; the text of an internal one is not shown to the client."""
     known = error if isinstance(error, errors.LegatoError) else errors.InternalError()
-    row = row_of(type(known))
-    if row.code is grpc.StatusCode.INTERNAL:
-        known = errors.InternalError("internal error; the log has it under this request id")
-    retry_after = _retry_after(row, known)
+    mapping = status_mapping(type(known))
+    if mapping.code is grpc.StatusCode.INTERNAL:
+        known = errors.InternalError("internal error; the server logged it with this request id")
+    retry_after = _retry_after(mapping, known)
     details: list[Message] = [error_details_pb2.RequestInfo(request_id=request_id)]
-    if row.reason:
-        details.append(_error_info(row, known))
-    if row.detail is not None:
-        details.append(row.detail(known, row.reason))
+    if mapping.reason:
+        details.append(_error_info(mapping, known))
+    if mapping.detail is not None:
+        details.append(mapping.detail(known, mapping.reason))
     if retry_after is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(
-        code=row.code.value[0],
+        code=mapping.code.value[0],
         message=_sentence(known),
         details=[_packed(detail) for detail in details],
     )
-    return Failure(row.code, row.reason, status, retry_after)
+    return Failure(mapping.code, mapping.reason, status, retry_after)
 
 
 def _sentence(error: errors.LegatoError) -> str:
@@ -174,18 +178,18 @@ def _sentence(error: errors.LegatoError) -> str:
     return _cut(f"{field}: {error.message}" if field else error.message)
 
 
-def _error_info(row: Row, error: errors.LegatoError) -> Message:
+def _error_info(mapping: StatusMapping, error: errors.LegatoError) -> Message:
     kept = list(error.metadata.items())[:MAX_METADATA]
     metadata = {_cut(key, 64): _cut(value, 64) for key, value in kept}
-    return error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN, metadata=metadata)
+    return error_details_pb2.ErrorInfo(reason=mapping.reason, domain=DOMAIN, metadata=metadata)
 
 
-def _retry_after(row: Row, error: errors.LegatoError) -> float | None:
-    """Seconds until a retry may help, spread so that refused clients do not all return at once."""
-    if row.retry_after is None:
+def _retry_after(mapping: StatusMapping, error: errors.LegatoError) -> float | None:
+    """Return the seconds until a retry, with jitter so that clients do not retry all at once."""
+    if mapping.retry_after is None:
         return None
     hint = error.metadata.get("retry_after_ms")
-    seconds = float(hint) / 1000 if hint is not None else row.retry_after
+    seconds = float(hint) / 1000 if hint is not None else mapping.retry_after
     return min(max(seconds * random.uniform(0.8, 1.2), MIN_RETRY), MAX_RETRY)
 
 

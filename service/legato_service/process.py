@@ -1,4 +1,4 @@
-"""The life of the first service process: start, serve, drain, leave."""
+"""The first service process: start, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from legato_service.workers.processes import WorkerProcesses
 log = structlog.get_logger("legato.service")
 
 EXIT_OK = 0
-EXIT_FAILED = 1  # the address is taken, or the engine never came up
-START_ATTEMPTS = 5  # engines that may die before one was ever ready
-_LOOK_EVERY = 0.1  # seconds between two looks at a loading engine
+EXIT_FAILED = 1  # the address is in use, or the engine never got ready
+START_ATTEMPTS = 5  # engines, or workers of a number, that may die before one gets ready
+_POLL_INTERVAL = 0.1  # seconds
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first asks to drain, the second to cut. Needs a running loop."""
+    """SIGTERM and SIGINT: the first begins a drain, the second ends it. Needs a running loop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -46,106 +46,106 @@ class Signals:
 async def serve(
     config: ServiceConfig, announcer: Announcer, make_engine: Callable[[], EngineClient]
 ) -> int:
-    """Serve until a signal or an operator's Drain says otherwise; the exit code.
+    """Serve until a signal or an operator's Drain; return the exit code.
 
-    The engine is made within the loop.
-
-    0 after a drain, also one whose grace ran out; 1 when serving never began; 128 plus the signal's
-    number when a second signal cut the drain short.
+    The code is 0 after a drain, also when its grace ran out; 1 when serving never began; 128 plus
+    the signal's number when a second signal ended the drain. `make_engine` runs within the loop.
     """
     signals = Signals()
     engine = make_engine()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             if config.processes > 1:
-                listen = held.enter_context(reserved(config.listen))
+                listen = stack.enter_context(reserved(config.listen))
                 config = msgspec.structs.replace(config, listen=listen)
-            followers = WorkerProcesses(
+            workers = WorkerProcesses(
                 config,
                 engine,
                 lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
             )
-            server = Server(config, engine, engine.blobs, peers=followers)
+            server = Server(config, engine, engine.blobs, peers=workers)
             port = await server.start()
         except OSError as error:
-            log.error("cannot_listen", listen=config.listen, error=str(error))
+            log.error("listen_failed", listen=config.listen, error=str(error))
             await engine.close()
             return EXIT_FAILED
         address = f"{config.listen.rpartition(':')[0]}:{port}"
-        _tell_admin(server)
-        obeying = asyncio.create_task(_drain_on(signals, followers, config.drain_grace))
+        _log_admin(server)
+        draining = asyncio.create_task(_drain_on(signals, workers, config.drain_grace))
         try:
             await engine.start()
-            followers.start()
-            come_up = _come_up(engine, followers, address, announcer)
-            if not await _first_of(server.drain_begun(), come_up):
+            workers.start()
+            start_up = _start_up(engine, workers, address, announcer)
+            if not await _first_of(server.drain_begun(), start_up):
                 return EXIT_FAILED
             announcer.close()
-            return await _leave(server, followers, signals)
+            return await _finish_drain(server, workers, signals)
         finally:
             arm_watchdog()
-            obeying.cancel()
+            draining.cancel()
             announcer.close()
             await server.stop()
-            await followers.close()
+            await workers.close()
             await engine.close()
             log.info("stopped")
 
 
-async def _come_up(
-    engine: EngineClient, followers: WorkerProcesses, address: str, announcer: Announcer
+async def _start_up(
+    engine: EngineClient, workers: WorkerProcesses, address: str, announcer: Announcer
 ) -> bool:
-    """Announce the start, then never return; False when the engine or a process is given up."""
-    while not (engine.state is EngineState.READY and followers.ready):
-        if engine.unservable:  # the engine has said why
+    """Announce the start, then never return; False when that fails."""
+    while not (engine.state is EngineState.READY and workers.ready):
+        if engine.unservable:  # the engine has logged the reason
             return False
         if engine.restarts >= START_ATTEMPTS:
             log.error("engine_never_ready", attempts=START_ATTEMPTS)
             return False
-        if followers.failed_starts >= START_ATTEMPTS:
-            log.error("process_never_ready", attempts=START_ATTEMPTS)
+        if workers.failed_starts >= START_ATTEMPTS:
+            log.error("worker_never_ready", attempts=START_ATTEMPTS)
             return False
         announcer.loading(engine.progress)
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_INTERVAL)
     if engine.model is not None:
         announcer.ready(address, engine.model)
     return await asyncio.Event().wait()
 
 
-def _tell_admin(server: Server) -> None:
+def _log_admin(server: Server) -> None:
     if not server.admin_address:
-        log.warning("admin_off", reason="other machines reach --listen; name an --admin-listen")
+        log.warning("admin_disabled", reason="other machines reach --listen; set --admin-listen")
     else:
-        log.info("admin", address=server.admin_address)
+        log.info("admin_listening", address=server.admin_address)
 
 
-async def _drain_on(signals: Signals, followers: WorkerProcesses, grace: float) -> None:
-    """The first signal begins to drain; where an operator's Drain did, it shortens the grace."""
+async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) -> None:
     await signals.first.wait()
-    followers.drain(grace)
+    workers.drain(grace)
 
 
-async def _leave(server: Server, followers: WorkerProcesses, signals: Signals) -> int:
-    """Drain, and be the last to go: the other processes need the engine until their end."""
-    await _first_of(signals.second.wait(), _all_left(server, followers))
+async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signals) -> int:
+    """Wait for the drain of all processes; return the exit code.
+
+    This process exits last, because the workers need the engine.
+    """
+    await _first_of(signals.second.wait(), _all_drained(server, workers))
     if signals.second.is_set():
-        log.warning("cut", in_flight=server.num_in_flight)
+        log.warning("drain_cut", in_flight=server.num_in_flight)
         return 128 + signals.number
     if server.num_in_flight:
-        log.warning("grace_over", in_flight=server.num_in_flight)
+        log.warning("drain_grace_expired", in_flight=server.num_in_flight)
     return EXIT_OK
 
 
-async def _all_left(server: Server, followers: WorkerProcesses) -> bool:
-    """Until all have; the others keep the grace themselves, and a little for their last writes."""
+async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
+    """Wait for all processes; workers keep the grace themselves, and `LAST_WRITES` more."""
     in_time = await server.drained()
-    while server.grace_left and not await followers.left(within=_LOOK_EVERY):
-        pass  # the grace may be shortened meanwhile
-    return await followers.left(within=LAST_WRITES) and in_time
+    while server.grace_left and not await workers.exited(within=_POLL_INTERVAL):
+        pass  # the grace may have been shortened
+    return await workers.exited(within=LAST_WRITES) and in_time
 
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
-    """The result of whichever ends first; the other is cancelled."""
+    """Return the result that comes first; cancel the other."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:

@@ -1,4 +1,4 @@
-"""The gRPC server: assembled, started, drained, stopped."""
+"""The gRPC server: assembly, start, drain and stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
-from legato_service.rpc.call_log import RpcLog
+from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.grpc_options import server_options
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.rpc.middleware import RpcMiddleware
@@ -54,13 +54,13 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
 BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
-"""Services that have a readiness of their own."""
+"""Services with a health status of their own."""
 
 
 class Server:
-    """One engine's listeners: the main one, and where the settings say so one for the operator.
+    """The main listener of a process and, if configured, the operator's.
 
-    Made and used within the running event loop. `peers` are the other processes of this server.
+    Belongs to the running event loop. `peers` are the other processes of this server.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Server:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._gate = RequestRegistry()
+        self._requests = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
-        self._drain = Drain(self._gate, self.sessions)
+        self._drain = Drain(self._requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
-        self.replies = IdempotencyCache()
-        self._rpc_log = RpcLog()
-        self.pictures = ImageIntake(
+        self.idempotency_cache = IdempotencyCache()
+        self._call_log = CallLog()
+        self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
@@ -91,13 +91,14 @@ class Server:
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
         self._grpc = self._listener(shared=config.processes > 1)
-        is_first = peers is None or peers.is_first  # one process has the operator's listener
+        # Only the first process has the operator's listener.
+        is_first = peers is None or peers.is_first
         self._admin_grpc = self._listener() if config.admin_listen and is_first else None
-        self.admin_address = ""  # where AdminService is, once started; empty: nowhere
+        self.admin_address = ""  # of AdminService, once started; empty: it is off
         admin = AdminServicer(
             engine,
             progress,
-            self._gate,
+            self._requests,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
             abort_elsewhere=None if peers is None else peers.abort,
@@ -110,11 +111,11 @@ class Server:
         return grpc.aio.server(options=server_options(self._config, shared=shared))
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
-        main = RpcMiddleware(self._config.stall_timeout, self._rpc_log, self._engine.expect)
+        dispatcher = Dispatcher(self._engine, self.images, self._requests)
+        main = RpcMiddleware(self._config.stall_timeout, self._call_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
-            self.replies,
+            self.idempotency_cache,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
@@ -123,7 +124,7 @@ class Server:
             SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
-            ImageServicer(self._config, self._engine, blobs, self._gate), main.as_server
+            ImageServicer(self._config, self._engine, blobs, self._requests), main.as_server
         )
         admin_here = bool(self._config.admin_on) and not self._config.admin_listen
         capabilities = ("admin",) if admin_here else ()
@@ -134,39 +135,43 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
         self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            beside = RpcMiddleware(self._config.stall_timeout, self._rpc_log)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, beside.as_server)
-            self._add_common((_ADMIN.full_name,), beside, self._admin_grpc)
+            admin_only = RpcMiddleware(self._config.stall_timeout, self._call_log)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_only.as_server)
+            self._add_common((_ADMIN.full_name,), admin_only, self._admin_grpc)
 
     def _add_common(
-        self, services: Sequence[str], boundary: RpcMiddleware, server: grpc.aio.Server
+        self, services: Sequence[str], middleware: RpcMiddleware, server: grpc.aio.Server
     ) -> None:
-        """Health, and a reflection that lists what this listener has; that is all of it."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary.as_server)
+        """Add health and reflection, and attach the middleware to its listener."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, middleware.as_server)
         reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
-        boundary.add_generic_rpc_handlers(reflection.handlers())
-        server.add_generic_rpc_handlers((boundary,))
+        middleware.add_generic_rpc_handlers(reflection.handlers())
+        server.add_generic_rpc_handlers((middleware,))
 
     @property
     def grace_left(self) -> float:
-        """Seconds until a drain cuts what still runs; infinite before one began."""
+        """Seconds until a drain aborts what still runs; infinite before it begins."""
         return self._drain.time_left
 
     def _session_limits(self) -> SessionLimits:
         return SessionLimits(
             open_timeout=self._config.session_open_timeout,
-            patience=self._config.stall_timeout,
+            credit_timeout=self._config.stall_timeout,
             frame_deadline=self._config.unary_deadline,
             max_age=self._config.max_session_age,
         )
 
     @property
     def num_in_flight(self) -> int:
-        """Requests admitted and not ended."""
-        return len(self._gate)
+        """Requests that were admitted and have not ended."""
+        return len(self._requests)
 
     async def start(self) -> int:
-        """Listen; returns the main port. Raises `OSError` when an address cannot be had."""
+        """Listen; return the main port.
+
+        Raises:
+            OSError: an address cannot be bound.
+        """
         address = addresses.bind(self._grpc, self._config.listen)
         if self._admin_grpc is not None:
             self.admin_address = addresses.bind(self._admin_grpc, self._config.admin_listen)
@@ -181,44 +186,46 @@ class Server:
         return int(address.rpartition(":")[2])
 
     def begin_drain(self, grace: float) -> None:
-        """Withdraw, refuse new work, and let what runs go on for `grace` seconds; returns at once.
+        """Report not serving, refuse new requests, and give open ones `grace` seconds.
 
-        Doing so again only shortens the grace.
+        Returns at once. A second call can only shorten the grace.
         """
         self._health.withdraw()
         self._drain.begin(grace)
         if self._engine_drain is None:
             self._engine_drain = asyncio.create_task(self._drain_engine(), name="engine drain")
-        log.info("draining", in_flight=len(self._gate), grace=round(self._drain.time_left, 3))
+        log.info(
+            "drain_begun", in_flight=len(self._requests), grace=round(self._drain.time_left, 3)
+        )
 
     async def _drain_engine(self) -> None:
-        """Frames that sessions took are the engine's to answer until the sessions have gone."""
+        """Drain the engine after the sessions have ended, because it still runs their frames."""
         await self.sessions.wait_empty()
         self._engine.drain()
 
     async def drain_begun(self) -> bool:
-        """Wait until somebody begins to drain; true."""
+        """Wait until a drain begins; return true."""
         return await self._drain.begun.wait()
 
     async def drained(self) -> bool:
-        """Wait for the end of a drain; whether all that ran ended in time."""
+        """Wait for the end of a drain; return whether all requests ended in time."""
         return await self._drain.wait()
 
     async def drain(self, grace: float) -> bool:
-        """Begin to drain and wait for the end of it, as `drained`."""
+        """Begin a drain and wait for its end, as `drained` does."""
         self.begin_drain(grace)
         return await self.drained()
 
     async def stop(self) -> None:
-        """Close the listeners; answers already made still go out, all else is cut. Idempotent."""
+        """Close the listeners, sending finished responses and aborting the rest. Idempotent."""
         self._health.withdraw()
         self._health.close()
         if self._health_task is not None:
             self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
-        drained = len(self._gate) + len(self.sessions) == 0
+        drained = len(self._requests) + len(self.sessions) == 0
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
-        self._rpc_log.close()
+        self._call_log.close()

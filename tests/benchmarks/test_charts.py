@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import pictures
+from benchmarks import image_files
 from benchmarks.charts import KINDS, ChartMaker, draw, invent, ticks
 
 SIZE = (850, 600)
 
 
 def test_charts_are_reproducible_and_different() -> None:
-    """Seed and index name a chart; another of either is another one."""
+    """Seed and index identify a chart; another of either is another one."""
     first = ChartMaker(3).jpeg(5, SIZE)
     assert ChartMaker(3).jpeg(5, SIZE) == first
     assert len({first, ChartMaker(3).jpeg(6, SIZE), ChartMaker(4).jpeg(5, SIZE)}) == 3
 
 
 def test_charts_compress_as_real_ones_do() -> None:
-    """Tens of kilobytes at 850x600, of every kind, where photographs have more than a hundred."""
-    charts = pictures.jpegs(pictures.CHART, 24, SIZE)
-    photos = pictures.jpegs(pictures.PHOTO, 2, SIZE)
+    """A chart of any kind has tens of kilobytes at 850x600; photographs have over a hundred."""
+    charts = image_files.jpegs(image_files.CHART, 24, SIZE)
+    photos = image_files.jpegs(image_files.PHOTO, 2, SIZE)
     assert all(20e3 < len(jpeg) < 80e3 for jpeg in charts)
     assert all(len(jpeg) > 100e3 for jpeg in photos)
     assert len({*charts, *photos}) == 26
@@ -36,7 +36,7 @@ def test_charts_compress_as_real_ones_do() -> None:
 
 @pytest.mark.parametrize("size", [SIZE, (320, 240), (400, 800)])
 def test_a_chart_has_the_size_asked_for(size: tuple[int, int]) -> None:
-    """A chart is as wide and as high as asked, in colour, and its pixels are those of its file."""
+    """A chart has the requested size, in colour, and its pixels are those of its file."""
     image = Image.open(io.BytesIO(ChartMaker(0).jpeg(0, size)))
     assert (image.size, image.mode) == (size, "RGB")
     pixels_HWC = ChartMaker(0).pixels(0, size)
@@ -46,7 +46,7 @@ def test_a_chart_has_the_size_asked_for(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_marks_follow_the_values(kind: str) -> None:
-    """The picture shows the figures: another value is another picture, most of it flat areas."""
+    """The image shows the figures: another value is another image, most of it flat areas."""
     chart = next(
         each
         for each in (invent(random.Random(seed)) for seed in itertools.count())
@@ -64,7 +64,7 @@ def test_marks_follow_the_values(kind: str) -> None:
 
 @pytest.mark.parametrize("top", [0.3, 1.0, 9.99, 26.4, 100.0, 1101.0, 52_000.0])
 def test_ticks_are_few_and_hold_the_highest_value(top: float) -> None:
-    """They begin at 0 and end at or above the value, evenly apart, and are never crowded."""
+    """Ticks begin at 0, end at or above the value, and are evenly spaced and few."""
     marks = ticks(top)
     assert 4 <= len(marks) <= 7
     assert marks[0] == 0

@@ -6,7 +6,7 @@ from benchmarks.hop import CLIENTS, compare
 
 
 def asks(produced=1, **milliseconds):
-    """Ways that take the same time whenever they are asked."""
+    """Return ways that take the same time in every call."""
     ways = {"inside": milliseconds["inside"]}
     for client in CLIENTS:
         ways |= {f"{way} {client}": milliseconds[way] for way in ("through", "bare")}
@@ -20,7 +20,7 @@ def asks(produced=1, **milliseconds):
 
 
 def test_the_hop_is_what_grpc_and_the_process_add():
-    """The engine's own time is taken off, and of the rest a bare server's is gRPC's."""
+    """The engine's own time is subtracted, and of the rest a bare server's is gRPC's."""
     row = compare(asks(inside=2.0, through=5.0, bare=1.0), "id", 1, calls=4, block=2)
     assert (row.picture, row.tokens, row.calls, row.in_process) == ("id", 1, 4, 2.0)
     for client in CLIENTS:
@@ -28,7 +28,7 @@ def test_the_hop_is_what_grpc_and_the_process_add():
 
 
 def test_answers_of_different_lengths_are_not_compared():
-    """A hop is told only of the same work."""
+    """A hop is computed for equal work only."""
     ways = asks(inside=2.0, through=5.0, bare=1.0)
     ways["inside"] = lambda kind, tokens: (2.0, 9)
     with pytest.raises(ValueError, match="different lengths"):

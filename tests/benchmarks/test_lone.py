@@ -1,4 +1,4 @@
-"""A lone call's stages."""
+"""The stages of a single call."""
 
 import pytest
 from legato_engine.telemetry.timeline import LANES
@@ -24,7 +24,7 @@ SPANS = [
 
 
 def test_stages_follow_each_other_without_a_gap():
-    """What they take is the whole call, each part by its own clock."""
+    """The stages add up to the whole call, each part by its own clock."""
     stages = split(Call(start=1000.0, end=22_000.0, picture=3000.0), SPANS)
     expected = {
         "there": 1.0,
@@ -40,6 +40,6 @@ def test_stages_follow_each_other_without_a_gap():
 
 
 def test_a_call_that_the_timeline_has_forgotten():
-    """Nothing is made up for it."""
+    """A call without a launch in the timeline has no stages."""
     with pytest.raises(ValueError, match="holds no launch"):
         split(Call(start=40_000.0, end=50_000.0, picture=1.0), SPANS)

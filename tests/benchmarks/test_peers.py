@@ -26,27 +26,27 @@ def run_as(
 
 
 def test_rows_are_read_among_other_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A peer's lines of JSON are its rows, whatever else it prints."""
+    """A peer's lines of JSON are its rows, among any other output."""
     outcome = run_as(monkeypatch, tmp_path, ROW)
     assert (outcome.status, outcome.rows) == ("ok", [{"streams": 1, "step_ms": 2.5}])
 
 
 def test_a_failing_peer_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a peer said before it failed is kept, with the reason."""
+    """The rows of a peer before its failure are kept, with the reason."""
     outcome = run_as(monkeypatch, tmp_path, ROW + "echo 'ValueError: no memory' >&2; exit 1")
     assert (outcome.status, outcome.reason) == ("failed", "ValueError: no memory")
     assert len(outcome.rows) == 1
 
 
 def test_a_hanging_peer_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A peer that outlasts its limit is ended and keeps its rows."""
+    """A peer that exceeds its limit is terminated and keeps its rows."""
     outcome = run_as(monkeypatch, tmp_path, ROW + "exec sleep 600", seconds=2.0)
     assert outcome.status == "timeout"
     assert len(outcome.rows) == 1
 
 
 def test_figures_of_another_run_are_marked() -> None:
-    """Where a peer is absent its earlier figures stand apart from the rows, and say so."""
+    """Where a peer is absent its earlier figures are separate from the rows, and marked."""
     outcome = peers.run("moondream", peers.PEERS["moondream"], [], "", 1.0)
     assert (outcome.status, outcome.rows) == ("absent", [])
     assert outcome.not_of_this_run

@@ -23,7 +23,7 @@ def test_points_lie_where_the_axes_say(tmp_path):
     (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, p.split())) for p in shape[1:].split("L"))
     assert (x1 - x0, y1 - y0) == pytest.approx(((x2 - x0) / 2, (y2 - y0) / 2), abs=0.1)
     assert x0 < x2
-    assert y2 < y0  # up is less in a picture
+    assert y2 < y0  # up is less in an image
     words = [text.text for text in root.iter(f"{SVG}text")]
     assert {"t", "x", "y", "0", "20", "80", "a"} <= set(words)
 

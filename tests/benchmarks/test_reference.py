@@ -1,4 +1,4 @@
-"""The comparison with the open reference: what is asked, what counts as the same, what passes."""
+"""The comparison with the open reference: its cases, its rules of equality, its verdict."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ NOTHING = (0.0, 0.0)
 
 
 def words(*ids):
-    """Tokens without values."""
+    """Return tokens without values."""
     return [(token, NOTHING) for token in ids]
 
 
 def traced(*ids, prompt=(1, 2)):
-    """A trace that was fed these ids one by one behind its prompt."""
+    """Return a trace with these ids after its prompt."""
     fed = [words(*prompt), *([token] for token in words(*ids))]
     return Trace([Pass(tuple(each), torch.zeros(len(each), 2), torch.zeros(4)) for each in fed])
 
 
 def answered(*ids, finish=FinishReason.STOP, result=None):
-    """The engine's answer of these ids."""
+    """Return the engine's answer of these ids."""
     return Answer(tuple(words(1, 2)), tuple(words(*ids)), result or QueryResult(answer=""), finish)
 
 
-def test_every_skill_is_asked_about_many_pictures():
-    """Two hundred prompts and twenty sizes at least, and every skill among them."""
+def test_every_skill_is_asked_about_many_images():
+    """There are two hundred prompts and twenty sizes at least, with every skill."""
     asked = [case for family in FAMILIES for case in reference.questions("tiny", family, SIZES)]
     assert len(asked) >= 200
     assert len({case.size for case in asked} - {None}) == len(SIZES) >= 20
     kinds = {case.skill for case in asked}
     assert {"caption short", "caption normal", "caption long", "detect", "point"} <= kinds
-    assert {f"query{more}" for more in ("", " with references", " without a picture")} <= kinds
-    assert {f"reasoning{more}" for more in ("", " with references", " without a picture")} <= kinds
+    assert {f"query{more}" for more in ("", " with references", " without an image")} <= kinds
+    assert {f"reasoning{more}" for more in ("", " with references", " without an image")} <= kinds
 
 
 def test_the_engines_last_token_is_no_difference():
@@ -74,7 +74,7 @@ def test_the_engines_last_token_is_no_difference():
 
 
 def test_budgets_are_no_difference():
-    """Behind the reference's budgets nothing is compared; short of them everything is."""
+    """Nothing is compared after the reference's budgets; everything is before."""
     more = answered(30, 31, 32, 33, finish=FinishReason.LENGTH)
     assert comparable(traced(30, 31), more, 2) == (words(30, 31),) * 2
     theirs, ours = comparable(traced(30, 31), more, 3)
@@ -85,7 +85,7 @@ def test_budgets_are_no_difference():
 
 
 def test_a_difference_is_counted_and_shown():
-    """One token that differs makes a case differ, and is kept with its place."""
+    """One token that differs makes a case differ, and is kept with its index."""
     case = cases("text", SIZES[:1])[0]
     score = Score()
     score.add(case, traced(30, 31, 32), answered(30, 7, 32, EOS), 9)
@@ -96,8 +96,8 @@ def test_a_difference_is_counted_and_shown():
     assert score.agreed == 1 + 2 + 2
 
 
-def test_boxes_are_compared_within_the_picture():
-    """The reference's boxes may reach beyond the picture; a box too few is a difference."""
+def test_boxes_are_compared_within_the_image():
+    """The reference's boxes may exceed the image; a missing box is a difference."""
     trace = Trace(objects=[{"x_min": -0.25, "y_min": 0.5, "x_max": 0.5, "y_max": 1.5}])
     box = Box(x_min=0.0, y_min=0.5, x_max=0.75, y_max=1.0)
     assert box_error(trace, DetectResult(objects=(ObjectEvent(box=box, label="cup"),))) == 0.25
@@ -114,7 +114,7 @@ def test_bins_count_what_a_value_can_be():
 
 
 def passing():
-    """The figures of a run in which all is the same."""
+    """Return the figures of a run in which everything is equal."""
     errors, score = Errors(), Score()
     errors.add("prefill hidden", torch.ones(2, 3), torch.ones(2, 3))
     score.add(cases("text", SIZES[:1])[0], traced(30), answered(30, EOS), 9)
@@ -132,7 +132,7 @@ def passing():
     ],
 )
 def test_float32_passes_only_as_a_whole(spoil):
-    """Each of what is compared can fail a float32 run; bfloat16 is never called exact."""
+    """Each comparison can fail a float32 run; bfloat16 is never called exact."""
     run = passing()
     assert report.passes("tiny/f32", run)
     spoilt = copy.deepcopy(run)
@@ -142,7 +142,7 @@ def test_float32_passes_only_as_a_whole(spoil):
 
 
 def test_the_engine_replays_its_own_answers(tmp_path):
-    """What the scheduler answered is what the model gives when it is fed the same tokens again."""
+    """A replay of the scheduler's answer gives the same tokens again."""
     family = FAMILIES[-1]
     folder = write_checkpoint(make_config("tiny", 1, 1, family), family, 0, tmp_path / "model")
     engine = Engine(folder, "f32", 1, torch.device("cpu"))

@@ -21,12 +21,12 @@ STREAM = [
 
 
 def sample(per_second, cpu_us):
-    """A turn."""
+    """Return a turn."""
     return Sample(per_second, 1.0, cpu_us, 5.0, 0.5, 1.0)
 
 
 def test_joined_words_are_replayed_one_by_one():
-    """The bare server sends a message a word, whatever ours had joined, with gapless indices."""
+    """The bare server sends one message a word, however ours merged them, with gapless indices."""
     messages = [pb.GenerateResponse.FromString(data) for data in one_each(STREAM)]
     assert [message.index for message in messages] == list(range(6))
     assert "".join(m.text.text for m in messages).split() == ["nobody", "looked", "at", "it"]
@@ -35,7 +35,7 @@ def test_joined_words_are_replayed_one_by_one():
 
 
 def test_the_bare_server_says_what_it_was_given():
-    """Unary answers by RPC, streams by task, unchanged."""
+    """The bare server sends given unary answers by RPC and streams by task, unchanged."""
     answer = pb.QueryResponse(answer="yes")
     words: Any = cases(3)[-1].request
     recorded = Answers(
@@ -54,7 +54,7 @@ COLUMNS = (
 
 
 def test_shares_are_medians_of_turns_that_met_the_same_machine():
-    """A turn is compared with its neighbour, so that a machine that slows down is nobody's loss."""
+    """A turn is compared with its neighbour, so that a machine that slows down affects both."""
     bare = [sample(1000, 100), sample(500, 200), sample(250, 400)]
     inside = [sample(900, 110), sample(450, 220), sample(225, 440)]
     whole = [sample(800, 125), sample(400, 250), sample(100, 1000)]
@@ -69,7 +69,7 @@ def test_shares_are_medians_of_turns_that_met_the_same_machine():
 
 
 def test_processes_are_compared_with_the_bare_server():
-    """In turns that met the same machine."""
+    """Each number of processes is compared in turns that met the same load."""
     turns = {
         0: [sample(1000, 200), sample(500, 200), sample(100, 200)],
         2: [sample(900, 200), sample(400, 200), sample(90, 200)],

@@ -1,4 +1,4 @@
-"""A run's records as few figures."""
+"""The summary of a run's records."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ RECORDS = {
 
 
 def test_every_figure_comes_from_its_record() -> None:
-    """The summary of complete records lacks nothing and takes each figure from its place."""
+    """The summary of complete records lacks no figure and takes each from its record."""
     result = summary.summarise(RECORDS)
     assert summary.missing(result) == []
     assert result["decode_ms"] == pytest.approx({"1": 0.1, "8": 0.8, "32": 3.2})
@@ -97,10 +97,12 @@ def test_every_figure_comes_from_its_record() -> None:
     assert tuple(result[name] for name in photos) == (17.0, 75.0, 115.0)
     assert (result["hop_ms"], result["hop_ms_asyncio"]) == (2.5, 3)
     assert (result["driver"], result["commit"]) == ("580.1", "abc1234")
+    figures = set(result) - {"commit", "date", "torch", "driver", "commands", "sources"}
+    assert set(result["sources"]) == figures, "each figure names its record"
 
 
-def test_what_was_not_measured_is_null_and_named() -> None:
-    """Missing records and missing rows become null, and every one of them is listed."""
+def test_missing_figures_are_null_and_listed() -> None:
+    """Missing records and missing rows become null and are listed."""
     partial = {"decode": record(rows=[step("query", 1, 0.8)])}
     result = summary.summarise(partial)
     assert result["decode_ms"] == {"1": 0.8, "8": None, "32": None}
@@ -119,7 +121,7 @@ def test_an_unanswered_cell_is_missing_and_not_zero() -> None:
 def test_a_folder_becomes_a_file(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command reads records, not its own output, and says what is missing."""
+    """The command reads records, not its own output, and prints missing figures."""
     (tmp_path / "decode.json").write_text(json.dumps(RECORDS["decode"]))
     for _ in range(2):
         assert summary.main([str(tmp_path)]) == 0
@@ -129,12 +131,17 @@ def test_a_folder_becomes_a_file(
     assert "hop_ms" in capsys.readouterr().out
 
 
-def test_records_of_two_commits_are_told_apart(
+def test_figures_of_two_commits_are_distinguished(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder with records of two commits names both."""
+    """A folder with records of two commits names both, and the commit of each figure."""
     other = RECORDS["tick"] | {"surroundings": FACTS | {"commit": "def5678"}}
     (tmp_path / "decode.json").write_text(json.dumps(RECORDS["decode"]))
     (tmp_path / "tick.json").write_text(json.dumps(other))
     summary.main([str(tmp_path)])
     assert "abc1234,def5678" in capsys.readouterr().out
+    sources = json.loads((tmp_path / "summary.json").read_text())["sources"]
+    assert sources["decode_ms"]["commit"] == "abc1234"
+    assert sources["tick_cpu_us_32"] == {"record": "tick"} | {
+        name: other["surroundings"][name] for name in ("commit", "date")
+    }

@@ -1,4 +1,4 @@
-"""The list, read; what the programs in Python share."""
+"""The list of cases, as the Python programs read it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Case = dict[str, Json]
 
 
 def load(path: Path = CASES, run: str = "$RUN") -> list[Case]:
-    """All cases, in order, with the name of a run put in."""
+    """Return all cases in order, with the name of a run filled in."""
     cases: list[Case] = json.loads(path.read_text().replace("$RUN", run))
     return cases
 
 
-def fill(template: Json, pictures: Path, done: list[Step]) -> Json:
-    """A message to send: the template with pictures and earlier answers put in."""
+def fill(template: Json, images: Path, done: list[Step]) -> Json:
+    """Fill images and earlier responses into a message template."""
     if isinstance(template, list):
-        return [fill(each, pictures, done) for each in template]
+        return [fill(each, images, done) for each in template]
     if not isinstance(template, dict):
         return template
     if "$file" in template:
-        return base64.b64encode((pictures / template["$file"]).read_bytes()).decode()
+        return base64.b64encode((images / template["$file"]).read_bytes()).decode()
     if "$step" in template:
         found = done[template["$step"]]["messages"][-1]
         for name in template["at"].split("."):
             found = found[name]
         return found
-    return {name: fill(value, pictures, done) for name, value in template.items()}
+    return {name: fill(value, images, done) for name, value in template.items()}

@@ -1,4 +1,4 @@
-"""What a program saw of a case, held against the list."""
+"""Checks what a program saw of a case against the list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rule = Callable[[Case, int, list[Step]], None]
 
 
 def check(case: Case, seen: list[Step]) -> None:
-    """Raises AssertionError, which says where, for what differs from the list."""
+    """Raise AssertionError with the place of the first difference."""
     seen = [plain(step) for step in seen]
     for number, (step, saw) in enumerate(zip(case["steps"], seen, strict=True)):
         expect = step["expect"]
@@ -31,13 +31,13 @@ def check(case: Case, seen: list[Step]) -> None:
             if place in expect:
                 match(expect[place], messages[pattern], f"step {number}, {place}")
         if "error" in expect:
-            match(expect["error"], told(saw["details"]), f"step {number}, error")
+            match(expect["error"], details_of(saw["details"]), f"step {number}, error")
         for rule in expect.get("rules", ()):
             RULES[rule](case, number, seen)
 
 
 def match(pattern: Json, found: Json, at: str) -> None:
-    """A pattern of the list against a document."""
+    """Match a document against a pattern of the list."""
     if pattern == "*":
         assert found not in (None, "", [], {}), f"{at} is absent"
     elif isinstance(pattern, dict):
@@ -70,7 +70,7 @@ def plain(document: Json) -> Json:
 
 
 def unpacked(document: dict[str, Json]) -> Message:
-    """The Any of a document."""
+    """Return the Any of a document."""
     packed = any_pb2.Any(type_url=document["@type"])
     if "@value" in document:
         packed.value = base64.b64decode(document["@value"])
@@ -82,8 +82,8 @@ def unpacked(document: dict[str, Json]) -> Message:
     return packed
 
 
-def told(details: list[Json]) -> dict[str, Json]:
-    """What the details of a status say."""
+def details_of(details: list[Json]) -> dict[str, Json]:
+    """Return the content of a status's details."""
     info, request = error_details_pb2.ErrorInfo(), error_details_pb2.RequestInfo()
     bad = error_details_pb2.BadRequest()
     for detail in details:
@@ -103,7 +103,7 @@ def told(details: list[Json]) -> dict[str, Json]:
 
 
 def check_places(case: Case, number: int, seen: list[Step]) -> None:
-    """Every box and point is in the unit square, its edges in order; there is at least one."""
+    """Check that there are boxes or points, all in the unit square, edges in order."""
     places = list(found(seen[number]["messages"], "box", "point"))
     assert places
     for place in places:
@@ -114,7 +114,7 @@ def check_places(case: Case, number: int, seen: list[Step]) -> None:
 
 
 def found(document: Json, *names: str) -> Iterator[dict[str, float]]:
-    """All coordinates under members of these names, at any depth."""
+    """Return all coordinates under members of these names, at any depth."""
     if isinstance(document, list):
         for each in document:
             yield from found(each, *names)
@@ -127,7 +127,7 @@ def found(document: Json, *names: str) -> Iterator[dict[str, float]]:
 
 
 def check_generate(case: Case, number: int, seen: list[Step]) -> None:
-    """The stream keeps to the grammar, and `finished` repeats what the deltas said."""
+    """Check the grammar of a stream, and that `finished` repeats the deltas."""
     events = [
         json_format.ParseDict(message, inference_pb2.GenerateResponse())
         for message in seen[number]["messages"]
@@ -137,7 +137,7 @@ def check_generate(case: Case, number: int, seen: list[Step]) -> None:
 
 
 def check_session(case: Case, number: int, seen: list[Step]) -> None:
-    """Every frame gets a result for each of its tasks, in which its stamp is echoed verbatim."""
+    """Check that every frame has a result for each task, with its stamp verbatim."""
     answers = [
         json_format.ParseDict(message, session_pb2.SessionResponse())
         for message in seen[number]["messages"]
@@ -161,7 +161,7 @@ def check_session(case: Case, number: int, seen: list[Step]) -> None:
 
 
 def check_as_before(case: Case, number: int, seen: list[Step]) -> None:
-    """The answer is that of the step before."""
+    """Check that the response equals that of the step before."""
     (before,), (after,) = seen[number - 1]["messages"], seen[number]["messages"]
     assert after["answer"] == before["answer"]
 

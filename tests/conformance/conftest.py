@@ -11,7 +11,7 @@ from tests.e2e.server import Server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of legato-tiny, which nobody else asks; in the end it holds nothing any more."""
+    """Yield a server of legato-tiny, which must hold nothing at the end."""
     with Server(tmp_path_factory.mktemp("conformance")) as running:
         yield running
         running.settle()

@@ -1,4 +1,4 @@
-"""The programs that run the list: how each is built, and what it needs."""
+"""The programs that run the list: how to build them, and what they need."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PATIENCE = 500  # seconds for a download or a build, of which a fresh machine ha
 
 
 class Missing(Exception):
-    """A program cannot run here; the text says what it needs."""
+    """Raised when a program cannot run here; the text says what it needs."""
 
 
 def command(name: str, folder: Path) -> list[str]:
-    """How to start a program, built in `folder` where it has to be; raises Missing."""
+    """Return the command of a program, built in `folder` if necessary; raises Missing."""
     if name == "python":
         return [sys.executable, "-m", "tests.conformance.run_python"]
     if name == "grpcurl":
@@ -42,14 +42,14 @@ def command(name: str, folder: Path) -> list[str]:
 
 
 def fetch_go_modules() -> None:
-    """Have what `clients/go` depends on; raises Missing without go, or without a network."""
+    """Download the dependencies of `clients/go`; raises Missing without go or network."""
     if shutil.which("go") is None:
         raise Missing("needs go")
     fetch("go", "mod", "download", cwd=GO)
 
 
 def install_node_packages() -> None:
-    """Have what package-lock.json pins, in node_modules; raises Missing as above."""
+    """Install the packages of package-lock.json; raises Missing as above."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         raise Missing("needs node and npm")
     installed, wanted = NODE / "node_modules/.package-lock.json", NODE / "package-lock.json"
@@ -59,7 +59,7 @@ def install_node_packages() -> None:
 
 
 def fetch(*words: str, cwd: Path) -> None:
-    """Run a command that needs a network; raises Missing without one."""
+    """Run a command that needs the network; raises Missing without it."""
     try:
         run(*words, cwd=cwd)
     except subprocess.TimeoutExpired as error:
@@ -69,7 +69,7 @@ def fetch(*words: str, cwd: Path) -> None:
 
 
 def run(*words: str, cwd: Path = ROOT) -> str:
-    """The output of a command that must succeed."""
+    """Return the output of a command that must succeed."""
     done = subprocess.run(
         words,
         cwd=cwd,

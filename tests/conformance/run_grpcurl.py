@@ -18,16 +18,16 @@ DESCRIPTORS = Path(__file__).parents[2] / "proto/gen/legato/v1/descriptor.binpb"
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
-def run_case(address: str, case: Case, pictures: Path) -> list[Step]:
-    """What was seen in each step."""
+def run_case(address: str, case: Case, images: Path) -> list[Step]:
+    """Return what was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
-        seen.append(call(address, step, fill(step["send"], pictures, seen)))
+        seen.append(call(address, step, fill(step["send"], images, seen)))
     return seen
 
 
 def call(address: str, step: Step, messages: list[Json]) -> Step:
-    """Run grpcurl once. A step with a deadline is not to spend it on reflection."""
+    """Run grpcurl once, with reflection outside of the deadline of the step."""
     options = ["-plaintext", "-format-error", "-max-time", str(step.get("timeout", 60))]
     if "timeout" in step:
         options += ["-protoset", str(DESCRIPTORS)]
@@ -54,7 +54,7 @@ def call(address: str, step: Step, messages: list[Json]) -> Step:
 
 
 def documents(text: str) -> list[Json]:
-    """The JSON documents that follow each other in a text."""
+    """Split a text into JSON documents."""
     decoder, found = json.JSONDecoder(), []
     while text := text.lstrip():
         document, end = decoder.raw_decode(text)
@@ -63,11 +63,11 @@ def documents(text: str) -> list[Json]:
     return found
 
 
-def main(address: str, cases: str, pictures: str, *names: str) -> None:
+def main(address: str, cases: str, images: str, *names: str) -> None:
     """Run the named cases."""
     for case in load(Path(cases)):
         if case["name"] in names:
-            steps = run_case(address, case, Path(pictures))
+            steps = run_case(address, case, Path(images))
             sys.stdout.write(json.dumps({"case": case["name"], "steps": steps}) + "\n")
 
 

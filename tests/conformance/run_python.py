@@ -30,17 +30,17 @@ from tests.conformance.cases import Case, Json, Step, fill, load
 DETAILS = "grpc-status-details-bin"
 
 
-def run_case(channel: grpc.Channel, case: Case, pictures: Path) -> list[Step]:
-    """What was seen in each step."""
+def run_case(channel: grpc.Channel, case: Case, images: Path) -> list[Step]:
+    """Return what was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
-        messages = fill(step["send"], pictures, seen)
+        messages = fill(step["send"], images, seen)
         seen.append(call(channel, step, messages))
     return seen
 
 
 def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
-    """Make one call. Every kind of call is bidirectional on the wire."""
+    """Make one call; on the wire every kind of call is bidirectional."""
     service, name = step["call"].split("/")
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
     start: Any = channel.stream_stream(
@@ -69,26 +69,26 @@ def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
 
 
 def requests(method: MethodDescriptor, messages: list[Json]) -> Iterator[Message]:
-    """The messages, typed."""
+    """Return the typed messages."""
     kind = message_factory.GetMessageClass(method.input_type)
     for message in messages:
         yield json_format.ParseDict(message, kind())
 
 
 def details(running: Any) -> list[Message]:
-    """The details of a call's status."""
+    """Return the details of a call's status."""
     for key, value in running.trailing_metadata() or ():
         if key == DETAILS:
             return list(status_pb2.Status.FromString(value).details)
     return []
 
 
-def main(address: str, cases: str, pictures: str, *names: str) -> None:
+def main(address: str, cases: str, images: str, *names: str) -> None:
     """Run the named cases."""
     with grpc.insecure_channel(address) as channel:
         for case in load(Path(cases)):
             if case["name"] in names:
-                steps = run_case(channel, case, Path(pictures))
+                steps = run_case(channel, case, Path(images))
                 sys.stdout.write(json.dumps({"case": case["name"], "steps": steps}) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Python, Go, Node and grpcurl run one list against one server, and see what it says."""
+"""Python, Go, Node and grpcurl run one list of cases against one server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)
 
 @dataclass(frozen=True)
 class Run:
-    """A program's run of the list: its own copy of it, and what it saw."""
+    """A program's run of its own copy of the list."""
 
     program: str
     cases: dict[str, Case]
@@ -35,7 +35,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def capabilities(server: Server) -> set[str]:
-    """What the server says it can do."""
+    """Return the server's capabilities."""
     with grpc.insecure_channel(server.address) as channel:
         stub = server_pb2_grpc.ServerServiceStub(channel)
         return set(stub.GetServerInfo(server_pb2.GetServerInfoRequest()).capabilities)
@@ -48,7 +48,7 @@ def run(
     capabilities: set[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """One program's run of all cases that it and the server can do."""
+    """Run all cases that the program and the server support."""
     folder = tmp_path_factory.mktemp(request.param)
     try:
         command = programs.command(request.param, folder)
@@ -74,7 +74,7 @@ def run(
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(run, name):
-    """Every program sees of every case what the list says."""
+    """Every program sees of every case what the list expects."""
     case = run.cases[name]
     if run.program in case.get("except", {}):
         pytest.skip(f"{run.program}: {case['except'][run.program]}")
@@ -84,47 +84,47 @@ def test_case(run, name):
 
 
 def test_nothing_is_left_out(capabilities):
-    """This server can do all that the list needs."""
+    """This server supports all cases of the list."""
     assert {case["needs"] for case in load() if "needs" in case} <= capabilities
 
 
 def test_names_are_unique():
-    """A case's name means that case."""
+    """A name identifies one case."""
     assert len(CASES) == len(set(CASES))
 
 
 def lost_event(steps: list[Step]) -> None:
-    """A message of a stream is missing."""
+    """Remove a message of a stream."""
     del steps[0]["messages"][1]
 
 
 def lost_end(steps: list[Step]) -> None:
-    """The stream ended early."""
+    """Cut a stream short."""
     steps[0]["messages"].pop()
 
 
 def other_code(steps: list[Step]) -> None:
-    """The status is another."""
+    """Change the status."""
     steps[0]["code"] = "UNKNOWN"
 
 
 def other_text(steps: list[Step]) -> None:
-    """The deltas do not add up."""
+    """Change the text of the deltas."""
     steps[0]["messages"][1]["text"]["text"] += "!"
 
 
 def no_details(steps: list[Step]) -> None:
-    """The error has no details."""
+    """Remove the details of the error."""
     steps[0]["details"] = []
 
 
 def box_outside(steps: list[Step]) -> None:
-    """A box leaves the picture."""
+    """Move a box out of the image."""
     steps[0]["messages"][0]["objects"][0]["box"]["xMax"] = 1.5
 
 
 def other_stamp(steps: list[Step]) -> None:
-    """The stamp is not the one that was sent."""
+    """Change the stamp."""
     steps[0]["messages"][-1]["info"]["stamp"]["sequence"] = "7"
 
 
@@ -141,7 +141,7 @@ def other_stamp(steps: list[Step]) -> None:
     ],
 )
 def test_what_differs_is_found(run, name, damage):
-    """An answer that is a little wrong does not pass."""
+    """A slightly wrong response fails the check."""
     steps = copy.deepcopy(run.seen[name])
     damage(steps)
     with pytest.raises(AssertionError):

@@ -19,7 +19,7 @@ ENUM_VALUE, SERVICE_METHOD = 2, 2
 
 
 class Element(NamedTuple):
-    """One named thing of the contract, and the comment above it."""
+    """A named element of the contract, with its comment."""
 
     kind: str
     name: str
@@ -28,37 +28,37 @@ class Element(NamedTuple):
 
 @functools.cache
 def descriptor_set() -> pb.FileDescriptorSet:
-    """What `descriptor.binpb` holds."""
+    """Load `descriptor.binpb`."""
     return pb.FileDescriptorSet.FromString((PACKAGE / "descriptor.binpb").read_bytes())
 
 
 def files() -> list[pb.FileDescriptorProto]:
-    """The contract's own files, without their imports."""
+    """Return the contract's own files, without their imports."""
     return [file for file in descriptor_set().file if file.package == "legato.v1"]
 
 
 def messages() -> dict[str, pb.DescriptorProto]:
-    """Every message by name; the contract nests none."""
+    """Return every message by name; the contract nests none."""
     return {message.name: message for file in files() for message in file.message_type}
 
 
 def services() -> dict[str, pb.ServiceDescriptorProto]:
-    """Every service by name."""
+    """Return every service by name."""
     return {service.name: service for file in files() for service in file.service}
 
 
 def methods() -> list[pb.MethodDescriptorProto]:
-    """Every RPC."""
+    """Return every RPC."""
     return [method for service in services().values() for method in service.method]
 
 
 def fields(message: str) -> list[str]:
-    """The names of a message's fields, in the order of their numbers."""
+    """Return the names of a message's fields, in the order of their numbers."""
     return [field.name for field in sorted(messages()[message].field, key=lambda f: f.number)]
 
 
 def _is_synthetic(message: pb.DescriptorProto, index: int) -> bool:
-    """Whether a oneof is only how proto3 writes down `optional`."""
+    """Whether a oneof only represents `optional`."""
     return any(f.proto3_optional and f.oneof_index == index for f in message.field)
 
 
@@ -76,7 +76,7 @@ def _message(
 
 
 def elements() -> Iterator[Element]:
-    """Every message, field, oneof, enum, value, service and RPC of the contract."""
+    """Yield every message, field, oneof, enum, value, service and RPC of the contract."""
     for file in files():
         locations = file.source_code_info.location
         comment = {tuple(place.path): place.leading_comments.strip() for place in locations}

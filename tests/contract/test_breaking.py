@@ -33,16 +33,16 @@ class Repository:
         self.commit()
 
     def git(self, *arguments: str) -> None:
-        """Run git in it."""
+        """Run git in the repository."""
         subprocess.run(["git", *arguments], cwd=self._folder, env=ENVIRONMENT, check=True)
 
     def commit(self) -> None:
-        """Commit all there is."""
+        """Commit all changes."""
         self.git("add", "--all")
         self.git("commit", "--quiet", "--message", "a commit")
 
     def change(self, noun: str, old: str, new: str) -> None:
-        """Put `new` in the place of `old`, which stands there once, and commit."""
+        """Replace `old`, which occurs once, with `new`, and commit."""
         path = self._folder / "proto" / "legato" / "v1" / f"{noun}.proto"
         text = path.read_text()
         assert text.count(old) == 1
@@ -50,12 +50,12 @@ class Repository:
         self.commit()
 
     def check(self) -> subprocess.CompletedProcess[str]:
-        """The check of what stands in it."""
+        """Return the command of `make proto-breaking`, for a repository's root."""
         return check(self._folder)
 
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What `make proto-breaking` runs, in a repository's root."""
+    """Check the working tree."""
     return subprocess.run(
         [sys.executable, str(ROOT / "proto" / "breaking.py")],
         cwd=folder,
@@ -70,20 +70,20 @@ def check(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
-    """The contract in a repository of its own."""
+    """Return the contract in a repository of its own."""
     return Repository(tmp_path)
 
 
 @pytest.fixture
 def released(repository: Repository) -> Repository:
-    """The same, released and committed to since."""
+    """Return the contract, released and with later commits."""
     repository.git("tag", "v0.1.0")
     repository.change("geometry", "// One point.", "// A point.")
     return repository
 
 
 def test_without_a_release_nothing_can_break(repository: Repository) -> None:
-    """Before the first tag the check passes and says why, whatever changes."""
+    """Before the first tag the check passes and says why."""
     repository.change("geometry", "  float y = 2;\n", "")
     checked = repository.check()
     assert checked.returncode == 0
@@ -97,7 +97,7 @@ def test_a_tag_that_is_no_release_is_passed_over(repository: Repository) -> None
 
 
 def test_an_addition_passes(released: Repository) -> None:
-    """A new optional field and a new comment break nobody."""
+    """A new optional field and a new comment are compatible."""
     field = "  optional float confidence = 3;\n  // Names"
     addition = "  optional float confidence = 3;\n  // How sure.\n  float area = 9;\n  // Names"
     released.change("geometry", field, addition)
@@ -119,7 +119,7 @@ def test_an_addition_passes(released: Repository) -> None:
     ids=["field gone", "number", "type", "name", "value gone", "no more a stream"],
 )
 def test_a_break_is_caught(released: Repository, noun: str, old: str, new: str) -> None:
-    """What a client of the release would trip over fails, and file and release are named."""
+    """An incompatible change fails, and the error names the file and the release."""
     released.change(noun, old, new)
     checked = released.check()
     assert checked.returncode != 0
@@ -137,7 +137,7 @@ def test_a_break_is_caught_before_it_is_committed(released: Repository, tmp_path
 def test_a_shallow_clone_does_not_pass_for_unreleased(
     repository: Repository, tmp_path: Path, is_released: bool
 ) -> None:
-    """Where a release is missing only because history is, the check fails and says what to do."""
+    """Without the history of a release the check fails and says what to do."""
     if is_released:
         repository.git("tag", "v0.1.0")
     repository.change("geometry", "// One point.", "// A point.")

@@ -1,4 +1,4 @@
-"""docs/contract.md holds the whole contract, and nothing that is out of date."""
+"""docs/contract.md holds the whole contract and is up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCE = ROOT / "docs" / "contract.md"
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """proto/reference.py; its folder is no package, on purpose."""
+    """Import proto/reference.py, whose folder is no package on purpose."""
     spec = importlib.util.spec_from_file_location("reference", ROOT / "proto" / "reference.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,19 +27,19 @@ def reference() -> ModuleType:
 
 
 def sections() -> dict[str, str]:
-    """The text under each heading, by the heading's words."""
+    """Return the text under each heading, by the heading's words."""
     parts = re.split(r"^#{1,4} (.+)$", REFERENCE.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def plain(text: str) -> str:
-    """Text without its links, its anchors, its marks and the breaks of its lines."""
+    """Return text without links, anchors, markup and line breaks."""
     text = re.sub(r"\[([^\]]*)\]\(#[^)]*\)", r"\1", re.sub(r"<a id[^>]*></a>|<br>", " ", text))
     return "".join(text.replace("`", "").replace("\\|", "|").split())
 
 
 def home_of(element: schema.Element) -> str:
-    """The heading that the element stands under."""
+    """Return the heading of an element."""
     owner, _, rest = element.name.partition(".")
     match element.kind:
         case "service":
@@ -68,19 +68,19 @@ def test_every_element_is_in_it_with_its_comment(element: schema.Element) -> Non
 
 
 def test_it_is_fresh(reference: ModuleType) -> None:
-    """The committed file is what the committed descriptor set gives."""
+    """The committed file is generated from the committed descriptor set."""
     assert reference.markdown(schema.descriptor_set()) == REFERENCE.read_text()
 
 
 def test_its_order_is_that_of_the_reader(reference: ModuleType) -> None:
-    """The order of the descriptor set, which protoc chooses, leaves no trace."""
+    """The order of the descriptor set, which protoc chooses, has no effect."""
     turned = type(schema.descriptor_set())()
     turned.file.extend(reversed(schema.descriptor_set().file))
     assert reference.markdown(turned) == REFERENCE.read_text()
 
 
 def test_every_link_leads_somewhere() -> None:
-    """Each link within the file names one anchor of it, and no anchor stands twice."""
+    """Each link within the file has one anchor, and anchors are unique."""
     text = REFERENCE.read_text()
     anchors = re.findall(r'<a id="([^"]+)"', text)
     assert len(anchors) == len(set(anchors))
@@ -88,7 +88,7 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def test_kinds_and_retries_are_those_of_the_rpcs() -> None:
-    """What may be retried, and what streams, is said as the descriptors have it."""
+    """Retries and streaming are as the descriptors have them."""
     for method in schema.methods():
         section = sections()[f"rpc {method.name}"]
         assert ("safe to retry: yes" in section) == (method.options.idempotency_level != 0)

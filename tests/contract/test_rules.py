@@ -1,4 +1,4 @@
-"""Rules of the contract that buf does not know, most of them from the AIPs."""
+"""Rules of the contract that buf does not check, most of them from the AIPs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ALL_REQUESTS = (*SKILLS, "RunTasks", "Generate")
 
 
 def test_every_element_is_commented() -> None:
-    """Whatever reflection can show, it can explain."""
+    """Whatever reflection shows has a comment."""
     bare = [f"{e.kind} {e.name}" for e in schema.elements() if not e.comment]
     assert bare == []
 
 
 def test_comments_are_sentences() -> None:
-    """A comment starts like a sentence or with a name, and ends."""
+    """A comment starts like a sentence or with a name, and ends with punctuation."""
     pattern = re.compile(r"^[A-Z0-9`{].*([.:?)}\"]|```)$", re.DOTALL)
     odd = [f"{e.name}: {e.comment}" for e in schema.elements() if not pattern.match(e.comment)]
     assert odd == []
 
 
 def test_every_rpc_has_its_own_request_and_response() -> None:
-    """No two RPCs share a message, so each can grow alone."""
+    """No two RPCs share a message, so each can evolve alone."""
     for method in schema.methods():
         assert method.input_type == f".legato.v1.{method.name}Request"
         assert method.output_type == f".legato.v1.{method.name}Response"
@@ -45,7 +45,7 @@ def test_no_request_or_response_without_an_rpc() -> None:
 
 
 def test_service_names() -> None:
-    """Services end in Service, and these are all there are."""
+    """Services end in Service; the list is complete."""
     assert set(schema.services()) == {
         "AdminService",
         "ImageService",
@@ -63,7 +63,7 @@ def test_rpc_names_are_plain_verbs() -> None:
 
 
 def test_enums_start_unspecified_and_carry_their_prefix() -> None:
-    """AIP-126: value 0 says nothing, and every value is named after its enum."""
+    """AIP-126: value 0 is unspecified, and every value has its enum's prefix."""
     for file in schema.files():
         for enum in file.enum_type:
             prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper()
@@ -75,7 +75,7 @@ def test_enums_start_unspecified_and_carry_their_prefix() -> None:
 
 @pytest.mark.parametrize("name", SKILLS)
 def test_skills_are_unary_and_safe_to_retry(name: str) -> None:
-    """The robot's default is one question, one answer, and a retry that cannot hurt."""
+    """By default a skill has one request, one response, and a safe retry."""
     (method,) = [m for m in schema.services()["InferenceService"].method if m.name == name]
     assert not method.client_streaming
     assert not method.server_streaming
@@ -83,7 +83,7 @@ def test_skills_are_unary_and_safe_to_retry(name: str) -> None:
 
 
 def test_reading_rpcs_have_no_side_effects_and_repeatable_ones_say_so() -> None:
-    """What may be retried is on the wire before the first release."""
+    """Which RPCs may be retried is in the descriptors."""
     levels = {
         method.name: pb.MethodOptions.IdempotencyLevel.Name(method.options.idempotency_level)
         for method in schema.methods()
@@ -114,13 +114,13 @@ def test_reading_rpcs_have_no_side_effects_and_repeatable_ones_say_so() -> None:
     ],
 )
 def test_names_are_those_of_the_moondream_sdk(message: str, names: set[str]) -> None:
-    """A user's JSON habits work in grpcurl."""
+    """JSON for the Moondream SDK works in grpcurl."""
     assert names <= set(schema.fields(message))
 
 
 @pytest.mark.parametrize("name", SKILLS)
 def test_a_skill_is_the_same_alone_and_as_a_task(name: str) -> None:
-    """`XRequest` is `XTask` plus what any request has, and `XResponse` is `XResult` plus info."""
+    """`XRequest` is `XTask` plus the fields of any request; `XResponse` is `XResult` plus info."""
     shared = {"image", "sampling", "options", "stamp"}
     task, result = schema.messages()[f"{name}Task"], schema.messages()[f"{name}Result"]
     request, response = schema.messages()[f"{name}Request"], schema.messages()[f"{name}Response"]
@@ -134,7 +134,7 @@ def test_a_skill_is_the_same_alone_and_as_a_task(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_REQUESTS)
 def test_requests_share_their_frame(name: str) -> None:
-    """Every request about a picture has image, options and stamp under these names and types."""
+    """Every request about an image has image, options and stamp under these names and types."""
     types = {f.name: f.type_name for f in schema.messages()[f"{name}Request"].field}
     assert types["image"] == ".legato.v1.Image"
     assert types["options"] == ".legato.v1.RequestOptions"
@@ -162,7 +162,7 @@ def test_absent_differs_from_zero_where_it_matters() -> None:
 
 
 def test_lists_are_paged() -> None:
-    """AIP-158: a List RPC has a page size and tokens from its first day."""
+    """AIP-158: a List RPC has a page size and page tokens."""
     for method in schema.methods():
         if method.name.startswith("List"):
             assert {"page_size", "page_token"} <= set(schema.fields(f"{method.name}Request"))
@@ -170,7 +170,7 @@ def test_lists_are_paged() -> None:
 
 
 def test_every_error_reason_names_its_code_and_an_example() -> None:
-    """A reason's comment starts with a gRPC status code and shows the ErrorInfo it comes in."""
+    """A reason's comment starts with a gRPC status code and shows its ErrorInfo."""
     codes = {code.name for code in grpc.StatusCode}
     reasons = [e for e in schema.elements() if e.name.startswith("ERROR_REASON_")]
     for reason in reasons[1:]:
@@ -181,7 +181,7 @@ def test_every_error_reason_names_its_code_and_an_example() -> None:
 
 
 def test_the_event_grammar_is_written_where_it_is_read() -> None:
-    """Both the RPC and the message show the grammar of a Generate stream."""
+    """Both the RPC and the message document the grammar of a Generate stream."""
     comments = {e.name: e.comment for e in schema.elements()}
     for name in ("InferenceService.Generate", "GenerateResponse"):
         assert "*queued started *( delta / heartbeat ) finished" in comments[name]

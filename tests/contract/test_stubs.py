@@ -1,4 +1,4 @@
-"""The committed stubs are importable, typed, and those of the contract."""
+"""The committed stubs can be imported, are typed, and match the contract."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NOUNS = sorted(path.stem for path in SOURCES.glob("*.proto"))
 
 
 def test_nouns() -> None:
-    """The contract is split by these nouns."""
+    """The contract has one file for each of these nouns."""
     nouns = "admin error geometry image inference media server session task"
     assert nouns.split() == NOUNS
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_stub_imports(noun: str) -> None:
-    """Every file of the contract has stubs under the path protoc itself assumes."""
+    """Every file of the contract has stubs under the path that protoc assumes."""
     module = importlib.import_module(f"legato.v1.{noun}_pb2")
     importlib.import_module(f"legato.v1.{noun}_pb2_grpc")
     assert module.DESCRIPTOR.name == f"legato/v1/{noun}.proto"
@@ -30,7 +30,7 @@ def test_stub_imports(noun: str) -> None:
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_stub_is_typed(noun: str) -> None:
-    """Every stub has its types beside it, and the package says so."""
+    """Every stub has a type stub, and the package is marked as typed."""
     assert (schema.PACKAGE / f"{noun}_pb2.pyi").is_file()
     assert (schema.PACKAGE / f"{noun}_pb2_grpc.pyi").is_file()
     assert (schema.PACKAGE.parent / "py.typed").is_file()
@@ -38,7 +38,7 @@ def test_stub_is_typed(noun: str) -> None:
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_descriptor_set_is_that_of_the_stubs(noun: str) -> None:
-    """`descriptor.binpb`, less its comments, is what the stubs register."""
+    """`descriptor.binpb` without comments equals what the stubs register."""
     name = f"legato/v1/{noun}.proto"
     importlib.import_module(f"legato.v1.{noun}_pb2")
     (shipped,) = [file for file in schema.files() if file.name == name]
@@ -53,14 +53,14 @@ def test_descriptor_set_is_that_of_the_stubs(noun: str) -> None:
 
 
 def clear_json_names(messages: object) -> None:
-    """Drop derived JSON names: protoc writes them into a descriptor set, not into stubs."""
+    """Clear derived JSON names, which protoc writes into descriptor sets only."""
     for message in messages:  # type: ignore[attr-defined]  # a repeated field has no public type
         for field in message.field:
             field.ClearField("json_name")
 
 
 def test_descriptor_set_is_complete() -> None:
-    """A reader needs no other file: all imports are inside, in an order that can be loaded."""
+    """All imports are included, in an order that can be loaded."""
     seen: set[str] = set()
     for file in schema.descriptor_set().file:
         assert set(file.dependency) <= seen
@@ -70,7 +70,7 @@ def test_descriptor_set_is_complete() -> None:
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_comments_are_those_of_the_source(noun: str) -> None:
-    """The shipped comments are the ones in the proto file, word for word."""
+    """The comments are those of the proto files, word for word."""
     source = " ".join((SOURCES / f"{noun}.proto").read_text().replace("//", " ").split())
     (shipped,) = [file for file in schema.files() if file.name == f"legato/v1/{noun}.proto"]
     for place in shipped.source_code_info.location:

@@ -13,7 +13,7 @@ from tests.e2e.server import Server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of legato-tiny; whoever uses it leaves it idle."""
+    """A server of legato-tiny; every test leaves it idle."""
     with Server(tmp_path_factory.mktemp("server")) as running:
         yield running
         running.settle()

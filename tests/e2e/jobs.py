@@ -28,7 +28,7 @@ Answer = tuple[object, ...]
 
 
 def jobs() -> list[Job]:
-    """Every skill on three pictures, greedy and sampled; 24 of them."""
+    """Every skill on three images, greedy and sampled; 24 of them."""
     pictures = [two_shapes().image, two_shapes(offset=40).image, many_circles(5).image]
     tasks: list[Task] = [
         DetectTask("red circle"),

@@ -1,4 +1,4 @@
-"""Pictures that legato-tiny understands, and what is to be seen in them."""
+"""Images that legato-tiny understands, and what is to be seen in them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ CIRCLE, SQUARE = (30, 60, 110, 140), (200, 90, 280, 170)  # pixels: left, top, r
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A picture and the boxes of what is in it, by noun."""
+    """An image and the boxes of what is in it, by noun."""
 
     image: Image.Image
     boxes: dict[str, Box]
 
     def file(self, kind: str = "PNG", **options: Any) -> bytes:
-        """The picture as a file of that kind."""
+        """The image as a file of that kind."""
         buffer = io.BytesIO()
         self.image.save(buffer, kind, **options)
         return buffer.getvalue()
 
     def message(self) -> media_pb2.Image:
-        """The picture, as a request carries it."""
+        """The image, as a request carries it."""
         return media_pb2.Image(encoded=media_pb2.EncodedImage(data=self.file()))
 
 

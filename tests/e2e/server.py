@@ -113,7 +113,7 @@ class Server:
         return (load.running, load.waiting) == (running, waiting)
 
     def settle(self) -> None:
-        """Return once the engine holds nothing: no request, no page, no launch, no picture.
+        """Return once the engine holds nothing: no request, no page, no launch, no image.
 
         A launch in flight would move the step, so two looks at an idle engine with the same step,
         apart by more than a heartbeat, show that there is none.
@@ -142,7 +142,7 @@ class Server:
         return pid
 
     def blobs(self) -> list[Path]:
-        """Pictures on their way to the engine."""
+        """Images on their way to the engine."""
         return list(blob_folder().glob(f"legato-{self.process.pid}-*"))
 
     def kill_engine(self) -> int:

@@ -49,7 +49,7 @@ def scene(*triangles: Corners) -> Image.Image:
 
 
 def box(corners: Corners) -> Box:
-    """As fractions of the picture."""
+    """As fractions of the image."""
     left, top, right, bottom = corners
     return Box(left / SIZE[0], top / SIZE[1], right / SIZE[0], bottom / SIZE[1])
 
@@ -87,7 +87,7 @@ def test_the_shipped_adapter_names_what_it_sees(client: Client) -> None:
 
 @pytest.mark.parametrize("name", sorted(TRUTH))
 def test_the_shipped_adapter_keeps_the_rest(client: Client, name: str) -> None:
-    """What there is one of in a sample picture is found with the adapter too."""
+    """What there is one of in a sample image is found with the adapter too."""
     picture = (SAMPLES / name).read_bytes()
     singles = {noun: things[0] for noun, things in TRUTH[name].items() if len(things) == 1}
     for noun, corners in singles.items():
@@ -96,7 +96,7 @@ def test_the_shipped_adapter_keeps_the_rest(client: Client, name: str) -> None:
 
 
 def test_one_picture_with_and_without(client: Client) -> None:
-    """Tasks with the adapter and without it share a picture, and each sees its own prefix."""
+    """Tasks with the adapter and without it share an image, and each sees its own prefix."""
     picture = scene(ONE)
     tasks = (DetectTask("hazard"), CaptionTask("short"))
     for _ in range(2):

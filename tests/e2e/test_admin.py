@@ -1,4 +1,4 @@
-"""What an operator stops ends as the contract says, and leaves nothing behind in the engine."""
+"""What an operator stops ends as the contract says, and the engine holds nothing of it."""
 
 import functools
 

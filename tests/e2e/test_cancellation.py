@@ -1,4 +1,4 @@
-"""Whoever goes away, however and whenever, leaves nothing behind in the engine."""
+"""A client that goes away, however and whenever, leaves no resource held in the engine."""
 
 import collections
 import contextlib
@@ -16,12 +16,12 @@ from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shap
 from tests.e2e.server import ENVIRONMENT, Server, until
 
 DEADLINES = (1.0, 4.0)  # seconds; the longer one where a busy machine did not get there in time
-PREFILL = 0.25  # seconds, about, of a picture and a question on two cores
+PREFILL = 0.25  # seconds, about, of an image and a question on two cores
 SCENE = two_shapes()
 VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
-OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its pictures, so each has its own
+OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its images, so each has its own
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
-BLOCKERS = 8  # pictures that keep the two preprocess threads busy beyond the deadline
+BLOCKERS = 8  # images that keep the two preprocess threads busy beyond the deadline
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def narrow(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_picture():
-    """A request whose picture takes long to decode, every time."""
+    """A request whose image takes long to decode, every time."""
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=huge()))
     request = inference_pb2.DetectRequest(image=image, object="red circle")
     request.options.cache_image = False
@@ -41,7 +41,7 @@ def slow_picture():
 
 
 def is_idle(load):
-    """Nobody runs or waits."""
+    """No request runs or waits."""
     return load.running + load.waiting == 0
 
 
@@ -69,7 +69,7 @@ def waiting(server, slow_picture):
 
 @contextlib.contextmanager
 def decoding_pictures(server, slow_picture):
-    """All preprocess threads are taken: the victim's picture waits to be decoded."""
+    """All preprocess threads are taken: the victim's image waits to be decoded."""
     blockers = [server.inference.Detect.future(slow_picture) for _ in range(BLOCKERS)]
     until(lambda: server.holds(running=0, waiting=BLOCKERS))
     yield lambda load: load.waiting == BLOCKERS + 1, None
@@ -168,7 +168,7 @@ def victim_in(server, rpc, way, reached):
 
 
 def request(rpc):
-    """A long answer about a picture."""
+    """A long answer about an image."""
     ask = long_query if rpc == "Query" else long_stream
     scene = two_shapes(offset=next(OFFSETS)) if rpc == "Session" else VICTIM
     asked = ask(image=scene.message())
@@ -222,7 +222,7 @@ def test_who_has_said_all_is_answered(narrow, rpc):
 @pytest.mark.parametrize("timeout", [None, PREFILL / 2], ids=["cancelled", "deadline"])
 @pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
 def test_nothing_is_left_of_a_prefill(narrow, rpc, timeout):
-    """Who goes during its prefill costs that launch, at most the one behind it, and holds nothing.
+    """A client that leaves during prefill costs at most two launches, and holds nothing.
 
     A machine that was too slow or too quick for that moment gets another chance.
     """
@@ -247,7 +247,7 @@ def test_a_stream_that_is_left_early_is_aborted(narrow):
 
 
 def test_cancelled_at_once(narrow):
-    """Calls cancelled in the moment they are made leave nothing behind, wherever it hits them."""
+    """Calls cancelled as soon as they are made leave nothing held."""
     calls = [narrow.inference.Query.future(request("Query")) for _ in range(20)]
     for call in calls:
         call.cancel()

@@ -21,7 +21,7 @@ def test_a_drain_finishes_what_runs(tmp_path):
         stream = server.inference.Generate(long_stream(max_tokens=150))
         events = [next(stream)]
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.events("draining"))
+        until(lambda: server.events("drain_begun"))
         assert not server.is_serving()
         refused = failure_of(lambda: server.inference.Detect(PROBE))
         assert refused.code is grpc.StatusCode.UNAVAILABLE

@@ -48,7 +48,7 @@ class HealthLog:
 
 
 def test_a_killed_engine_is_told_and_replaced(mortal):
-    """Whoever was being served is told ENGINE_LOST; health flips; the next request is answered."""
+    """Requests in flight end with ENGINE_LOST; health flips; the next request is answered."""
     before = mortal.inference.Detect(PROBE)
     health = HealthLog(mortal)
     stream = mortal.inference.Generate(long_stream())

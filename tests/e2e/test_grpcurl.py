@@ -1,4 +1,4 @@
-"""The grpcurl lines of README, run as they stand by the real grpcurl."""
+"""The grpcurl commands of the shell quickstart, run unchanged by the real grpcurl."""
 
 import importlib.resources
 import json
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join((str(ROOT / ".tools" / "bin"), os.environ["PATH"]))
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "quickstart-shell.md").read_text()
 STREET = importlib.resources.files("legato_tiny") / "samples" / "street.jpg"
 
 pytestmark = pytest.mark.skipif(
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def commands() -> list[str]:
-    """The shell commands of README that begin with grpcurl, here-documents included."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """Return the commands of the quickstart that begin with grpcurl, with their here-documents."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     found = [re.split(r"^(?=grpcurl )", block, flags=re.MULTILINE) for block in blocks]
     return [part for parts in found for part in parts if part.startswith("grpcurl ")]
 
@@ -37,7 +37,7 @@ def command(*words: str) -> str:
 
 @pytest.fixture
 def shell(server, tmp_path):
-    """Run a command of README next to a street.jpg, against the test's server; its output."""
+    """Run a command of the quickstart beside a street.jpg, on the test's server; its output."""
     (tmp_path / "street.jpg").write_bytes(STREET.read_bytes())
 
     def run(text: str) -> str:
@@ -89,7 +89,7 @@ def test_describe(shell):
 
 
 def test_detect(shell):
-    """README's request is answered; asked for what is in the picture, it boxes it."""
+    """The quickstart's request is answered; asked for what is in the image, it boxes it."""
     detect = command("InferenceService/Detect")
     (empty,) = messages(shell(detect))
     assert empty["info"]["finishReason"] == "FINISH_REASON_STOP"

@@ -1,4 +1,4 @@
-"""Pictures that are sent once, and frames in shared memory, with a model behind them."""
+"""Images that are uploaded once, and frames in shared memory, with a real model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def put(server, data, chunk=1000, **header):
-    """Upload a picture in pieces."""
+    """Upload an image in pieces."""
     images = image_pb2_grpc.ImageServiceStub(server.channel)
     pieces = [
         image_pb2.PutImageRequest(chunk=data[at : at + chunk]) for at in range(0, len(data), chunk)
@@ -42,19 +42,19 @@ def put(server, data, chunk=1000, **header):
 
 
 def delete(server, image_id):
-    """Forget a picture."""
+    """Forget an image."""
     images = image_pb2_grpc.ImageServiceStub(server.channel)
     return images.DeleteImage(image_pb2.DeleteImageRequest(image_id=image_id))
 
 
 def boxes(server, image):
-    """The boxes found, and what is told of the picture."""
+    """The boxes found, and what is told of the image."""
     response = server.inference.Detect(inference_pb2.DetectRequest(image=image, object=NOUN))
     return [found.box for found in response.objects], response.info.image
 
 
 def nv12(image: Image.Image) -> media_pb2.RawImage:
-    """A picture as a camera gives it, by the formulas of BT.601 in limited range."""
+    """An image as a camera gives it, by the formulas of BT.601 in limited range."""
     red, green, blue = np.moveaxis(np.asarray(image, float) / 255, -1, 0)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue
     u, v = (blue - luma) / 1.772, (red - luma) / 1.402
@@ -68,7 +68,7 @@ def nv12(image: Image.Image) -> media_pb2.RawImage:
 
 
 def test_put_ask_delete_ask(server):
-    """A picture sent in pieces answers by its id as it does inline, until it is deleted."""
+    """An image sent in pieces answers by its id as it does inline, until it is deleted."""
     file = SCENE.file()
     by_bytes, _ = boxes(server, SCENE.message())
     digest = hashlib.sha256(file).digest()
@@ -90,7 +90,7 @@ def test_put_ask_delete_ask(server):
 
 
 def test_a_picture_is_gone_when_its_time_is_over(server):
-    """After its time, and not before, a picture is unknown."""
+    """After its time, and not before, an image is unknown."""
     file = two_shapes(offset=33).file()
     image_id = put(server, file, ttl=duration_pb2.Duration(seconds=2)).image.image_id
     image = media_pb2.Image(image_id=image_id)
@@ -149,7 +149,7 @@ class Gate:
 
 
 def test_pixels_of_a_camera_find_the_same(server):
-    """A picture in NV12 has its objects where the file has them."""
+    """An image in NV12 has its objects where the file has them."""
     (expected,), _ = boxes(server, SCENE.message())
     (box,), image = boxes(server, media_pb2.Image(raw=nv12(SCENE.image)))
     assert overlap(box, expected) > 0.9
@@ -184,7 +184,7 @@ def test_a_shared_frame_answers_as_the_same_pixels_inline(sharing):
 
 
 def test_the_quota_is_of_what_is_held(sharing):
-    """A caller who holds its share is refused more until it lets something go."""
+    """A caller at its quota is refused further uploads until it deletes one."""
     held: list[str] = []
 
     def fill():
@@ -203,7 +203,7 @@ def test_the_quota_is_of_what_is_held(sharing):
 
 
 def test_a_lost_engine_holds_nothing(sharing):
-    """Pictures go with the engine; its successor says so, and takes them again."""
+    """Images go with the engine; its successor says so, and takes them again."""
     image = media_pb2.Image(image_id=put(sharing, SCENE.file()).image.image_id)
     boxes(sharing, image)
     sharing.kill_engine()

@@ -1,4 +1,4 @@
-"""Every form a picture may have gives the answer that the picture deserves."""
+"""Every form an image may have gives the answer that the image deserves."""
 
 import io
 
@@ -38,7 +38,7 @@ def raw(pixels, form, padding=0):
 
 
 def boxes(server, image, noun="red circle"):
-    """The boxes found on a picture given as a message."""
+    """The boxes found on an image given as a message."""
     response = server.inference.Detect(inference_pb2.DetectRequest(image=image, object=noun))
     return [found.box for found in response.objects]
 
@@ -61,13 +61,13 @@ def test_raw_pixels(server, form):
 
 
 def test_raw_rows_may_be_padded(server):
-    """What stands between the rows is not part of the picture."""
+    """What stands between the rows is not part of the image."""
     padded = raw(PIXELS, media_pb2.PIXEL_FORMAT_RGB8, padding=5)
     assert boxes(server, padded) == boxes(server, SCENE.message())
 
 
 def test_grey_pixels(server, client):
-    """A picture without colours still shows its shapes."""
+    """An image without colours still shows its shapes."""
     grey = SCENE.image.convert("L")
     mono = raw(np.asarray(grey)[..., None], media_pb2.PIXEL_FORMAT_MONO8)
     (box,) = boxes(server, mono, "circle")
@@ -77,7 +77,7 @@ def test_grey_pixels(server, client):
 
 
 def test_a_picture_is_named_by_its_id(client):
-    """An earlier answer's image id stands for the picture."""
+    """An earlier answer's image id stands for the image."""
     first = client.detect(SCENE.image, "red circle")
     again = client.detect(CachedImage(first.info.image.image_id), "red circle")
     assert again.objects == first.objects
@@ -88,7 +88,7 @@ def test_a_picture_is_named_by_its_id(client):
 
 
 def test_a_picture_that_may_not_be_kept_is_not(client):
-    """With `cache_image` false the next request cannot name the picture."""
+    """With `cache_image` false the next request cannot name the image."""
     image = two_shapes(offset=67).image
     options = Options(cache_image=False)
     info = client.detect(image, "red circle", options=options).info
@@ -113,7 +113,7 @@ def test_boxes_are_in_the_displayed_frame(client, orientation):
     "data", [b"not a picture", SCENE.file("PNG")[:-400], SCENE.file("JPEG")[:300]]
 )
 def test_broken_files_are_refused(client, data):
-    """What is no picture, or only part of one, is the caller's mistake."""
+    """What is no image, or only part of one, is the caller's mistake."""
     with pytest.raises(InvalidArgument) as caught:
         client.detect(data, "red circle")
     assert caught.value.reason == "IMAGE_UNDECODABLE"
@@ -121,7 +121,7 @@ def test_broken_files_are_refused(client, data):
 
 
 def test_too_many_pixels_are_refused(client):
-    """A picture over the limit is refused with the limit, without being decoded."""
+    """An image over the limit is refused with the limit, without being decoded."""
     limit = client.server_info().limits.max_image_pixels
     buffer = io.BytesIO()
     Image.new("1", (8000, limit // 8000 + 1)).save(buffer, "PNG")

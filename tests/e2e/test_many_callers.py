@@ -63,7 +63,7 @@ async def test_64_streams_are_all_finished(server):
 
 
 class Worker:
-    """Requests of every kind; one in eight brings a new picture, one in eight is abandoned."""
+    """Requests of every kind; one in eight brings a new image, one in eight is abandoned."""
 
     def __init__(self, address):
         self._address = address

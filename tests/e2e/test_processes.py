@@ -7,7 +7,7 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client import Client
-from legato_engine.ipc.busy_poll import cores_abound
+from legato_engine.ipc import latency_policy
 
 from tests.e2e.jobs import ask, jobs
 from tests.e2e.scenes import long_query, two_shapes
@@ -20,7 +20,7 @@ PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A server of two processes; whoever uses it leaves it idle."""
+    """A server of two processes; every test leaves it idle."""
     with Server(tmp_path_factory.mktemp("pair"), "--processes", "2") as running:
         yield running
         running.settle()
@@ -46,9 +46,9 @@ def test_both_processes_answer_alike(pair, alone):
 
 def test_only_the_engine_takes_a_core_from_others(pair):
     """On few cores every thread of the service waits for its turn; none of the engine's does."""
-    (follower,) = (each["pid"] for each in pair.events("process_ready"))
+    (follower,) = (each["pid"] for each in pair.events("worker_ready"))
     (engine,) = set(children(pair.process.pid)) - {follower}
-    expected = os.SCHED_OTHER if cores_abound() else os.SCHED_BATCH
+    expected = latency_policy.resolve("auto").service_scheduler
     for pid in (pair.process.pid, follower):
         assert policies(pid) == {expected}
     assert policies(engine) == {os.SCHED_OTHER}
@@ -56,7 +56,7 @@ def test_only_the_engine_takes_a_core_from_others(pair):
 
 def test_a_killed_process_leaves_nothing(pair, inferences):
     """The engine forgets what a killed process had asked, and another one takes its place."""
-    first = pair.events("process_ready")
+    first = pair.events("worker_ready")
     calls = [inference.Query.future(long_query()) for inference in inferences]
     until(lambda: pair.load().running + pair.load().waiting == CONNECTIONS)
     os.kill(first[0]["pid"], signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_a_killed_process_leaves_nothing(pair, inferences):
     assert {failure_of(call.result).code for call in lost} == {grpc.StatusCode.UNAVAILABLE}
     for call in calls:
         call.cancel()
-    until(lambda: len(pair.events("process_ready")) > len(first))
+    until(lambda: len(pair.events("worker_ready")) > len(first))
     pair.settle()
     for inference in inferences:
         assert len(inference.Detect(PROBE, wait_for_ready=True).objects) == 1

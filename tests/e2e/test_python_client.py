@@ -25,7 +25,7 @@ NOUN = "red circle"
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that reads shared memory; whoever uses it leaves it idle."""
+    """A server that reads shared memory; every test leaves it idle."""
     with Server(tmp_path_factory.mktemp("sharing"), "--shared-images") as running:
         yield running
         running.settle()
@@ -58,7 +58,7 @@ def camera_frame(name: str) -> RawFrame:
 
 
 def test_upload(robot: Client) -> None:
-    """A picture sent once is asked about by its value, and is gone once it is deleted."""
+    """An image sent once is asked about by its value, and is gone once it is deleted."""
     held = robot.put_image(SCENE.file("JPEG", quality=95), ttl=60)
     assert (held.width, held.height) == SCENE.image.size
     assert held.expire_time is not None
@@ -69,7 +69,7 @@ def test_upload(robot: Client) -> None:
 
 
 def test_upload_of_pixels(robot: Client) -> None:
-    """An array is uploaded as pixels, twice as one picture."""
+    """An array is uploaded as pixels, twice as one image."""
     first, second = robot.put_image(PIXELS), robot.put_image(PIXELS)
     assert first.image_id == second.image_id
     assert finds_it(robot, first)

@@ -64,7 +64,7 @@ def overlap(polygons: tuple[tuple[Point, ...], ...], mask: Image.Image) -> float
 
 
 def test_a_caller_gets_the_refined_outline(client: Client) -> None:
-    """Its polygons are what is there, within a few pixels of a small picture."""
+    """Its polygons are what is there, within a few pixels of a small image."""
     image, mask = picture()
     result = client.segment(image, "egg")
     (found,) = result.segments

@@ -26,7 +26,7 @@ async def _play(address: str) -> Recording:
 
 
 def test_every_frame_is_answered_rightly_or_dropped(server: Server) -> None:
-    """Both sides' books agree to the frame, the newest is answered, and boxes fit their picture."""
+    """Both sides' books agree to the frame, the newest is answered, and boxes fit their image."""
     recording = asyncio.run(_play(server.address))
     figures = report.summarise(SCENE, recording)
     frames = figures["frames"]

@@ -1,4 +1,4 @@
-"""The sample pictures that come with legato-tiny, and what is in them."""
+"""The sample images that come with legato-tiny, and what is in them."""
 
 import importlib.resources
 import json

@@ -25,8 +25,8 @@ async def session(address, **fields):
     """An open session on that server."""
     async with grpc.aio.insecure_channel(address) as channel:
         client = SessionClient(session_pb2_grpc.SessionServiceStub(channel).Session())
-        await client.say(open=session_pb2.SessionOpen(**fields))
-        await client.hear(lambda: client.messages)
+        await client.send(open=session_pb2.SessionOpen(**fields))
+        await client.wait_for(lambda: client.messages)
         yield client
 
 
@@ -59,8 +59,8 @@ async def test_preempted_work_tells_what_it_has(server):
         stream_deltas=True,
     ) as client:
         await client.frame(1, image=VIDEO[0].message())
-        await client.hear(lambda: len(client.deltas[1, "long"].of("text")) >= 3)
-        await client.say(update=session_pb2.UpdateTasks(standing_tasks=STANDING))
+        await client.wait_for(lambda: len(client.deltas[1, "long"].of("text")) >= 3)
+        await client.send(update=session_pb2.UpdateTasks(standing_tasks=STANDING))
         await client.frame(2, image=VIDEO[1].message())
         await client.done()
         await client.end()
@@ -81,11 +81,11 @@ async def test_a_lost_engine_costs_the_frame_only(tmp_path):
             server.address, standing_tasks=[asked.task], stream_deltas=True
         ) as client:
             await client.frame(1, image=VIDEO[0].message())
-            await client.hear(lambda: client.deltas)
+            await client.wait_for(lambda: client.deltas)
             server.kill_engine()
             await client.outcome(1)
             assert client.results[1][0].WhichOneof("result") == "error"
-            await client.say(update=session_pb2.UpdateTasks(standing_tasks=STANDING))
+            await client.send(update=session_pb2.UpdateTasks(standing_tasks=STANDING))
             sequence = 1
             while client.results[sequence][0].WhichOneof("result") == "error":
                 await asyncio.sleep(0.3)  # the engine needs the cores to start
@@ -105,7 +105,7 @@ async def test_sigterm_says_go_away(tmp_path):
             server.address, standing_tasks=[asked.task], stream_deltas=True
         ) as client:
             await client.frame(1, image=VIDEO[0].message())
-            await client.hear(lambda: client.deltas)
+            await client.wait_for(lambda: client.deltas)
             server.process.send_signal(signal.SIGTERM)
             failed = await client.failure()
         assert failed.reason == "DRAINING"

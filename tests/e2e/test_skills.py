@@ -88,7 +88,7 @@ def test_captions_name_the_shapes(client):
     [("How many circles are there?", "one"), ("What colour is the square?", "blue")],
 )
 def test_query_answers(client, question, answer):
-    """A question about the picture is answered from the picture."""
+    """A question about the image is answered from the image."""
     assert client.query(SCENE.image, question).answer.lower().strip(" .") == answer
 
 
@@ -100,7 +100,7 @@ def test_a_question_needs_no_picture(client):
 
 
 def test_a_conversation_with_one_question_is_that_question(client):
-    """Its last question is answered from the picture, and what came before costs its tokens."""
+    """Its last question is answered from the image, and what came before costs its tokens."""
     question = "How many circles are there?"
     alone = client.query(SCENE.image, question)
     chat = client.chat([Message("user", (SCENE.image, question))])
@@ -171,7 +171,7 @@ def test_sampling_does_not_change_how_likely_a_token_was(client):
 
 
 def test_an_answer_tells_about_itself(client):
-    """Model, picture, tokens and times come with the answer; ids and stamps come back."""
+    """Model, image, tokens and times come with the answer; ids and stamps come back."""
     stamp = FrameStamp("front", 1_700_000_000_000_000_000, 7)
     options = Options(request_id="told-1", stamp=stamp)
     info = client.detect(SCENE.image, "red circle", options=options).info
@@ -183,7 +183,7 @@ def test_an_answer_tells_about_itself(client):
 
 
 def test_a_picture_seen_before_costs_no_prefill(client):
-    """The second task on a picture takes its positions from the cache."""
+    """The second task on an image takes its positions from the cache."""
     image = two_shapes(offset=66).image
     first = client.detect(image, "red circle").info
     second = client.point(image, "blue square").info

@@ -72,7 +72,7 @@ def test_a_question_is_answered(client):
 
 
 def test_a_stream_says_what_a_call_says(server, client):
-    """Word by word, in the order of the contract; who reads late gets several at once."""
+    """Word by word, in the order of the contract; a late reader gets several words at once."""
     long = Sampling(temperature=0.0, max_tokens=60)
     asked = stream_of("why is the sky blue?", temperature=0.0, max_tokens=60)
     grammar = check(server.inference.Generate(asked), ok=True)
@@ -113,7 +113,7 @@ def test_a_conversation_is_answered(folder, client):
 
 
 def test_tokens_are_told_with_their_probabilities(client):
-    """Their texts are the answer, and nothing of it is told to who did not ask."""
+    """Their texts join to the answer, and a request that did not ask for tokens gets none."""
     options = Options(return_tokens=True, top_logprobs=0)
     result = client.query(None, "why is the sky blue?", sampling=GREEDY, options=options)
     tokens = result.info.tokens

@@ -43,8 +43,8 @@ def test_what_cannot_be_served_is_said_once(
     )
     assert ended.returncode == 1
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
-    (refusal,) = [line for line in lines if line["event"] == "cannot serve"]
+    (refusal,) = [line for line in lines if line["event"] == "configuration_rejected"]
     assert reason in refusal["reason"]
     assert refusal.get("field") == field
     assert "Traceback" not in ended.stderr
-    assert "engine lost" not in ended.stderr
+    assert "engine_lost" not in ended.stderr

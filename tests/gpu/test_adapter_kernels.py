@@ -11,7 +11,7 @@ import pytest
 import torch
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.models.step_kernels import StepInputs
@@ -23,8 +23,8 @@ from tests.gpu.test_kernels import (
     ROWS,
     World,
     chosen,
+    decode_batch,
     error,
-    places,
     read,
     written,
 )
@@ -90,7 +90,7 @@ def filled(world: World, model: MoondreamModel) -> AdapterBank:
 def adapted(world: World) -> Adapted:
     """Neighbours share slots, or have none, or one each."""
     bank = filled(world, world.model)
-    kernels = FusedMoondream(world.config, world.network.text, world.network.region, world.kv, bank)
+    kernels = MoondreamStep(world.config, world.network.text, world.network.region, world.kv, bank)
     generator = torch.Generator(DEVICE).manual_seed(6)
     slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
     rows = world.inputs().row_B
@@ -105,7 +105,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     slot_B = adapted.slot_R[inputs.row_B]
     x_BD, _ = world.empty(MAX_TOKENS)
     world.kernels.embed(inputs, x_BD)
-    before, where = world.snapshot(), places(inputs)
+    before, where = world.snapshot(), decode_batch(inputs)
     hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
     wide = KVCache(*read(before))
     again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
@@ -124,7 +124,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
 
 
 def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(adapted: Adapted) -> None:
-    """Alone, in any batch, and without an adapter as in a step that knows of none."""
+    """Alone, in any batch, and without an adapter as in a step without adapters."""
     inputs = adapted.world.inputs()
     count = len(inputs.row_B)
     before = adapted.world.snapshot()

@@ -16,6 +16,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
 )
@@ -23,7 +24,7 @@ from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.low_rank import AdapterRows
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
@@ -72,7 +73,7 @@ class Answers(SilentSink):
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Remember it."""
-        self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
+        self.results[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +107,12 @@ def large(folder: Path, request: pytest.FixtureRequest) -> Iterator[Assembly]:
 def adapters(large: Assembly) -> dict[str, Adapter]:
     """Three of different ranks, read as a file would be."""
     text = PRESETS[large.config.model]().text
-    made = {}
+    support, made = large.model.capabilities.adapters, {}
+    assert support is not None
     for seed, (name, rank) in enumerate(RANKS.items()):
         if rank:
             data = safetensors_file(random_adapter(text, rank, seed))
-            made[name] = large.model.read_adapter(data, name, large.config.max_adapter_rank)
+            made[name] = support.read_adapter(data, name, large.config.max_adapter_rank)
     return made
 
 
@@ -125,14 +127,16 @@ def run(
     sampling = SamplingParams(temperature=0.0, max_tokens=16)
     for number, name in enumerate(names):
         asked = Request(
-            request_id=f"{number}-caption",
+            request_id=RequestKey(f"{number}-caption"),
             task=CaptionTask(),
             image=CachedImage(image_id="grey"),
             sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, grey, adapters.get(name)))
         asked = Request(
-            request_id=f"{number}-query", task=QueryTask(question="What?" * 20), sampling=sampling
+            request_id=RequestKey(f"{number}-query"),
+            task=QueryTask(question="What?" * 20),
+            sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, None, adapters.get(name)))
     scheduler.drain()

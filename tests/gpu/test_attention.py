@@ -1,4 +1,4 @@
-"""On a GPU: attention to pages is exact, and a token has its own result in whatever group.
+"""On a GPU: attention to pages is exact, and a token's result is the same in any group.
 
 Shape legend: B tokens, H heads, E head dim, D = H * E, F width of the output's rows, R rows of the
 page table, M pages per row, N pages, S positions per page, P positions of a row.
@@ -19,7 +19,7 @@ from legato_engine.kernels.cuda.attention import (
     SPLITS,
     Attention,
     AttentionSizes,
-    Places,
+    StepPositions,
     splits_for,
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
@@ -35,7 +35,7 @@ WIDTH = HEADS * HEAD_DIM
 EDGES = (0, 1, 7, 14, 15, 16, 17, 127, 128, 255, 256, 511, 512, 513, 850, CONTEXT - 9)
 """Positions at the ends of pages, steps and tracks."""
 FAR = (4094, 4095, 4096, 4097, 4607, 4608, 5000, 8191, 8192, 12288, 16384, MAX_CONTEXT - 9)
-"""The same behind the steps whose pages a warp knows at first."""
+"""The same after the steps whose pages a warp holds at first."""
 WORLDS = {
     "pages of 16": (16, CONTEXT, torch.bfloat16),
     "pages of 32": (32, CONTEXT, torch.bfloat16),
@@ -70,7 +70,7 @@ MIXTURES = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Pages of random keys and values, dealt in random order to rows; and the kernel."""
+    """Random keys and values in pages, assigned to rows in random order; and the kernel."""
 
     attention: Attention
     k_NHSE: torch.Tensor
@@ -85,21 +85,21 @@ class World:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Positions to try."""
+        """Positions to test."""
         return EDGES if self.context == CONTEXT else EDGES + FAR
 
-    def attend(self, q_BD: torch.Tensor, places: Places) -> torch.Tensor:
+    def attend(self, q_BD: torch.Tensor, positions: StepPositions) -> torch.Tensor:
         """The kernel's [B, D]; nothing else may be written."""
         batch = len(q_BD)
         out_BF = torch.full((MAX_TOKENS + 1, WIDTH + BEHIND), torch.nan, device=DEVICE)
         out_BF = out_BF.bfloat16()
-        self.attention.launch(q_BD, self.k_NHSE, self.v_NHSE, places, out_BF, self.scale_2)
+        self.attention.launch(q_BD, self.k_NHSE, self.v_NHSE, positions, out_BF, self.scale_2)
         assert out_BF[batch:].isnan().all()
         assert out_BF[:, WIDTH:].isnan().all()
         return out_BF[:batch, :WIDTH].clone()
 
-    def places(self, tokens: Sequence[int], seed: int) -> Places:
-        """So many tokens of each of some rows: in order, or the last of them first."""
+    def positions(self, tokens: Sequence[int], seed: int) -> StepPositions:
+        """The given number of tokens of each of some rows, in order or the last first."""
         rng = random.Random(seed)
         row, position, fresh = [], [], []
         for name, count in zip(rng.sample(range(ROWS), len(tokens)), tokens, strict=True):
@@ -111,11 +111,11 @@ class World:
             row += [name] * count
             fresh += [start] * count
         row_B, position_B, fresh_B = torch.tensor([row, position, fresh], device=DEVICE)
-        return Places(row_B, position_B, fresh_B, self.table_RM, num_groups=1)
+        return StepPositions(row_B, position_B, fresh_B, self.table_RM, num_groups=1)
 
-    def seen(self, places: Places, index: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def seen(self, positions: StepPositions, index: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """[H, P, E]: the keys and the values that a token sees."""
-        count, table_M = int(places.position_B[index]) + 1, self.table_RM[places.row_B[index]]
+        count, table_M = int(positions.position_B[index]) + 1, self.table_RM[positions.row_B[index]]
         scales = pages.units(self.scale_2)
         return [
             pages.dequantise(pages.gather_pages(cache, table_M, count), scale, dtype)
@@ -124,11 +124,13 @@ class World:
             for cache, scale in zip((self.k_NHSE, self.v_NHSE), scales, strict=True)
         ]
 
-    def expected(self, q_BD: torch.Tensor, places: Places, dtype: torch.dtype) -> torch.Tensor:
+    def expected(
+        self, q_BD: torch.Tensor, positions: StepPositions, dtype: torch.dtype
+    ) -> torch.Tensor:
         """[B, D] by torch."""
         out = []
         for index, q_D in enumerate(q_BD):
-            k_HPE, v_HPE = self.seen(places, index, dtype)
+            k_HPE, v_HPE = self.seen(positions, index, dtype)
             q_H1E = q_D.view(HEADS, 1, HEAD_DIM).to(dtype)
             weights_H1P = (q_H1E @ k_HPE.mT / HEAD_DIM**0.5).softmax(-1)
             out.append((weights_H1P @ v_HPE).flatten())
@@ -168,14 +170,14 @@ def queries(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(count, WIDTH, device=DEVICE, generator=generator) * scale).bfloat16()
 
 
-def one(places: Places, index: int) -> Places:
+def one(positions: StepPositions, index: int) -> StepPositions:
     """A token alone."""
     here = slice(index, index + 1)
     return replace(
-        places,
-        row_B=places.row_B[here],
-        position_B=places.position_B[here],
-        fresh_B=places.fresh_B[here],
+        positions,
+        row_B=positions.row_B[here],
+        position_B=positions.position_B[here],
+        fresh_B=positions.fresh_B[here],
     )
 
 
@@ -193,42 +195,42 @@ def test_layouts_cover_all_splits():
 @pytest.mark.parametrize("tokens", [(1,) * 32, (8,) * 4, (1, 1, 19, 3)])
 def test_it_is_as_exact_as_torch(world, tokens, scale):
     """Against float64 the kernel errs less than torch's operations in bf16."""
-    places = world.places(tokens, seed=len(tokens))
+    positions = world.positions(tokens, seed=len(tokens))
     q_BD = queries(sum(tokens), 5, scale)
-    truth_BD = world.expected(q_BD, places, torch.float64)
-    plain_BD = world.expected(q_BD, places, torch.bfloat16)
-    assert error(world.attend(q_BD, places), truth_BD) < error(plain_BD, truth_BD)
+    truth_BD = world.expected(q_BD, positions, torch.float64)
+    plain_BD = world.expected(q_BD, positions, torch.bfloat16)
+    assert error(world.attend(q_BD, positions), truth_BD) < error(plain_BD, truth_BD)
 
 
 @pytest.mark.parametrize("tokens", MIXTURES)
 def test_a_token_has_the_same_bits_in_any_group(world, tokens):
-    """Alone or beside others of its row, in whatever order, however a head is shared."""
-    places, q_BD = world.places(tokens, seed=sum(tokens)), queries(sum(tokens), 3)
+    """Alone or with others of its row, in any order, however a head is shared."""
+    positions, q_BD = world.positions(tokens, seed=sum(tokens)), queries(sum(tokens), 3)
     alone_BD = torch.cat(
         [
             world.attend(
-                q_BD[i : i + 1], replace(one(places, i), num_groups=LAYOUTS[i % len(LAYOUTS)])
+                q_BD[i : i + 1], replace(one(positions, i), num_groups=LAYOUTS[i % len(LAYOUTS)])
             )
             for i in range(sum(tokens))
         ]
     )
     assert alone_BD.isfinite().all()
     for groups in LAYOUTS:
-        together_BD = world.attend(q_BD, replace(places, num_groups=groups))
+        together_BD = world.attend(q_BD, replace(positions, num_groups=groups))
         assert torch.equal(together_BD, alone_BD), groups
 
 
 @pytest.mark.parametrize("groups", LAYOUTS)
 def test_padding_gets_zeros(world, groups):
-    """What writes only behind its own position changes nobody's bits, and is alike."""
-    places, q_BD = world.places((1, 5, 3, 8), seed=6), queries(17, 9)
-    expected_BD = world.attend(q_BD, replace(places, num_groups=groups))
+    """Padding, which writes only beyond its own position, changes no other token's bits."""
+    positions, q_BD = world.positions((1, 5, 3, 8), seed=6), queries(17, 9)
+    expected_BD = world.attend(q_BD, replace(positions, num_groups=groups))
     for idle in ([0], [3], [1, 2, 3, 4, 5], [8, 16], list(range(1, 17))):
         row_B, position_B, fresh_B = (
-            field.clone() for field in (places.row_B, places.position_B, places.fresh_B)
+            field.clone() for field in (positions.row_B, positions.position_B, positions.fresh_B)
         )
         row_B[idle], position_B[idle], fresh_B[idle] = ROWS - 1, 0, 1
-        padded = Places(row_B, position_B, fresh_B, world.table_RM, groups)
+        padded = StepPositions(row_B, position_B, fresh_B, world.table_RM, groups)
         out_BD = world.attend(q_BD, padded)
         assert not out_BD[idle].any()
         kept = [index for index in range(17) if index not in idle]
@@ -236,30 +238,33 @@ def test_padding_gets_zeros(world, groups):
 
 
 @pytest.mark.parametrize("start", [*range(18), 127, 128, 1023, 1024, 2040, *FAR])
-def test_every_place_of_a_page_can_be_the_last(world, start):
+def test_every_slot_of_a_page_can_be_the_last(world, start):
     """Eight tokens from any position on have the bits that they have alone."""
     if start + 8 > world.context:
         pytest.skip("rows are shorter")
     row_B = torch.full((8,), 7, device=DEVICE)
     position_B = start + torch.arange(8, device=DEVICE)
     fresh_B = torch.full_like(row_B, start)
-    places, q_BD = Places(row_B, position_B, fresh_B, world.table_RM, 1), queries(8, start)
-    together_BD = world.attend(q_BD, places)
-    truth_BD = world.expected(q_BD, places, torch.float64)
+    positions, q_BD = (
+        StepPositions(row_B, position_B, fresh_B, world.table_RM, 1),
+        queries(8, start),
+    )
+    together_BD = world.attend(q_BD, positions)
+    truth_BD = world.expected(q_BD, positions, torch.float64)
     assert error(together_BD, truth_BD) < 4e-3
     for i in range(8):
-        assert torch.equal(world.attend(q_BD[i : i + 1], one(places, i))[0], together_BD[i])
+        assert torch.equal(world.attend(q_BD[i : i + 1], one(positions, i))[0], together_BD[i])
 
 
 @pytest.mark.parametrize("groups", LAYOUTS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
-    """A token keeps its bits when all that follows it is no number, its own group's included."""
-    places = replace(world.places((3, 8, 1, 5), seed=4), num_groups=groups)
+def test_later_positions_never_reach_a_token(world, groups, poison):
+    """A token keeps its bits when everything after it is NaN, its own group included."""
+    positions = replace(world.positions((3, 8, 1, 5), seed=4), num_groups=groups)
     q_BD = queries(17, 8)
-    expected_BD = world.attend(q_BD, places)
+    expected_BD = world.attend(q_BD, positions)
     for kept in (0, 2, 3, 6, 11, 12, 15):
-        row, last = int(places.row_B[kept]), int(places.position_B[kept])
+        row, last = int(positions.row_B[kept]), int(positions.position_B[kept])
         past_P, size = torch.arange(last + 1, device=DEVICE), world.k_NHSE.shape[2]
         at = world.table_RM[row, past_P // size], slice(None), past_P % size
         caches = []
@@ -268,23 +273,28 @@ def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
             poisoned_NHSE = pages.indexable(worst).expand(cache_NHSE.shape).clone()
             poisoned_NHSE[at] = pages.indexable(cache_NHSE)[at]
             caches.append(poisoned_NHSE.view(cache_NHSE.dtype))
-        out_BD = replace(world, k_NHSE=caches[0], v_NHSE=caches[1]).attend(q_BD, places)
+        out_BD = replace(world, k_NHSE=caches[0], v_NHSE=caches[1]).attend(q_BD, positions)
         assert torch.equal(out_BD[kept], expected_BD[kept]), kept
 
 
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("groups", LAYOUTS)
-def test_what_is_seen_and_no_number_is_told(world, groups, which):
-    """A token that sees one has none in that head, and keeps its bits in the others."""
+def test_nan_that_is_attended_to_is_reported(world, groups, which):
+    """A token that attends to NaN has NaN in that head, and its own bits in the others."""
     row_B, position_B = torch.tensor([[5], [850]], device=DEVICE)
-    places, q_BD = Places(row_B, position_B, position_B, world.table_RM, groups), queries(1, 2)
-    expected_HE = world.attend(q_BD, places).view(HEADS, HEAD_DIM)
+    positions, q_BD = (
+        StepPositions(row_B, position_B, position_B, world.table_RM, groups),
+        queries(1, 2),
+    )
+    expected_HE = world.attend(q_BD, positions).view(HEADS, HEAD_DIM)
     caches = [world.k_NHSE.clone(), world.v_NHSE.clone()]
     broken, size = caches[which == "values"], world.k_NHSE.shape[2]
     nan = pages.indexable(torch.full((1,), torch.nan, device=DEVICE).to(broken.dtype))
     pages.indexable(broken)[world.table_RM[5, 600 // size], 3, 600 % size] = nan
     k_NHSE, v_NHSE = caches
-    out_HE = replace(world, k_NHSE=k_NHSE, v_NHSE=v_NHSE).attend(q_BD, places).view(HEADS, HEAD_DIM)
+    out_HE = (
+        replace(world, k_NHSE=k_NHSE, v_NHSE=v_NHSE).attend(q_BD, positions).view(HEADS, HEAD_DIM)
+    )
     assert out_HE[3].isnan().all()
     others = [head for head in range(HEADS) if head != 3]
     assert torch.equal(out_HE[others], expected_HE[others])

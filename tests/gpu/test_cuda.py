@@ -1,4 +1,4 @@
-"""On a CUDA device: streams keep their order, graphs change nothing, answers are the CPU's."""
+"""On a GPU: streams keep their order, graphs change nothing, and answers are the CPU's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -53,12 +54,12 @@ class Results(SilentSink):
         self.by_id: dict[str, TaskResult] = {}
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Remember it."""
-        self.by_id[sequence.request.request_id] = sequence.task.result(finish_reason)
+        """Keep it."""
+        self.by_id[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 def assembled(device: str, *, graphs: bool = True, dtype: str = "f32") -> Assembly:
-    """legato-tiny, in float32 so that both devices compute the same thing."""
+    """legato-tiny, in float32 so that both devices agree."""
     return assemble(
         EngineConfig(
             model="legato-tiny", device=device, dtype=dtype, max_running=4, cuda_graphs=graphs
@@ -73,19 +74,19 @@ class Told(SilentSink):
         self.by_id: dict[str, list[TokenInfo]] = collections.defaultdict(list)
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Remember them."""
-        self.by_id[sequence.request.request_id] += tokens_of(events)
+        """Keep them."""
+        self.by_id[sequence.request.request_id.caller_id] += tokens_of(events)
 
 
 def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
-    """Every task's tokens, greedy, with their log-probabilities."""
+    """Run every task greedily; return tokens and log-probabilities."""
     told = Told()
     scheduler = assembly.scheduler(told, pipeline_depth=2)
     info = ImageInfo(image_id="shapes", width=640, height=480, cache_hit=False)
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS):
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="shapes"),
             sampling=SamplingParams(temperature=0.0, max_tokens=48),
@@ -98,14 +99,14 @@ def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
 
 
 def answers(assembly: Assembly, depth: int, temperature: float = 0.0) -> dict[str, TaskResult]:
-    """Every task asked twice, all together."""
+    """Run every task twice, all together."""
     sink = Results()
     scheduler = assembly.scheduler(sink, pipeline_depth=depth)
     info = ImageInfo(image_id="shapes", width=640, height=480, cache_hit=False)
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS * 2):
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="shapes"),
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=48),
@@ -126,7 +127,7 @@ def cuda() -> Iterator[Assembly]:
 
 
 def test_a_capture_runs_behind_what_other_streams_do():
-    """Its first run may read what another stream is still to write."""
+    """A capture's first run reads what another stream has written before it."""
     device = open_device("cuda:0", 0)
     given, taken = (torch.zeros(1, device=device.torch_device) for _ in range(2))
     other = torch.cuda.Stream(device.torch_device)
@@ -144,7 +145,7 @@ def test_a_capture_runs_behind_what_other_streams_do():
 
 
 def test_streams_order_and_overlap() -> None:
-    """A copy behind an event sees what compute wrote, and event times follow the order."""
+    """A copy that waits for an event sees what compute wrote, and event times follow the order."""
     device = open_device("cuda")
     value = torch.zeros(1 << 20, device=device.torch_device)
     host = device.pinned((1 << 20,), torch.float32)
@@ -186,7 +187,7 @@ def test_answers_are_those_of_the_cpu(cuda: Assembly) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("f32", 5e-3), ("bf16", 0.2)])
 def test_logprobs_are_those_of_the_cpu(dtype: str, tolerance: float) -> None:
-    """While both take the same tokens these are as likely, by torch's operations and by kernels."""
+    """While both devices take the same tokens, log-probabilities agree, by torch and by kernels."""
     told = {}
     for device, kind in (("cpu", "f32"), ("cuda", dtype)):
         assembly = assembled(device, dtype=kind)
@@ -203,7 +204,7 @@ def test_logprobs_are_those_of_the_cpu(dtype: str, tolerance: float) -> None:
 
 
 def test_a_warm_engine_takes_no_more_memory(cuda: Assembly) -> None:
-    """Once warm, a whole batch of answers reserves no more device memory."""
+    """A whole batch of answers on a warm engine reserves no more device memory."""
     answers(cuda, 2)
     before = torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()
     answers(cuda, 2)

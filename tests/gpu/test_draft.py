@@ -81,6 +81,7 @@ def test_kernels_say_what_the_layer_does(rows):
         layer, text, kv, history = on("cuda", torch.bfloat16, rows)
         assert supported(SIZES, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
         kernels = moondream_draft._by_kernels(SIZES, layer, text, kv, LAYER)
+        assert kernels is not None
         said_RK = torch.full((rows, 8), 7).cuda()
         for _ in range(3):
             said_RK[:, :block] = 0

@@ -1,6 +1,6 @@
-"""On a GPU: the two launches around a forward do what torch's operations do.
+"""On a GPU: the launches around a forward do what torch's operations do.
 
-Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
+Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import random
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels.cuda.drafting import LookupKernel, ReplayKernel
+from legato_engine.kernels.cuda.drafting import LookupKernel
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
-from legato_engine.speculative.replay import ReplayProposer
 
+from benchmarks.speculation.oracle import OracleProposer
+from benchmarks.speculation.oracle_kernel import OracleKernel
 from tests.engine.speculative.histories import row_history
 
 ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
@@ -28,19 +29,19 @@ pytestmark = [
 ]
 
 
-class Told:
-    """Proposes what it was told to."""
+class Scripted:
+    """A proposer of fixed draft tokens."""
 
     def __init__(self, says_RK):
         self.says_RK = says_RK
 
     def propose(self, history, draft_RK):
-        """Say it."""
+        """Copy them."""
         draft_RK.copy_(self.says_RK)
 
 
 class Side:
-    """Drafts over a slot, by kernels or by torch, from one random state."""
+    """Draft state over a slot, by kernels or by torch, from one random state."""
 
     def __init__(self, device, seed, by_kernels):
         draw = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ class Side:
         gaps_RK = ints(ROWS + 1, BLOCK, low=0, high=8) == 0
         says_RK[gaps_RK] = ints(ROWS + 1, BLOCK, low=-2, high=VOCABULARY + 3)[gaps_RK]
         self.drafts = DraftState(
-            Told(says_RK),
+            Scripted(says_RK),
             num_rows=ROWS,
             max_context=CONTEXT,
             vocab_size=VOCABULARY,
@@ -87,11 +88,13 @@ class Side:
         """Place lanes, sample, settle; what can be read of it, scratch row and padding left out."""
         staged, batch = self.slot.staged.device, -(-len(lanes) // 8) * 8
         padded = [*lanes, *[(ROWS, 0)] * (batch - len(lanes))]
-        row_B, lane_B = (torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True))
-        staged["row"][:batch], staged["lane"][:batch] = row_B, lane_B
+        row_B, draft_index_B = (
+            torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True)
+        )
+        staged["row"][:batch], staged["draft_index"][:batch] = row_B, draft_index_B
         self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64), BLOCK)
         placed = [staged[name][:batch].tolist() for name in STAGED]
-        self.slot.tokens_R[:batch] = self.right_RL[row_B, lane_B]
+        self.slot.tokens_R[:batch] = self.right_RL[row_B, draft_index_B]
         self.drafts.settle(self.slot, batch, self.token_R)
         first = [b for b, (_, lane) in enumerate(padded) if lane == 0]
         outputs = self.slot.outputs.device
@@ -102,7 +105,7 @@ class Side:
 
 @pytest.mark.parametrize("lengths", [(1, 4), (2, 3), (1, 1)])
 def test_lookup_is_what_torch_does(lengths):
-    """Random words of a few kinds, prefixes, gaps and newest places: the same proposals."""
+    """Random tokens of a few kinds, prefixes, gaps and newest positions: the same drafts."""
     draw = torch.Generator().manual_seed(sum(lengths))
     shape = (60, 300)
     tokens_RC = torch.randint(0, 5, shape, generator=draw)
@@ -124,9 +127,10 @@ def test_lookup_is_what_torch_does(lengths):
 
 
 @pytest.mark.parametrize("context", [120, 700, 900])
-def test_replay_is_what_torch_does(context):
-    """Rows that go on as one of many, that part from it at any place, or that nobody is like; where
-    the tables are shorter than a row, and where they are longer.
+def test_the_oracle_is_what_torch_does(context):
+    """Rows that continue like a known sequence, deviate from it anywhere, or match none.
+
+    The tables are shorter than a row, and longer.
     """
     draw = torch.Generator().manual_seed(context)
     known = torch.randint(0, 40, (50, 700), generator=draw)
@@ -134,7 +138,7 @@ def test_replay_is_what_torch_does(context):
     known[:, :3] = UNKNOWN
     lengths = torch.randint(100, 700, (50,), generator=draw).tolist()
     histories = [row[:length] for row, length in zip(known.tolist(), lengths, strict=True)]
-    proposer = ReplayProposer(histories, torch.device("cuda"), rates=[0.6], vocab_size=40)
+    proposer = OracleProposer(histories, torch.device("cuda"), rates=[0.6], vocab_size=40)
     which_R = torch.randint(0, 50, (80,), generator=draw)
     newest_R = torch.randint(0, min(context, 690), (80,), generator=draw)
     tokens_RC = torch.full((80, context), UNKNOWN)
@@ -146,7 +150,7 @@ def test_replay_is_what_torch_does(context):
     tokens_RC[parts_R, at_R] = 41
     history = row_history(tokens_RC.cuda(), newest_R.cuda())
     said = []
-    for one in (proposer, ReplayKernel(*proposer.tables)):
+    for one in (proposer, OracleKernel(*proposer.tables)):
         draft_RK = torch.full((80, 8), 7).cuda()
         one.propose(history, draft_RK[:, :6])
         said.append(draft_RK.tolist())
@@ -157,7 +161,7 @@ def test_replay_is_what_torch_does(context):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_launches_are_what_torch_does(seed):
-    """Random rows, blocks, gaps, ends and luck: the same places, counts, tokens and states."""
+    """Random rows, blocks, gaps, ends and outcomes: the same positions, tokens and states."""
     device = CudaDevice(0)
     draw = random.Random(seed)
     rows = draw.sample(range(ROWS), draw.randint(1, ROWS))

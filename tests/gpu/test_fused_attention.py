@@ -84,7 +84,7 @@ def test_a_query_finds_its_key(tokens, num_heads, dim):
 
 @pytest.mark.parametrize(("tokens", "num_heads", "dim"), SIZES[:2])
 def test_bits_depend_on_nothing_but_the_sequence(tokens, num_heads, dim):
-    """Alone, among 26, and behind a neighbour without a number, a sequence has the same bits."""
+    """A sequence has the same bits alone, among 26, and after one of NaN."""
     q_BTHE, k_BTHE, v_BTHE = heads(26, tokens, num_heads, dim)
     whole_BTHE = attended(q_BTHE, k_BTHE, v_BTHE)
     for part in (slice(0, 1), slice(25, 26), slice(3, 12)):

@@ -1,5 +1,6 @@
-"""On Hopper: products with a sum or a gelu in their epilogue are what float64 gives, wherever they
-lie, and whoever clears the counter of their tiles.
+"""On Hopper: products with a sum or a gelu in their epilogue equal float64 up to one rounding.
+
+This holds for any strides, and whether or not the caller clears the counter of their tiles.
 
 Shape legend: T rows, I inputs, O outputs.
 """
@@ -82,7 +83,7 @@ def test_a_sum_lies_where_its_first_term_was():
 
 
 def test_rows_depend_on_no_other():
-    """A row has the same bits behind neighbours without a number."""
+    """A row has the same bits among rows of NaN."""
     x_TI, weight_OI, bias_O = drawn(6561, 1152), drawn(1152, 1152, gain=0.03), drawn(1152)
     to_TO = drawn(6561, 1152)
     whole_TO, _ = ops.linear_onto(to_TO.clone(), x_TI, weight_OI, bias_O)
@@ -116,7 +117,7 @@ def test_a_captured_product_reads_its_operands_anew():
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("count", "inputs", "outputs"), TALL)
 def test_a_counted_product_is_exact_and_repeats(count, inputs, outputs, gelu):
-    """Behind other work of its stream, called and replayed, whenever its counter is clear."""
+    """After other work of its stream, called and replayed, whenever its counter is clear."""
     x_TI, given_TI = drawn(count, inputs), drawn(count, inputs)
     weight_OI, bias_O = drawn(outputs, inputs, gain=inputs**-0.5), drawn(outputs)
     out_TO = torch.empty(count, outputs, device=CUDA, dtype=torch.bfloat16)
@@ -161,7 +162,7 @@ def recorded(work: Callable[[], object]) -> list[runtime.cudaGraphNodeType]:
 
 
 @pytest.mark.parametrize("gelu", [False, True])
-def test_nothing_is_cleared_in_front_of_a_counted_product(gelu):
+def test_nothing_is_cleared_before_a_counted_product(gelu):
     """One kernel for the tower's tallest products; without a counter the library clears one."""
     outputs = 4304 if gelu else 3456
     x_TI, weight_OI, bias_O = drawn(6561, 1152), drawn(outputs, 1152), drawn(outputs)
@@ -183,8 +184,8 @@ CASES = [("value", 1, True), ("other", 1, False), ("value", 2, False), ("", 1, F
 
 
 @pytest.mark.parametrize(("clears", "kernels", "launches"), CASES)
-def test_only_one_kernel_behind_cleared_memory_is_launched(clears, kernels, launches):
-    """What clears other memory, or runs two kernels, or clears nothing, is left to its library."""
+def test_only_one_kernel_after_cleared_memory_is_launched(clears, kernels, launches):
+    """Work that clears other memory, runs two kernels or clears nothing is left to the library."""
     memory = {name: torch.ones(64, device=CUDA, dtype=torch.uint8) for name in ("value", "other")}
     out = torch.ones(4, device=CUDA)
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: pictures are cut to Pillow's bits, features are stitched as the model does."""
+"""On a GPU: images are cut to Pillow's bits, and features are stitched as the model does."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.images.pixel_memory import PixelMemory
-from legato_engine.kernels.cuda.image_pipeline import (
-    NUM_PIXEL_BYTES,
-    HostImage,
-    ImagePipeline,
-    StitchPool,
-    stage,
-)
+from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cut_plan import MAX_WORDS, CropGeometry, CutPlan
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, stage
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.models.moondream.vision import Vision, patches
@@ -42,7 +37,7 @@ SIZES = [
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
-    """As the vision tower brings levels to -1..1."""
+    """The vision encoder's scaling of levels to -1..1."""
     return pixels.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5)
 
 
@@ -54,21 +49,21 @@ def noise(height: int, width: int) -> np.ndarray:
 
 
 def expected_patches(pixels_HWC: np.ndarray) -> torch.Tensor:
-    """Cut by Pillow on the host, normalised and patched by torch on the device."""
+    """Patches cut by Pillow on the host, normalised by torch on the device."""
     crops = crop_image(Image.fromarray(pixels_HWC), VISION)
     return patches(normalised(torch.from_numpy(crops.pixels_NHWC).cuda()), VISION.patch_size)
 
 
 @pytest.fixture(scope="module")
 def pipeline() -> ImagePipeline:
-    """At the sizes of moondream2."""
+    """A pipeline with the sizes of moondream2."""
     levels = normalised(torch.arange(256, dtype=torch.uint8, device="cuda"))
     return ImagePipeline(GEOMETRY, levels)
 
 
 @pytest.fixture(scope="module")
 def host() -> HostImage:
-    """Pinned memory for the largest picture."""
+    """Pinned memory for the largest image."""
     return HostImage(
         torch.empty(NUM_PIXEL_BYTES, dtype=torch.uint8, pin_memory=True),
         torch.empty(MAX_WORDS, dtype=torch.int32, pin_memory=True),
@@ -76,7 +71,7 @@ def host() -> HostImage:
 
 
 def empty_patches(count: int) -> torch.Tensor:
-    """[count, T, P] of another picture's leftovers."""
+    """[count, T, P] left over from another image."""
     shape = (count, VISION.num_tokens, 3 * VISION.patch_size**2)
     return torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
 
@@ -85,7 +80,7 @@ def empty_patches(count: int) -> torch.Tensor:
 def test_patches_are_those_of_pillow(
     pipeline: ImagePipeline, host: HostImage, size: tuple[int, int]
 ) -> None:
-    """Every size and tiling gives the bits of the host's crops, after any other picture."""
+    """Every size and tiling gives the bits of the host's crops, after any other image."""
     pixels_HWC = noise(*size)
     tiling = select_tiling(*size, VISION)
     plan = CutPlan(*size, tiling, GEOMETRY)
@@ -97,11 +92,11 @@ def test_patches_are_those_of_pillow(
 
 
 def test_pinned_pixels_are_not_copied_first(pipeline: ImagePipeline, host: HostImage) -> None:
-    """A picture in pinned memory is uploaded from there, and gives the same patches."""
+    """An image in pinned memory is uploaded from there, and gives the same patches."""
     slab = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
     memory = PixelMemory(slab.numpy())
     for size in [(640, 480), (200, 100)]:
-        pixels_HWC = memory.take((*size, 3))
+        pixels_HWC = memory.allocate((*size, 3))
         pixels_HWC[:] = noise(*size)
         plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
         staged = stage(pixels_HWC, plan, host)
@@ -112,8 +107,8 @@ def test_pinned_pixels_are_not_copied_first(pipeline: ImagePipeline, host: HostI
         assert torch.equal(patches_NTP, expected_patches(pixels_HWC))
 
 
-def test_one_graph_cuts_every_picture(pipeline: ImagePipeline, host: HostImage) -> None:
-    """A captured cut, replayed behind another upload, cuts that picture; spare crops are zeros."""
+def test_one_graph_cuts_every_image(pipeline: ImagePipeline, host: HostImage) -> None:
+    """A captured cut, replayed after another upload, cuts that image; unused crops are zero."""
     patches_NTP = empty_patches(13)
     pipeline.cut(patches_NTP)
     torch.cuda.synchronize()
@@ -157,7 +152,7 @@ def test_one_graph_stitches_every_tiling(geometry: CropGeometry) -> None:
 def reconstruct(
     tiles_NTD: torch.Tensor, tiling: tuple[int, int], geometry: CropGeometry
 ) -> torch.Tensor:
-    """The vision tower's own, at these sizes."""
+    """The vision encoder's own reconstruction at these sizes."""
     config = msgspec.structs.replace(
         VISION,
         crop_size=geometry.crop_size,

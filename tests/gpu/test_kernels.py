@@ -28,7 +28,7 @@ from legato_engine.models.moondream.config import (
     MoondreamConfig,
     TauConfig,
 )
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
@@ -49,7 +49,7 @@ DEVICE = torch.device("cuda")
 ROWS, TOKENS, PAGE = 40, 38, 16
 ONE_PASS = slice(0, MAX_TOKENS)
 NEAR = 0.1
-"""Logits of a router that far apart may be in either order: they are rounded on the way there."""
+"""Router logits this close may be in either order, because they are rounded on the way."""
 
 
 def shallow_moondream2() -> MoondreamConfig:
@@ -118,7 +118,7 @@ class World:
     network: Network
     model: MoondreamModel
     exact: MoondreamModel
-    kernels: FusedMoondream
+    kernels: MoondreamStep
     kv: KVCache
     table_RM: torch.Tensor
 
@@ -190,7 +190,7 @@ def make_world(name: str) -> World:
         kv = narrowed(kv, torch.rand(text.num_layers, 2, **on) * 0.01 + 0.01)
     table_RM = (torch.randperm(ROWS * pages, **on) + 1).view(ROWS, pages)
     model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
-    kernels = FusedMoondream(config, network.text, network.region, kv)
+    kernels = MoondreamStep(config, network.text, network.region, kv)
     return World(config, network, model, exact, kernels, kv, table_RM)
 
 
@@ -237,12 +237,12 @@ def indexable(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def no_number(cache: torch.Tensor) -> float:
-    """NaN among what `indexable` gives."""
+    """NaN in the form of `indexable`."""
     return 0x7F if cache.dtype is torch.uint8 else torch.nan
 
 
-def places(inputs: StepInputs) -> DecodeBatch:
-    """Where the tokens stand, as torch's own decode takes it."""
+def decode_batch(inputs: StepInputs) -> DecodeBatch:
+    """The tokens' positions, as torch's own decode takes them."""
     return DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
 
 
@@ -290,7 +290,7 @@ def test_a_step_is_as_exact_as_torch(world):
     inputs = world.inputs().part(ONE_PASS)
     x_BD, _ = world.empty(MAX_TOKENS)
     world.kernels.embed(inputs, x_BD)
-    before, where = world.snapshot(), places(inputs)
+    before, where = world.snapshot(), decode_batch(inputs)
     hidden_BD, logits_BV = world.forward(inputs)
     wide = KVCache(*read(before))
     with chosen(world):
@@ -337,7 +337,7 @@ def test_a_step_writes_its_own_slots_and_no_others(world, batch):
         assert torch.equal(ours, old)
 
 
-def test_what_lies_behind_a_position_never_reaches_it(world):
+def test_later_positions_never_reach_a_token(world):
     """With NaN everywhere but in a row's past the results keep their bits."""
     inputs = world.inputs()
     before = world.snapshot()
@@ -358,7 +358,7 @@ def test_what_lies_behind_a_position_never_reaches_it(world):
 
 @pytest.mark.parametrize(("start", "count"), [(0, 20), (13, 5), (256, 31), (700, 37)])
 def test_a_prompt_in_one_step_is_the_prompt_token_by_token(world, start, count):
-    """Tokens of one sequence in one step, beside others, see each other as if they came singly."""
+    """Tokens of one sequence in one step, among others, attend to each other as if fed singly."""
     tokens, decoding = world.config.tokens, 1
     rows = world.inputs().part(slice(0, decoding + count))
     here = slice(decoding, None)
@@ -427,7 +427,7 @@ def torch_bins(region: Region, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, t
     return region.coord_decoder(normed_BD), region.size_decoder(normed_BD)
 
 
-def test_bins_that_nobody_needs_are_left_alone(world):
+def test_bins_that_no_token_needs_are_left_alone(world):
     """A batch of words changes neither decoder's bins, one of sizes only those of sizes."""
     if world.config.region.inner_dim is None:
         pytest.skip("both are one map, which is small")

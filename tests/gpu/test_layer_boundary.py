@@ -14,7 +14,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda import compiler
 from legato_engine.kernels.cuda.layer_boundary import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu.test_kernels import DEVICE, World, indexable, make_world
@@ -38,7 +38,7 @@ def world() -> World:
 
 
 @pytest.fixture(scope="module", params=["as they are", "late at random"])
-def kernels(request: pytest.FixtureRequest, world: World) -> Iterator[FusedMoondream]:
+def kernels(request: pytest.FixtureRequest, world: World) -> Iterator[MoondreamStep]:
     """The kernels, and those whose warps come to where others wait for them at any time."""
     texts = dict(compiler.sources())
     if request.param == "late at random":
@@ -46,7 +46,7 @@ def kernels(request: pytest.FixtureRequest, world: World) -> Iterator[FusedMoond
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "sources", lambda: texts)
         network = world.network
-        yield FusedMoondream(world.config, network.text, network.region, world.kv)
+        yield MoondreamStep(world.config, network.text, network.region, world.kv)
 
 
 @pytest.mark.parametrize(("rows", "count"), [*ONE_ROW, *SEVERAL])

@@ -1,4 +1,4 @@
-"""The pipelined loop on a CUDA device: no synchronisation, no allocation, the same answers."""
+"""The pipelined loop on a GPU: no synchronisation, no allocation, the same answers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -29,9 +30,9 @@ from legato_engine.core import (
 )
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
@@ -39,7 +40,7 @@ from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of
 from PIL import Image
 
-from tests.engine.scheduler.world import num_pictures
+from tests.engine.scheduler.world import num_images
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,9 +49,7 @@ pytestmark = [
 
 
 class Watch(SilentSink):
-    """Keeps every request's result, its tokens where it tells them, and the plans of all
-    launches.
-    """
+    """Keeps every request's result, its tokens if reported, and the plans of all launches."""
 
     def __init__(self) -> None:
         self.results: dict[str, TaskResult] = {}
@@ -59,29 +58,29 @@ class Watch(SilentSink):
 
     @property
     def kinds(self) -> list[LaunchKind]:
-        """Those of all launches."""
+        """The kinds of all launches."""
         return [plan.kind for plan in self.plans]
 
     @property
     def shared(self) -> tuple[int, int]:
-        """How many launches had riders, and how many several prompts."""
+        """Count launches with mixed decodes, and with several prompts."""
         riding = [plan for plan in self.plans if plan.num_mixed_decodes]
         return len(riding), sum(len(plan.prefills) > 1 for plan in self.plans)
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Remember the tokens."""
-        self.tokens[sequence.request.request_id] += tokens_of(events)
+        """Keep the tokens."""
+        self.tokens[sequence.request.request_id.caller_id] += tokens_of(events)
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Remember it."""
-        self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
+        """Keep the result."""
+        self.results[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
     def committed(self, record: StepRecord) -> None:
-        """Remember its plan."""
+        """Keep the plan."""
         self.plans.append(record.launch.plan)
 
 
-def picture(assembly: Assembly, seed: int) -> PreparedImage:
+def prepared_image(assembly: Assembly, seed: int) -> PreparedImage:
     """850x600 of noise: nine crops for Moondream 2."""
     pixels = np.random.default_rng(seed).integers(0, 256, (600, 850, 3), dtype=np.uint8)
     info = ImageInfo(image_id=str(seed), width=850, height=600, cache_hit=False)
@@ -100,9 +99,7 @@ def run(
     shares: bool = True,
     logprobs: bool = False,
 ) -> Watch:
-    """Pictures that arrive while others decode, a request every few steps; a question without is
-    the very `first`.
-    """
+    """Submit images while other requests decode, one every few steps; `first` has no image."""
     config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
     watch = Watch()
     changed = dataclasses.replace(assembly, config=config)
@@ -113,10 +110,10 @@ def run(
         CaptionTask(),
     ]
     for index in range(first, count):
-        image = picture(assembly, index % 3) if index != 0 else None
+        image = prepared_image(assembly, index % 3) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="any") if image else None,
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=24),
@@ -134,7 +131,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[Assembly]:
-    """Moondream 2's shape with random weights, its kernels and graphs."""
+    """Moondream 2's shape with random weights, kernels and graphs."""
     assembly = assemble(
         EngineConfig(model="moondream2", random_weights=True, device="cuda", max_running=6)
     )
@@ -147,7 +144,7 @@ def large() -> Iterator[Assembly]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_neither_depth_nor_splitting_changes_a_token(large: Assembly, temperature: float) -> None:
-    """Blocking and pipelined, pictures whole and in groups of crops: the same answers."""
+    """Blocking and pipelined, images whole and in groups of crops: the same answers."""
     expected = run(large, 1, crops=0, temperature=temperature)
     assert LaunchKind.ENCODE not in expected.kinds
     for depth, crops in ((2, 0), (2, 4), (1, 4)):
@@ -158,7 +155,7 @@ def test_neither_depth_nor_splitting_changes_a_token(large: Assembly, temperatur
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_sharing_changes_no_bit(large: Assembly, temperature: float) -> None:
-    """Prompts in the same passes, and decodes that ride with them: the same tokens, as likely."""
+    """Prompts and decodes that share passes have the same tokens and log-probabilities."""
     expected = run(
         large, 1, temperature=temperature, count=12, crops=0, shares=False, logprobs=True
     )
@@ -179,14 +176,14 @@ def test_sharing_changes_no_bit(large: Assembly, temperature: float) -> None:
         assert watch.shared[1] > 0 or steps > 0
 
 
-def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
-    """[2, L, H, P, E]: every picture's keys and values as the cache has them after a run."""
+def cached_images(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
+    """[2, L, H, P, E]: every image's cached keys and values after a run."""
     kv, kept = assembly.kv, {}
     for row in (row for plan in watch.plans for row in plan.prefills):
         sequence = row.sequence
         if row.encodes:
-            assert sequence.prefix_key is not None, "pictures are found by their content"
-            pages = list(row.prefix.compute_pages)
+            assert sequence.prefix_key is not None, "images are found by their content"
+            pages = list(row.work.compute_pages)
             both = torch.stack([kv.k_LNHSE[:, pages], kv.v_LNHSE[:, pages]])
             flat = both.transpose(2, 3).flatten(3, 4)
             kept[sequence.prefix_key] = flat[:, :, :, : sequence.prefix_length]
@@ -194,31 +191,31 @@ def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("first", "together"), [(0, 2), (1, 3)])
-def test_pictures_of_one_launch_change_no_bit(
+def test_images_of_one_launch_change_no_bit(
     large: Assembly, monkeypatch: pytest.MonkeyPatch, first: int, together: int
 ) -> None:
-    """They pass the decoder together, and their questions in the same passes: the same keys and
-    values as one by one, the same tokens, as likely. Behind a long question two have room.
+    """Images that share a launch have the same keys, values, tokens and log-probabilities as one by
+    one. With a long question, there is room for two.
     """
     expected = run(large, 1, first=first, count=12, crops=0, shares=False, logprobs=True)
-    pictures = kept_pictures(large, expected)
-    assert len(pictures) == 3
-    limits = dataclasses.replace(large.runner.limits, crowd=0)
+    images = cached_images(large, expected)
+    assert len(images) == 3
+    limits = dataclasses.replace(large.runner.limits, min_queue_length=0)
     monkeypatch.setattr(ModelRunner, "limits", limits)
-    monkeypatch.setattr(DecodePlanner, "streams", False)
+    monkeypatch.setattr(DecodePlanner, "streaming", False)
     for depth in (1, 2):
         watch = run(large, depth, first=first, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
         assert watch.results == expected.results
-        assert max(map(num_pictures, watch.plans)) == together < limits.pictures
-        assert sum(map(num_pictures, watch.plans)) == 3
-        kept = kept_pictures(large, watch)
-        assert kept.keys() == pictures.keys()
-        assert all(torch.equal(kept[key], pictures[key]) for key in kept)
+        assert max(map(num_images, watch.plans)) == together < limits.images
+        assert sum(map(num_images, watch.plans)) == 3
+        kept = cached_images(large, watch)
+        assert kept.keys() == images.keys()
+        assert all(torch.equal(kept[key], images[key]) for key in kept)
 
 
 def test_a_warm_loop_never_synchronises_nor_allocates(large: Assembly) -> None:
-    """Torch is told to raise at any synchronisation, and its allocator is not asked once."""
+    """Torch raises on any synchronisation, and its allocator is never called."""
     run(large, 2)
     run(large, 2, steps=0)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -233,7 +230,7 @@ def test_a_warm_loop_never_synchronises_nor_allocates(large: Assembly) -> None:
 
 
 def test_graphs_change_no_token(large: Assembly) -> None:
-    """The same kernels launched one by one give the same answers."""
+    """The same kernels without graphs give the same answers."""
     eager = assemble(
         EngineConfig(
             model="moondream2",

@@ -61,7 +61,7 @@ class Case:
 
     def run_plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By torch."""
-        places = self.span.places(self.qkv_T3HE.shape[0], PAGE)
+        places = self.span.metadata(self.qkv_T3HE.shape[0], PAGE)
         return ops.rotate_and_cache(self.qkv_T3HE.flatten(1, 2), places, *self.cache)
 
 

@@ -1,4 +1,4 @@
-"""Outlines refined on a GPU."""
+"""Refinement of outlines on a GPU."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from legato_engine.core import QueryTask, SamplingParams
 from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.outlines import paths
 from legato_engine.models.moondream.outlines.crop import Crop
+from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.refine_step import RefineStep
 
 from tests.engine.engine.core.world import World
@@ -40,7 +41,7 @@ def assembly(request, tmp_path_factory):
 
 
 def likeness(found):
-    """Its overlap with what is there."""
+    """The overlap of an outline with the truth."""
     box, extent = found.box, np.array([WIDTH, HEIGHT])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low
@@ -50,7 +51,7 @@ def likeness(found):
 
 
 def test_an_outline_is_refined_among_others_as_alone(assembly):
-    """By a captured graph, between the decodes of whoever is there; the same bits each time."""
+    """A captured graph gives the same bits each time, between decodes of other requests."""
     world = World(assembly)
     ask(world, "alone")
     (alone,) = world.run("alone")
@@ -65,7 +66,7 @@ def test_an_outline_is_refined_among_others_as_alone(assembly):
 
 
 def test_a_captured_refinement_is_an_eager_one(assembly):
-    """Whichever slot it is staged in, and again."""
+    """Captured and eager refinement agree in every slot, repeatedly."""
     refiner, device = assembly.refiner, assembly.device
     side = refiner.answer.shape[0]
     random = np.random.default_rng(0)
@@ -73,8 +74,8 @@ def test_a_captured_refinement_is_an_eager_one(assembly):
     mask = random.integers(0, 2, (side, side), np.uint8)
     given = Crop((side, side), 0, 0, (side, side), pixels, mask)
     answers = []
-    for capture in (device.capture, lambda work: work):
-        step = RefineStep(refiner, device, 2, capture)
+    for captures in (True, False):
+        step = RefineStep(refiner, device, 2, GraphRunner(device, captures=captures))
         step.warm_up()
         for slot in (0, 1, 0):
             step.forward(slot, given)

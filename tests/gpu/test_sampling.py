@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from legato_engine.kernels.cuda.sampling import PayloadReader, Sampler
+from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.kernels.cuda.value_heads import ValueReader, ValueSizes
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table, greedy
 from legato_engine.tasks import Constraint
@@ -202,9 +203,18 @@ def test_payloads_are_those_of_the_bins() -> None:
     state.token_R[row_B] = token_B
     state.payload_R2.fill_(7.0)
     payload_B2 = torch.full((9, 2), 7.0, device="cuda")
-    reader = PayloadReader(
-        coord_bins=1024, coord_divisor=1024, size_bins=2048, coord=COORD, size=SIZE
+    sizes = ValueSizes(
+        dim=64,
+        inner_dim=None,
+        scalar_features=4,
+        pair_features=4,
+        scalar_bins=1024,
+        pair_bins=2048,
+        scalar_divisor=1024,
+        scalar_token=COORD,
+        pair_token=SIZE,
     )
+    reader = ValueReader(sizes)
     reader.read(state, coord_BN, size_BN, row_B, payload_B2)
     coord_B = torch.from_numpy(coord_BN.cpu().numpy().argmax(-1)) / 1024
     bins_B2 = torch.from_numpy(size_BN.reshape(9, 2, 1024).cpu().numpy().argmax(-1)).float()

@@ -1,4 +1,4 @@
-"""On a GPU: the vision tower at full width, its products counted apart and in graphs of any size.
+"""The vision encoder at full width on a GPU: shared tile counters, and graphs of any size.
 
 Shape legend: N crops, T tokens, P values of a patch, D vision width.
 """
@@ -37,7 +37,7 @@ def _inference() -> Iterator[None]:
 
 
 def tower() -> tuple[Vision, torch.Tensor]:
-    """Few layers, and patches [N, T, P] of nine crops, whose rows need no padding."""
+    """An encoder of few layers, and patches [N, T, P] of nine crops without padding."""
     config = moondream2_config()
     sizes = msgspec.structs.replace(config.vision, num_layers=LAYERS)
     few = msgspec.structs.replace(config.text, num_layers=1)
@@ -48,9 +48,9 @@ def tower() -> tuple[Vision, torch.Tensor]:
     return vision, torch.randn(shape, device=CUDA).bfloat16()
 
 
-def test_products_counted_apart_change_no_bit():
-    """Called and replayed, for new crops each time, a tower has the bits it has without; and what
-    float32 gives, but for roundings.
+def test_shared_counters_change_no_bit():
+    """With shared counters, eager and replayed, the encoder keeps its bits for new crops each time,
+    and agrees with float32 but for rounding.
     """
     vision, patches_NTP = tower()
     counted, exact = copy.deepcopy(vision), copy.deepcopy(vision).float()
@@ -76,8 +76,8 @@ def test_products_counted_apart_change_no_bit():
 
 
 @pytest.mark.parametrize("count", range(1, CROPS))
-def test_a_crop_has_the_same_bits_in_any_company(count):
-    """Whatever kernels and tiles a number of crops has, in graphs of their own."""
+def test_a_crop_has_the_same_bits_in_any_batch(count):
+    """A crop's bits do not depend on the number of crops, although kernels, tiles and graphs do."""
     vision, patches_NTP = tower()
     vision.count_apart()
     device = CudaDevice(0)

@@ -1,4 +1,4 @@
-"""A small model, a picture and a prompt for all tests of the reference, and torch's gelu."""
+"""A small model, an image and a prompt for all tests of the reference, and torch's gelu."""
 
 from functools import cache
 
@@ -18,13 +18,13 @@ def weights(seed=0):
 
 
 def noise(height, width, seed=1):
-    """A picture of random pixels."""
+    """An image of random pixels."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 @cache
 def image(seed=0):
-    """A picture's embeddings; it is cut into several tiles."""
+    """An image's embeddings; it is cut into several tiles."""
     return encode_image(noise(40, 60), CONFIG, weights(seed))
 
 
@@ -40,7 +40,7 @@ def torch_gelu(x, approximate="tanh"):
 
 
 def leaning(all_weights, biases):
-    """The same weights with other biases of some token ids in the head."""
+    """The same weights with other head biases of some token ids."""
     bias = all_weights["text.lm_head.bias"].copy()
     for token_id, value in biases.items():
         bias[token_id] = value

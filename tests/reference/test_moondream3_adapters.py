@@ -1,4 +1,4 @@
-"""Adapters in the reference mean what their description says."""
+"""Adapters of the reference follow their description."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ RANK = 2 * CONFIG.text.experts_per_token
 
 
 def merged(adapter, all_weights):
-    """Weights with an adapter in them: B A of each map is added to the map."""
+    """Weights with B A of each adapted map added."""
     changed = dict(all_weights)
     for layer in range(CONFIG.text.layers):
         behind = layer - CONFIG.text.dense_layers
@@ -27,7 +27,7 @@ def merged(adapter, all_weights):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_an_adapter_is_its_product_in_the_weights(seed):
-    """What positions become is what they become with the adapter's products in the weights."""
+    """An adapter gives the states of weights with its products added."""
     adapter, x_TD = random_adapter(CONFIG, RANK, seed), embeddings(9)
     ours = recompute(x_TD, 4, CONFIG, {**weights(), **adapter})
     np.testing.assert_allclose(ours, recompute(x_TD, 4, CONFIG, merged(adapter, weights())))
@@ -35,7 +35,7 @@ def test_an_adapter_is_its_product_in_the_weights(seed):
 
 
 def test_layers_may_be_left_out():
-    """An adapter of some layers changes those alone."""
+    """An adapter of some layers changes only these."""
     adapter = random_adapter(CONFIG, RANK, 0)
     some = {name: array for name, array in adapter.items() if name.startswith("moe.0.")}
     rest = {name: np.zeros_like(array) for name, array in adapter.items() if name not in some}

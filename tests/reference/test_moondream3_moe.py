@@ -16,7 +16,7 @@ K = CONFIG.text.experts_per_token
 
 
 def run(x_TD, all_weights=WEIGHTS):
-    """The experts' outcome alone."""
+    """The experts' result alone."""
     return moe.moe(x_TD, CONFIG.text, all_weights, NAME)[0]
 
 
@@ -30,12 +30,12 @@ def test_the_chosen_weights_sum_to_one():
 
 
 def test_equal_logits_go_to_the_lower_index():
-    """A tie is decided the same way each time."""
+    """Ties are decided the same way each time."""
     assert list(moe.route(np.zeros(5), 2)[0]) == [0, 1]
 
 
 def test_the_outcome_is_that_of_torch():
-    """Chosen by logits with bias; gelu by erf of the first half, plus one on the second."""
+    """The choice includes the bias; gelu is exact on the first half, plus one on the second."""
     x = torch.from_numpy(embeddings(9))
     w = {key: torch.from_numpy(value) for key, value in WEIGHTS.items() if key.startswith(NAME)}
     logits = x @ w[f"{NAME}.router.weight"].T + w[f"{NAME}.router.bias"]
@@ -49,7 +49,7 @@ def test_the_outcome_is_that_of_torch():
 
 
 def test_experts_that_are_not_chosen_do_nothing():
-    """A position's outcome does not depend on the experts that it did not choose."""
+    """A position's result does not depend on other experts."""
     x_TD = embeddings(1)
     _, logits = moe.moe(x_TD, CONFIG.text, WEIGHTS, NAME)
     chosen, _ = moe.route(logits[0], K)
@@ -117,7 +117,7 @@ def test_a_row_is_its_codes_times_its_scale():
 
 
 def test_fp8_experts_are_used_dequantised():
-    """A model of codes and scales is that of the weights they stand for, not of those they were."""
+    """Codes and scales compute what their dequantised weights do."""
     quantised = quantise_experts(CONFIG, WEIGHTS)
     check_weights(CONFIG, quantised)
     plain = {key: value for key, value in quantised.items() if not key.endswith(".scale")}

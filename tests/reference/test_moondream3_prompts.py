@@ -10,7 +10,7 @@ IDS = CONFIG.ids
 
 
 def lengths(prompt):
-    """Positions of a prompt behind BOS and a picture's 729 embeddings."""
+    """Positions of a prompt after BOS and an image's 729 embeddings."""
     return 1 + full().vision.tokens + len(prompt)
 
 
@@ -26,7 +26,7 @@ def test_prompts_have_the_published_lengths():
 
 
 def test_prompts_are_the_published_ids():
-    """Each skill's words stand between 1 and 2, and its opener is 3, or 4 to think first."""
+    """Each skill's template ids are between 1 and 2, then comes 3, or 4 to reason first."""
     ids = full().ids
 
     def spelled(prompt):
@@ -43,7 +43,7 @@ def test_prompts_are_the_published_ids():
 
 
 def test_hints_stand_before_the_text():
-    """A point is two coordinates, a box a centre and a size, right behind the template's words."""
+    """A point is two coordinates, a box centre and size, right after the template ids."""
     refs = [(0.25, 0.5), (0.0, 0.5, 0.5, 0.75)]
     hints = [Coord(0.25), Coord(0.5), Coord(0.25), Coord(0.625), Size(0.5, 0.25)]
     for build, words in (
@@ -59,12 +59,12 @@ def test_hints_stand_before_the_text():
     "ref", [(0.1,), (0.1, 1.1), (float("nan"), 0.0), (0.5, 0.0, 0.4, 1.0), (0.0, 0.0, 0.0)]
 )
 def test_a_hint_that_is_none_is_refused(ref):
-    """Two or four finite values of 0..1, a box from its smaller corner to its larger one."""
+    """A hint has two or four finite values of 0..1; a box starts at its smaller corner."""
     with pytest.raises(ValueError, match=r"values of 0\.\.1|ends before"):
         prompts.hints([ref])
 
 
 def test_names_are_spelled_as_trained():
-    """Detect and point have a space before the name, segment and query none."""
+    """Detect and point put a space before the name, segment and query do not."""
     for skill, spelled in {"detect": " cat", "point": " cat", "segment": "cat"}.items():
         assert prompts.object_text(skill, " cat ") == spelled

@@ -21,7 +21,7 @@ WEIGHTS = weights()
 
 
 def test_cosines_come_before_sines():
-    """The phase of a coordinate is 2 pi x F; all cosines stand before all sines."""
+    """The phase of a coordinate is 2 pi x F; all cosines come before all sines."""
     features = np.array([[1.0, 0.25, -0.5]])
     ours = region.fourier(np.array([0.5]), features, CONFIG)
     np.testing.assert_allclose(ours, [-1, math.sqrt(0.5), 0, 0, math.sqrt(0.5), -1], atol=1e-15)
@@ -68,7 +68,7 @@ def test_bins_have_their_values():
 
 
 def test_a_size_lies_at_its_bin():
-    """The inverse leads from every bin's value back to it, and from less than 2^-10 to bin 0."""
+    """The inverse returns every bin's value to it, and values below 2^-10 to bin 0."""
     config = full()
     for index in range(config.region.size_bins):
         assert region.size_position(region.size_value(index, config), config) == pytest.approx(
@@ -78,7 +78,7 @@ def test_a_size_lies_at_its_bin():
 
 
 def test_bins_are_read_before_the_last_norm():
-    """Another post_ln changes the tokens' logits and no bin's; another region.ln the bins'."""
+    """post_ln affects only token logits; region.ln affects the bins."""
     hidden = embeddings(1)[0]
     post_ln = {"text.post_ln.weight": WEIGHTS["text.post_ln.weight"] + 1}
     own = {"region.ln.weight": WEIGHTS["region.ln.weight"] + 1}
@@ -114,7 +114,7 @@ def test_bins_are_a_norm_and_a_product():
 
 
 def test_the_region_switches_are_different():
-    """Without its norm, or behind post_ln, a coordinate is read from something else."""
+    """Without its norm, or after post_ln, a coordinate is read from another state."""
     hidden = embeddings(1)[0]
     default = region.coord_logits(hidden, CONFIG, WEIGHTS)
     for switches in ({"region_norm": False}, {"region_hidden": "post_ln"}):
@@ -144,7 +144,7 @@ def test_the_published_names():
 
 
 def test_weights_are_checked_both_ways():
-    """A weight that is missing, left over or of another shape is named; region.ln by its switch."""
+    """Missing, extra and mis-shaped weights are named; region.ln follows its switch."""
     check_weights(CONFIG, WEIGHTS)
     fewer = {key: value for key, value in WEIGHTS.items() if not key.startswith("region.ln.")}
     with pytest.raises(ValueError, match=r"region\.ln\.bias"):
@@ -157,7 +157,7 @@ def test_weights_are_checked_both_ways():
 
 
 def test_random_weights_are_held_exactly():
-    """A seed gives the same weights again, and a precision gives weights that it holds."""
+    """A seed gives the same weights, exact in the given precision."""
     again = random_weights(CONFIG, 0, "float64")
     assert all(np.array_equal(again[key], WEIGHTS[key]) for key in WEIGHTS)
     assert not np.array_equal(random_weights(CONFIG, 1, "float64")["text.wte"], WEIGHTS["text.wte"])

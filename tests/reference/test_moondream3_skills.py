@@ -1,4 +1,4 @@
-"""The reference's loops that answer a prompt."""
+"""The reference's decoding loops."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,7 @@ RARE = 60  # a token of text
 
 
 def scripted(monkeypatch, script):
-    """Decoders whose token logits want the script's ids, one after the other; all else is real.
+    """Decoders whose token logits follow the script's ids; everything else is real.
 
     Returns the list of decoders that were made.
     """
@@ -49,7 +49,7 @@ THINKING = leaning(weights(7), {COORD: 6.0, SIZE: 4.0, ANSWER: 2.5})
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and what it was asked with."""
+    """A run and its arguments."""
 
     prompt: list[prompts.Token]
     weights: Weights
@@ -97,7 +97,7 @@ def fed(token, w):
 
 @pytest.mark.parametrize("skill", ["detect", "point", "caption", "query", "segment"])
 def test_a_run_is_replayed_in_one_pass(skill):
-    """One pass over all tokens has the state of every step: a value is fed as its embedding, and
+    """One pass over all tokens has the state of every step: a value is fed as its embedding and
     read from the state that chose its token.
     """
     case = cases()[skill]
@@ -119,7 +119,7 @@ def test_a_run_is_replayed_in_one_pass(skill):
 
 
 def test_the_runs_have_something_to_say():
-    """The runs that are replayed hold texts, coordinates and sizes, ends and cuts."""
+    """The replayed runs have text, coordinates, sizes, ends and cuts."""
     runs = [case.run for case in cases().values()]
     assert {type(token) for run in runs for token in run.tokens} == {Text, Coord, Size}
     assert {run.finish_reason for run in runs} == {"stop", "length"}
@@ -127,7 +127,7 @@ def test_the_runs_have_something_to_say():
 
 
 def test_runs_are_the_same_without_a_cache():
-    """No choice depends on whether keys and values are kept or computed again."""
+    """No choice depends on whether keys and values are cached or recomputed."""
     for skill, recomputed in cases(cached=False).items():
         assert cases()[skill].run.tokens == recomputed.run.tokens
 
@@ -155,7 +155,7 @@ def test_point_reads_x_and_y(monkeypatch):
 
 
 def test_nothing_is_found(monkeypatch):
-    """An end in the place of the first x leaves no object."""
+    """An end instead of the first x gives no object."""
     scripted(monkeypatch, [EOS])
     assert skills.detect(image(), NAME, CONFIG, weights()).boxes == []
 
@@ -183,7 +183,7 @@ def test_objects_are_limited(monkeypatch, limits, num_tokens, num_boxes):
 
 
 def test_a_box_spans_its_size_around_its_centre():
-    """Edges are half a size from the centre, and clamped to the picture unless switched off."""
+    """Edges are half a size from the centre, and clamped to the image unless switched off."""
     size = Size(0.5, 0.25)
     assert results.box_of((0.5, 0.5), size, CONFIG) == results.Box(0.25, 0.375, 0.75, 0.625)
     assert results.box_of((0.125, 1.0), size, CONFIG) == results.Box(0.0, 0.875, 0.375, 1.0)
@@ -192,7 +192,7 @@ def test_a_box_spans_its_size_around_its_centre():
 
 
 def test_an_answer_ends_without_its_end(monkeypatch):
-    """The end is a token of the run, and not of the answer."""
+    """EOS belongs to the run and not to the answer."""
     made = scripted(monkeypatch, [RARE, COORD, RARE, EOS])
     answer = skills.query(NAME, CONFIG, weights(), image())
     assert answer.token_ids == [RARE, COORD, RARE, EOS]
@@ -210,7 +210,7 @@ def test_values_in_answers_are_a_switch(monkeypatch):
 
 
 def test_a_question_without_a_picture_starts_at_bos(monkeypatch):
-    """Text alone has no prefix, and hints need a picture."""
+    """Text alone has no prefix, and hints need an image."""
     made = scripted(monkeypatch, [EOS])
     skills.query(NAME, CONFIG, weights())
     assert made[0].prefix == 0
@@ -221,7 +221,7 @@ def test_a_question_without_a_picture_starts_at_bos(monkeypatch):
 
 
 def test_a_reasoning_ends_and_is_answered(monkeypatch):
-    """The emitted 3 is fed once, and what follows is the answer; points stand between 7 and 9."""
+    """The emitted 3 is fed once, and the answer follows; points are between 7 and 9."""
     script = [RARE, START, 61, COORD, COORD, COORD, END, 62, ANSWER, 63, EOS]
     made = scripted(monkeypatch, script)
     answer = skills.query(NAME, CONFIG, weights(), image(), reasoning=True)

@@ -1,4 +1,4 @@
-"""The reference decoder: what section 10 of its description calls delicate, one test each."""
+"""The reference decoder: a test of each delicate point of section 10 of its description."""
 
 import math
 
@@ -16,7 +16,7 @@ NUM_POSITIONS = PREFIX + 6
 
 
 def traced(embeddings_TD, prefix, all_weights=WEIGHTS, config=CONFIG):
-    """The layers' traces of a whole sequence."""
+    """The layers' traces over a whole sequence."""
     trace: text.Trace = []
     text.prefill(embeddings_TD, prefix, config, all_weights, trace)
     return trace
@@ -33,7 +33,7 @@ def changed_rows(position, prefix):
 
 @pytest.mark.parametrize("prefix", [0, PREFIX])
 def test_cached_and_recomputed_agree(prefix):
-    """A sequence fed position by position has the states of the same sequence computed at once."""
+    """A sequence fed position by position has the states of the sequence at once."""
     x_TD = embeddings(NUM_POSITIONS)
     whole = text.recompute(x_TD, prefix, CONFIG, WEIGHTS)
     states, cache = text.prefill(x_TD[:PREFIX], prefix, CONFIG, WEIGHTS)
@@ -44,7 +44,7 @@ def test_cached_and_recomputed_agree(prefix):
 
 
 def test_a_suffix_behind_a_cache():
-    """What follows a cached prefix in one piece has the states that it has without the cache."""
+    """A suffix after a cached prefix has the states that it has without the cache."""
     x_TD = embeddings(NUM_POSITIONS)
     _, cache = text.prefill(x_TD[:PREFIX], PREFIX, CONFIG, WEIGHTS)
     suffix, _ = text.extend(x_TD[PREFIX:], cache, PREFIX, CONFIG, WEIGHTS)
@@ -54,13 +54,13 @@ def test_a_suffix_behind_a_cache():
 
 @pytest.mark.parametrize("position", [0, 1, PREFIX - 1])
 def test_the_prefix_sees_itself_both_ways(position):
-    """Every position sees any position of the image prefix."""
+    """Every position attends to any position of the image prefix."""
     assert list(changed_rows(position, PREFIX)) == list(range(NUM_POSITIONS))
 
 
 @pytest.mark.parametrize("position", [PREFIX, NUM_POSITIONS - 1])
 def test_behind_the_prefix_all_is_causal(position):
-    """A position behind the prefix is seen by itself and by what follows it."""
+    """A position after the prefix is seen by itself and by later ones."""
     assert list(changed_rows(position, PREFIX)) == list(range(position, NUM_POSITIONS))
 
 
@@ -71,7 +71,7 @@ def test_without_a_picture_all_is_causal(position):
 
 
 def test_a_prefix_is_not_cut():
-    """The image prefix comes in one call or is refused."""
+    """An image prefix split over calls is refused."""
     x_TD = embeddings(PREFIX)
     with pytest.raises(ValueError, match="prefix"):
         text.prefill(x_TD[:-1], PREFIX, CONFIG, WEIGHTS)
@@ -189,7 +189,7 @@ def test_taus_switches_are_different():
 
 
 def test_rope_turns_pairs_half_the_rotated_dims_apart():
-    """Dim i turns into dim i + half by p * theta^(-2 i / rotated dims); the dims behind stay."""
+    """Dim i is rotated with dim i + half by p * theta^(-2 i / rotated dims); others stay."""
     sizes, position = CONFIG.text, 5
     half = sizes.rotary_dim // 2
     unit = np.eye(sizes.head_dim)[None]  # one head, a position for each dim
@@ -203,7 +203,7 @@ def test_rope_turns_pairs_half_the_rotated_dims_apart():
 
 
 def test_rope_keeps_norms_and_knows_distances_only():
-    """A rotated vector has its norm, and a score depends on how far q and k are apart."""
+    """A rotated vector keeps its norm, and a score depends on the distance of q and k."""
     rng = np.random.default_rng(3)
     q, k = rng.standard_normal((2, 1, 1, CONFIG.text.head_dim))
 
@@ -227,7 +227,7 @@ def test_a_trace_reads_the_layers_in_order():
 
 
 def test_the_dense_mlp_and_the_head():
-    """A dense MLP has gelu by tanh between biased products; logits are read behind post_ln."""
+    """A dense MLP is two biased layers with tanh gelu; logits are read after post_ln."""
     entry = traced(embeddings(7), 0)[0]
     hidden = torch_gelu(linear(entry["normed"], WEIGHTS, "text.blocks.0.mlp.fc1"))
     expected = linear(hidden, WEIGHTS, "text.blocks.0.mlp.fc2")

@@ -1,4 +1,4 @@
-"""The reference's pictures: how they are cut, encoded and put together."""
+"""The reference's images: cutting, encoding and stitching."""
 
 import math
 
@@ -33,7 +33,7 @@ ROWS = [(size, *row[1:]) for row in TABLE for size in row[0]]
 
 @pytest.mark.parametrize(("size", "tiles", "resized", "grid"), ROWS)
 def test_the_table_of_tilings(size, tiles, resized, grid):
-    """Every row of the description's table: tiles, resized picture and stitched grid."""
+    """Every row of the description's table: tiles, resized image and stitched grid."""
     width, height = size
     assert tiling.choose_tiling(height, width, FULL) == tiles
     assert tuple(count * FULL.window + FULL.overlap for count in tiles) == resized
@@ -42,7 +42,7 @@ def test_the_table_of_tilings(size, tiles, resized, grid):
 
 
 def test_pictures_have_1_to_12_tiles():
-    """Up to 7560 pixels a side there are 1..12 tiles beside the whole picture."""
+    """Up to 7560 pixels a side there are 1..12 tiles beside the whole image."""
     sizes = [1, 378, 379, 400, 500, 644, 645, 900, 1176, 1177, 1500, 2000, 3333, 5000, 7560]
     for height in sizes:
         for width in sizes:
@@ -59,14 +59,14 @@ def test_tiles_that_would_be_too_many_are_taken_from_the_longer_side():
 
 
 def test_a_long_strip_has_more_tiles():
-    """The rule as it stands rounds a row up to one, and then more than 12 tiles are beside it."""
+    """The rule rounds a row up to one, which gives a strip more than 12 tiles."""
     assert tiling.choose_tiling(600, 7561, FULL) == (1, 13)
     assert tiling.choose_tiling(20000, 600, FULL) == (21, 1)
 
 
 @pytest.mark.parametrize("size", [(40, 60), (90, 40), (200, 30), (90, 90)])
 def test_stitched_crops_are_the_resized_picture(size):
-    """A feature that sees its own patch only is stitched to that of the uncut picture."""
+    """Features of a patch alone are stitched to those of the uncut image."""
     rgb = noise(*size)
     cut, tiles = tiling.crops(rgb, SMALL)
     assert tiles != (1, 1)
@@ -81,7 +81,7 @@ def test_stitched_crops_are_the_resized_picture(size):
 
 
 def test_outer_tiles_keep_their_outer_margin():
-    """At each place the tile that is kept is the one whose inside, or outer margin, it is."""
+    """Each cell comes from the tile that has it inside, or in its outer margin."""
     tiles = np.broadcast_to(np.arange(6.0)[:, None, None, None], (6, SMALL.grid, SMALL.grid, 1))
     owners = tiling.stitch(tiles, (2, 3), SMALL)[..., 0]
     rows = np.repeat([0, 1], [6, 6])  # 7 patches: a margin of 1, 5 inside, a margin of 1
@@ -90,7 +90,7 @@ def test_outer_tiles_keep_their_outer_margin():
 
 
 def test_the_whole_picture_is_the_first_crop():
-    """Crop 0 is the picture resized to a crop, and with one tile that tile equals it."""
+    """Crop 0 is the image resized to a crop, and with one tile that tile equals it."""
     rgb = noise(30, 20)
     cut, tiles = tiling.crops(rgb, SMALL)
     assert tiles == (1, 1)
@@ -103,7 +103,7 @@ def test_the_whole_picture_is_the_first_crop():
     "rgb", [np.zeros((9, 9), np.uint8), np.zeros((9, 9, 4), np.uint8), np.zeros((9, 9, 3))]
 )
 def test_other_pixels_are_refused(rgb):
-    """Grey, alpha and floats are not guessed at."""
+    """Grey, alpha and floats are refused."""
     with pytest.raises(ValueError, match="rgb"):
         encode_image(rgb, CONFIG, WEIGHTS)
 
@@ -172,7 +172,7 @@ def test_a_crop_goes_through_all_of_the_encoder():
 
 
 def test_the_projection_reads_the_whole_before_the_parts():
-    """Each place has the whole picture's feature first, then the pooled one of the tiles."""
+    """Each cell has the whole image's feature first, then the pooled one of the tiles."""
     rgb = noise(40, 60)
     cut, tiles = tiling.crops(rgb, SMALL)
     features = np.stack([vision.encode_crop(crop, CONFIG, WEIGHTS) for crop in cut])
@@ -187,7 +187,7 @@ def test_the_projection_reads_the_whole_before_the_parts():
 
 
 def test_the_published_geometry():
-    """Crops of 378 pixels give 729 embeddings, which stand in a prefix of 730."""
+    """Crops of 378 pixels give 729 embeddings, in a prefix of 730."""
     config = thin()
     assert (FULL.crop, FULL.window, FULL.overlap, config.image_prefix) == (378, 266, 112, 730)
     embeddings = encode_image(noise(300, 200), config, random_weights(config, 0))

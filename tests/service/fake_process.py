@@ -1,7 +1,7 @@
 """An engine process without a model: `python -m tests.service.fake_process`.
 
-Ready at once. A question is answered by itself; "wait" is only ended by `Abort` or `Stop`, and
-"until PATH" is answered once there is such a file.
+Ready at once. The answer to a question is the question; "wait" ends only by `Abort` or `Stop`, and
+"until PATH" once that file exists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import threading
 
 from legato_engine import core
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
     Abort,
     Command,
@@ -23,6 +22,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers
 
 from tests.service.fakes import MODEL, done, started
@@ -31,58 +31,60 @@ UNTIL = "until "
 
 
 def main() -> None:
-    """Serve until told to stop, or until the parent is gone."""
+    """Serve until `Shutdown`, or until the parent is gone."""
     parser = argparse.ArgumentParser()
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name)
-    parser.add_argument("--doors", type=int, nargs=2)
+    parser.add_argument("--listeners", type=int, nargs=2)
     arguments = parser.parse_args()
-    links = Links(arguments.doors[0], os.eventfd(0))
-    links.broadcast(Loading(stage="weights", fraction=0.5))
-    links.broadcast(Ready(model=MODEL, pid=os.getpid()))
-    running: dict[str, core.Request] = {}
-    threading.Thread(target=_beat, args=(arguments.doors[1], running), daemon=True).start()
+    connections = ServiceConnections(arguments.listeners[0], os.eventfd(0))
+    connections.broadcast(Loading(stage="weights", fraction=0.5))
+    connections.broadcast(Ready(model=MODEL, pid=os.getpid()))
+    running: dict[core.RequestKey, core.Request] = {}
+    threading.Thread(target=_beat, args=(arguments.listeners[1], running), daemon=True).start()
     while os.getppid() == int(arguments.parent):
-        links.flush()
-        links.wait(100)
-        for command in links.receive():
+        connections.flush()
+        connections.wait(100)
+        for command in connections.receive():
             if isinstance(command, Shutdown):
                 return
-            _apply(links, running, command)
-        _look(links, running)
+            _apply(connections, running, command)
+        _look(connections, running)
 
 
-def _apply(links: Links, running: dict[str, core.Request], command: Command) -> None:
+def _apply(
+    connections: ServiceConnections, running: dict[core.RequestKey, core.Request], command: Command
+) -> None:
     match command:
         case Submit(request=request) if isinstance(request.task, core.QueryTask):
-            links.post(started(request))
+            connections.post(started(request))
             if request.task.question == "wait" or request.task.question.startswith(UNTIL):
                 running[request.request_id] = request
             else:
-                links.post(done(request, core.QueryResult(answer=request.task.question)))
+                connections.post(done(request, core.QueryResult(answer=request.task.question)))
         case Abort(request_id=request_id):
             running.pop(request_id, None)
         case Stop(request_id=request_id) if request_id in running:
             reason = core.FinishReason.CANCELLED
-            links.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
+            connections.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
 
 
-def _look(links: Links, running: dict[str, core.Request]) -> None:
+def _look(connections: ServiceConnections, running: dict[core.RequestKey, core.Request]) -> None:
     for request in list(running.values()):
         assert isinstance(request.task, core.QueryTask)
         path = request.task.question.removeprefix(UNTIL)
         if os.path.exists(path):
             del running[request.request_id]
-            links.post(done(request, core.QueryResult(answer=path)))
+            connections.post(done(request, core.QueryResult(answer=path)))
 
 
-def _beat(door: int, running: dict[str, core.Request]) -> None:
-    audience, pause = Subscribers(door), threading.Event()
+def _beat(listener_fd: int, running: dict[core.RequestKey, core.Request]) -> None:
+    subscribers, pause = Subscribers(listener_fd), threading.Event()
     step = 0
     while not pause.wait(0.1):
         step += 1
         load = Load(running=len(running))
-        audience.send(Heartbeat(step=step, load=load, estimated_wait=0.0))
+        subscribers.send(Heartbeat(step=step, load=load, estimated_wait=0.0))
 
 
 if __name__ == "__main__":

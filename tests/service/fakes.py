@@ -1,4 +1,4 @@
-"""An engine that answers by script, with the real client's streams and blobs."""
+"""A scripted engine, with the real client's streams and blobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream, StreamReport
+from legato_engine.client.request_stream import RequestStream, StreamOutput
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -47,7 +47,7 @@ Script = Callable[["FakeEngine", RequestStream], None]
 
 
 class FakeEngine:
-    """Runs `script` on every request; the default answers it at once."""
+    """Runs `script` on every request; the default responds at once."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or answer
@@ -60,10 +60,10 @@ class FakeEngine:
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
         self.expected = 0
-        self.streams: dict[str, RequestStream] = {}
-        self.aborted: list[str] = []  # what the engine process would have been told
-        self.stopped: list[str] = []
-        self.started: set[str] = set()
+        self.streams: dict[core.RequestKey, RequestStream] = {}
+        self.aborted: list[core.RequestKey] = []  # as the engine process would get them
+        self.stopped: list[core.RequestKey] = []
+        self.started: set[core.RequestKey] = set()
         self.held: dict[tuple[str, str], float] = {}  # (owner, image id): until when
         self.holds: list[HoldImage] = []
         self.refuses_holds: LegatoError | None = None
@@ -73,15 +73,15 @@ class FakeEngine:
 
     @property
     def last_heartbeat(self) -> float:
-        """Now, unless it fell silent."""
+        """Now, unless the engine is silent."""
         return time.monotonic() if self.silent_since is None else self.silent_since
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
-        """Tell `callback` of every new state."""
+        """Call `callback` with every new state."""
         self._subscribers.append(callback)
 
     def become(self, state: EngineState) -> None:
-        """Change state; a lost engine takes its requests with it."""
+        """Change state; a lost engine loses its requests."""
         self.state = state
         if state is EngineState.LOST:
             for stream in list(self.streams.values()):
@@ -91,15 +91,15 @@ class FakeEngine:
             callback(state)
 
     def drain(self) -> None:
-        """As the real one: no new requests."""
+        """Refuse new requests, as the real one does."""
         self.become(EngineState.DRAINING)
 
     def expect(self) -> None:
-        """Count those that may come."""
+        """Count expected requests."""
         self.expected += 1
 
     def submit(self, request: core.Request) -> RequestStream:
-        """As the real one: register at once, discard the blob whatever happens."""
+        """Register at once and discard the blob in any case, as the real one does."""
         refusals: dict[EngineState, LegatoError] = {
             EngineState.STARTING: EngineStarting("loading"),
             EngineState.LOST: EngineLost("restarting"),
@@ -115,7 +115,7 @@ class FakeEngine:
         return stream
 
     async def hold(self, command: HoldImage) -> ImageHeld:
-        """Know the picture by its bytes, and take it for one of 640 by 480 pixels."""
+        """Do nothing; the test feeds the stream itself."""
         self.holds.append(command)
         try:
             await self.may_answer.wait()
@@ -132,12 +132,12 @@ class FakeEngine:
         return ImageHeld(request_id=command.request_id, image=info, until=until)
 
     async def drop(self, command: DropImage) -> None:
-        """Forget it."""
+        """Release a held image."""
         if self.held.pop((command.owner, command.image_id), None) is None:
             raise ImageNotFound("not held", resource=command.image_id)
 
-    def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
-        """Reports arrive."""
+    def feed(self, stream: RequestStream, *reports: StreamOutput) -> None:
+        """Feed outputs to a stream."""
         for report in reports:
             if isinstance(report, Started):
                 self.started.add(stream.request_id)
@@ -146,7 +146,7 @@ class FakeEngine:
             self._forget(stream)
 
     def fail(self, stream: RequestStream, error: LegatoError) -> None:
-        """The request fails."""
+        """Fail a request."""
         self._forget(stream)
         stream.fail(error)
 
@@ -155,7 +155,7 @@ class FakeEngine:
         self._forget(stream)
 
     def _on_stop(self, stream: RequestStream) -> None:
-        """As the real one: `Started` unless it was told, and what there is, marked CANCELLED."""
+        """As the real one: `Started` unless it was sent, then the partial result, CANCELLED."""
         self.stopped.append(stream.request_id)
         if stream.request_id not in self.started:
             self.feed(stream, started(stream.request))
@@ -169,7 +169,7 @@ class FakeEngine:
 
 
 def started(request: core.Request) -> Started:
-    """Prefill was launched."""
+    """Return the output of a launched prefill."""
     return Started(
         request_id=request.request_id,
         model=MODEL.name,
@@ -181,7 +181,7 @@ def started(request: core.Request) -> Started:
 
 
 def delta(request: core.Request, *events: core.Event) -> Delta:
-    """What one step added."""
+    """Return what one step added."""
     return Delta(request_id=request.request_id, events=events)
 
 
@@ -190,7 +190,7 @@ def done(
     result: core.TaskResult,
     reason: core.FinishReason = core.FinishReason.STOP,
 ) -> Done:
-    """The end."""
+    """Return the end of a request."""
     return Done(
         request_id=request.request_id,
         result=result,
@@ -202,7 +202,7 @@ def done(
 
 
 def image_of(request: core.Request) -> core.ImageInfo | None:
-    """The picture as answered about; a picture named by its id was seen before."""
+    """Return the image of a result; one named by its id was seen before."""
     if request.image is None:
         return None
     if isinstance(request.image, core.CachedImage):
@@ -213,7 +213,7 @@ def image_of(request: core.Request) -> core.ImageInfo | None:
 
 
 def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult]:
-    """The events of a task's answer, and the answer."""
+    """Return the events and the result of a task."""
     match task:
         case core.QueryTask(reasoning=True):
             spans = (core.Grounding(start_index=0, end_index=2, points=(POINT,)),)
@@ -244,7 +244,7 @@ def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult
 
 
 def empty(task: core.TaskSpec) -> core.TaskResult:
-    """The answer of a task that was stopped before it gave anything."""
+    """Return the empty result of a stopped task."""
     match task:
         case core.QueryTask():
             return core.QueryResult(answer="")
@@ -259,12 +259,12 @@ def empty(task: core.TaskSpec) -> core.TaskResult:
 
 
 def words(*texts: str) -> tuple[core.TextDelta, ...]:
-    """Text in pieces."""
+    """Return text in pieces."""
     return tuple(core.TextDelta(text=text) for text in texts)
 
 
 def answer(engine: FakeEngine, stream: RequestStream) -> None:
-    """Answer at once, one delta per event."""
+    """Respond at once, with one delta per event."""
     request = stream.request
     events, result = solution(request.task)
     deltas = [delta(request, event) for event in events]
@@ -272,11 +272,11 @@ def answer(engine: FakeEngine, stream: RequestStream) -> None:
 
 
 def hold(engine: FakeEngine, stream: RequestStream) -> None:
-    """Say nothing; the test goes on by itself."""
+    """Hold an image by its content, as one of 640 by 480 pixels."""
 
 
 def begin(engine: FakeEngine, stream: RequestStream) -> None:
-    """Start and go no further."""
+    """Start, and do nothing more."""
     engine.feed(stream, started(stream.request))
 
 

@@ -1,4 +1,4 @@
-"""A real server on a loopback port in front of a fake engine, and what tests read from it."""
+"""A server on a loopback port with a fake engine, and what tests read from it."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ DETAILS = {
 }
 
 
-def picture_bytes(kind: str = "PNG", size: tuple[int, int] = (8, 6)) -> bytes:
-    """A small image file."""
+def image_bytes(kind: str = "PNG", size: tuple[int, int] = (8, 6)) -> bytes:
+    """Return a small image file."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (200, 30, 30)).save(buffer, kind)
     return buffer.getvalue()
 
 
-def picture() -> media_pb2.Image:
-    """A small picture, as a request carries it."""
-    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=picture_bytes()))
+def image_message() -> media_pb2.Image:
+    """Return a small image as a request carries it."""
+    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=image_bytes()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A server that listens, and a channel to it."""
+    """A listening server and a channel to it."""
 
     server: Server
     engine: FakeEngine
@@ -151,7 +151,7 @@ async def refusal(awaitable: Any) -> Refusal:
 
 
 def read_refusal(error: Any) -> Refusal:
-    """What a failure carries; a `grpc.RpcError` of either kind of client."""
+    """Return the details of a failure of either kind of client."""
     trailers = dict(error.trailing_metadata() or ())
     data = trailers.get("grpc-status-details-bin", b"")
     status = status_pb2.Status.FromString(data)
@@ -174,13 +174,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def remaining(*kinds: type) -> dict[int, object]:
-    """All objects of these types in this process, by id: whoever keeps them keeps their ids."""
+    """Return all objects of these types by id; keep them, so that no id is reused."""
     return {id(each): each for each in gc.get_objects() if type(each) in kinds}
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Nothing is freed but by its last reference."""
+    """Disable the garbage collector, so that only reference counts free objects."""
     gc.collect()
     gc.disable()
     try:

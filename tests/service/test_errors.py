@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from legato.v1 import error_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_service.errors import (
-    TABLE,
+    STATUS_MAPPINGS,
     DuplicateRequest,
     SessionsFull,
     SharedMemoryRefused,
     SharedMemoryTorn,
     failure,
-    row_of,
+    status_mapping,
 )
 
 from tests.service.fakes import FakeEngine, answer, hold, refuse
-from tests.service.harness import picture, picture_bytes, refusal, running, until
+from tests.service.harness import image_bytes, image_message, refusal, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")
 
@@ -68,13 +69,13 @@ DETAIL_OF = {
 
 
 def leaves(kind):
-    """The error types without subtypes below `kind`."""
+    """Return the error types without subtypes below `kind`."""
     below = kind.__subclasses__()
     return {leaf for child in below for leaf in leaves(child)} if below else {kind}
 
 
 def check_shape(failed, code, reason, request_id):
-    """A failure has its code, its reason, the request's id and the detail of its code."""
+    """Check code, reason, request id and detail of a failure."""
     assert failed.code is grpc.StatusCode[code]
     assert failed.reason == reason
     assert failed.details["RequestInfo"].request_id == request_id
@@ -93,15 +94,17 @@ def check_shape(failed, code, reason, request_id):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "reason"), FROM_ENGINE, ids=[type(row[0]).__name__ for row in FROM_ENGINE]
+    ("error", "code", "reason"),
+    FROM_ENGINE,
+    ids=[type(mapping[0]).__name__ for mapping in FROM_ENGINE],
 )
 async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
     """Each error type reaches the client as its code, reason and details."""
-    asked = inference_pb2.QueryRequest(
+    request = inference_pb2.QueryRequest(
         question="?", options=inference_pb2.RequestOptions(request_id="r-1")
     )
     async with running(FakeEngine(refuse(error))) as server:
-        failed = await refusal(server.inference.Query(asked))
+        failed = await refusal(server.inference.Query(request))
     check_shape(failed, code, reason, "r-1")
     if reason:
         expected = {} if reason == "INTERNAL" else error.metadata
@@ -115,18 +118,18 @@ def test_the_cases_above_are_all_there_are():
     service_only = {SharedMemoryRefused, SharedMemoryTorn, DuplicateRequest, SessionsFull}
     assert leaves(errors.LegatoError) - service_only <= covered
     as_their_base = {errors.InvalidField, errors.QueueFull, errors.InternalError, SessionsFull}
-    assert covered | service_only <= set(TABLE) | as_their_base
+    assert covered | service_only <= set(STATUS_MAPPINGS) | as_their_base
 
 
 def test_every_reason_is_in_the_contract():
     """What is sent as reason names a value of ErrorReason."""
     known = set(error_pb2.ErrorReason.keys())
-    for row in TABLE.values():
-        assert not row.reason or f"ERROR_REASON_{row.reason}" in known
+    for mapping in STATUS_MAPPINGS.values():
+        assert not mapping.reason or f"ERROR_REASON_{mapping.reason}" in known
 
 
-def test_a_type_without_a_row_takes_its_nearest_bases():
-    """A subtype that the table does not know is answered as its base."""
+def test_a_type_without_a_mapping_takes_its_nearest_bases():
+    """A type without a mapping gets that of its nearest base."""
 
     class QueueOfImagesFull(errors.QueueFull):
         pass
@@ -134,21 +137,21 @@ def test_a_type_without_a_row_takes_its_nearest_bases():
     class Odd(errors.LegatoError):
         pass
 
-    assert row_of(QueueOfImagesFull).reason == "QUEUE_FULL"
-    assert row_of(Odd).reason == "INTERNAL"
+    assert status_mapping(QueueOfImagesFull).reason == "QUEUE_FULL"
+    assert status_mapping(Odd).reason == "INTERNAL"
 
 
 text = st.text(max_size=6000)
 
 
 @given(
-    kind=st.sampled_from(sorted(TABLE, key=lambda kind: kind.__name__)),
+    kind=st.sampled_from(sorted(STATUS_MAPPINGS, key=lambda kind: kind.__name__)),
     message=text,
     metadata=st.dictionaries(st.sampled_from(["field", "resource", "task", "x" * 300]), text)
     | st.dictionaries(st.text(max_size=300), text, max_size=30),
 )
 def test_details_stay_small(kind, message, metadata):
-    """However long the texts of an error are, its details stay under 4 KB."""
+    """Details stay under 4 KB for errors with long texts."""
     metadata.pop("retry_after_ms", None)
     error = kind(message)
     error.metadata = metadata
@@ -157,7 +160,7 @@ def test_details_stay_small(kind, message, metadata):
 
 @given(hint=st.integers(0, 10**9))
 def test_retry_hints_stay_sensible(hint):
-    """A hint is spread by a fifth, and never below 50 ms or above 10 s."""
+    """A hint has jitter of a fifth, and stays within 50 ms and 10 s."""
     failed = failure(errors.QueueFull("full", retry_after_ms=hint), "r")
     assert failed.retry_after is not None
     assert 0.05 <= failed.retry_after <= 10
@@ -169,23 +172,23 @@ def test_retry_hints_stay_sensible(hint):
     assert int(trailers["grpc-retry-pushback-ms"]) == round(failed.retry_after * 1000)
 
 
-async def test_an_unknown_exception_tells_nothing():
+async def test_the_text_of_an_unknown_exception_is_not_sent():
     """A bug is INTERNAL with the request's id and none of its text."""
 
     def explode(engine, stream):
         raise ValueError("secret")
 
-    asked = inference_pb2.QueryRequest(
+    request = inference_pb2.QueryRequest(
         question="?", options=inference_pb2.RequestOptions(request_id="r-2")
     )
     async with running(FakeEngine(explode)) as server:
-        failed = await refusal(server.inference.Query(asked))
+        failed = await refusal(server.inference.Query(request))
     check_shape(failed, "INTERNAL", "INTERNAL", "r-2")
     assert "secret" not in failed.message + str(failed.trailers)
 
 
 async def test_options_that_this_server_lacks():
-    """Adapters, unknown models and shared images are refused by their rows."""
+    """Adapters, unknown models and shared images are refused by their mappings."""
     options = inference_pb2.RequestOptions
     shared = media_pb2.Image(shared=media_pb2.SharedImage(region="legato-0-x"))
     cases = [
@@ -196,8 +199,8 @@ async def test_options_that_this_server_lacks():
     async with running() as server:
         for number, (opts, image, code, reason) in enumerate(cases):
             opts.request_id = f"r-{number}"
-            asked = inference_pb2.QueryRequest(question="?", options=opts, image=image)
-            failed = await refusal(server.inference.Query(asked))
+            request = inference_pb2.QueryRequest(question="?", options=opts, image=image)
+            failed = await refusal(server.inference.Query(request))
             check_shape(failed, code, reason, f"r-{number}")
 
 
@@ -213,7 +216,7 @@ async def test_resources_are_named():
 
 
 async def test_an_engine_that_loads_is_unavailable():
-    """Before the model is known, requests are told to come back."""
+    """Requests get a retry delay until the model is known."""
     engine = FakeEngine()
     engine.state, engine.model = EngineState.STARTING, None
     async with running(engine) as server:
@@ -232,7 +235,7 @@ async def test_an_id_in_flight_is_not_taken_twice():
         failed = await refusal(server.inference.Query(other))
         check_shape(failed, "ALREADY_EXISTS", "DUPLICATE_REQUEST", "mine")
         assert failed.details["ResourceInfo"].resource_name == "mine"
-        answer(engine, engine.streams["mine"])
+        answer(engine, engine.streams[RequestKey("mine")])
         assert (await first).answer
 
 
@@ -266,13 +269,13 @@ async def test_a_client_retries_by_its_own_policy():
         assert len(server.engine.requests) == 6
 
 
-async def test_bad_requests_with_a_picture_leave_no_blob():
-    """A request that is refused after its picture was staged leaves nothing in shared memory."""
+async def test_bad_requests_with_an_image_leave_no_blob():
+    """A request that is refused after its image was staged leaves nothing in shared memory."""
     engine = FakeEngine()
     engine.become(EngineState.LOST)
     async with running(engine) as server:
         failed = await refusal(
-            server.inference.Caption(inference_pb2.CaptionRequest(image=picture()))
+            server.inference.Caption(inference_pb2.CaptionRequest(image=image_message()))
         )
         assert len(engine.blobs) == 0
     assert failed.reason == "ENGINE_LOST"
@@ -281,7 +284,7 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
 @pytest.mark.parametrize(
     ("source", "field"),
     [
-        ({"encoded": media_pb2.EncodedImage(data=picture_bytes())}, "image.encoded.data"),
+        ({"encoded": media_pb2.EncodedImage(data=image_bytes())}, "image.encoded.data"),
         (
             {
                 "raw": media_pb2.RawImage(
@@ -296,8 +299,8 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
     ],
 )
 @pytest.mark.parametrize("rpc", ["Query", "RunTasks", "Generate"])
-async def test_a_broken_picture_is_told_by_its_field(rpc, source, field):
-    """What only the engine finds out about a picture names the request's field all the same."""
+async def test_a_broken_image_is_refused_by_its_field(rpc, source, field):
+    """An error about the image that only the engine finds names the request's field."""
     image = media_pb2.Image(**source)
     task = task_pb2.Task(query=task_pb2.QueryTask(question="?"))
     async with running(FakeEngine(refuse(errors.ImageUndecodable("cut", field="image")))) as server:

@@ -19,23 +19,23 @@ from tests.service.harness import refusal
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="wait"))
 STREAM = inference_pb2.GenerateRequest(task=TASK)
 ENGINE = "tests.service.fake_process"
-STILLBORN = "tests.service.fakes"  # a module that just ends
+STILLBORN = "tests.service.fakes"  # a module that exits at once
 HANGS_AFTER = 60.0  # seconds; the slowest test takes a tenth of it
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class Process:
-    """A service process and what it logged so far."""
+    """A service process and its log lines so far."""
 
     def __init__(self, process):
         self.process = process
         self.lines = []
-        self._passed = []  # read while another was waited for
+        self._passed = []  # read while waiting for another event
 
     async def line(self, event):
-        """The next log line of this name; fails when the process ends without it.
+        """Return the next log line of this event; fail if the process ends without it.
 
-        Lines of different names are in no order: each process writes its own when it likes.
+        Lines of different events are in no order, because each process writes its own.
         """
         for line in self._passed:
             if line["event"] == event:
@@ -50,12 +50,12 @@ class Process:
         raise AssertionError(f"no {event} in {self.lines}")
 
     async def code(self):
-        """Its exit code, once all of its log is read."""
+        """Read the rest of the log and return the exit code."""
         self.lines += [json.loads(line) for line in (await self.process.stderr.read()).splitlines()]
         return await self.process.wait()
 
     async def explain(self):
-        """Show what it logged and, of itself and its children, the stacks; they die of it."""
+        """Print the log, and the stacks of the process and its children, which abort."""
         first = self.process.pid
         for pid in (*children(first), first):
             os.kill(pid, signal.SIGABRT)
@@ -69,7 +69,7 @@ class Process:
 async def service(*arguments, engine=ENGINE):
     """A running service process on a free port.
 
-    A test that hangs is ended where it waits, and shows where the processes stand.
+    A test that hangs is ended and shows the stacks of the processes.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.service.fake_service", engine),
@@ -89,22 +89,22 @@ async def service(*arguments, engine=ENGINE):
             process.kill()
         await process.wait()
         if process.stderr is not None:
-            await process.stderr.read()  # to its end, when all that it started is gone, too
+            await process.stderr.read()  # until all its children have closed it
 
 
 def stub(channel):
-    """The inference service behind a channel."""
+    """The inference service of a channel."""
     return inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 def question(text):
-    """Ask the fake engine."""
+    """A question to the fake engine."""
     return inference_pb2.QueryRequest(question=text)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains_and_exits_0(number):
-    """The first signal refuses new work, cuts what the grace does not end, and exits 0."""
+    """The first signal refuses new calls, aborts those that outlast the grace, and exits 0."""
     async with service("--drain-grace", "0.5") as running:
         address = (await running.line("ready"))["address"]
         async with grpc.aio.insecure_channel(address) as channel:
@@ -112,7 +112,7 @@ async def test_a_signal_drains_and_exits_0(number):
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             running.process.send_signal(number)
-            assert (await running.line("draining"))["in_flight"] == 1
+            assert (await running.line("drain_begun"))["in_flight"] == 1
             failed = await refusal(stub(channel).Query(question("late")))
             assert failed.reason == "DRAINING"
             assert (await refusal(waiting.read())).code is grpc.StatusCode.UNAVAILABLE
@@ -120,102 +120,104 @@ async def test_a_signal_drains_and_exits_0(number):
     assert running.lines[-1]["event"] == "stopped"
 
 
-async def test_a_second_signal_cuts():
-    """The second signal ends the drain at once; the exit code names it."""
+async def test_a_second_signal_ends_the_drain():
+    """It ends at once; the exit code names the signal."""
     async with service("--drain-grace", "600") as running:
         address = (await running.line("ready"))["address"]
         async with grpc.aio.insecure_channel(address) as channel:
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             running.process.send_signal(signal.SIGTERM)
-            await running.line("draining")
+            await running.line("drain_begun")
             running.process.send_signal(signal.SIGINT)
             assert await running.code() == 128 + signal.SIGINT
             waiting.cancel()
 
 
 async def test_a_signal_while_the_model_loads_exits_0():
-    """Nothing has to be ready for the process to leave."""
+    """The process need not be ready."""
     async with service(engine=STILLBORN) as running:
         await running.line("loading")
         running.process.send_signal(signal.SIGTERM)
         assert await running.code() == 0
 
 
-async def test_an_engine_that_never_comes_up_is_given_up():
-    """After a few attempts the process fails, for its supervisor to see."""
+async def test_an_engine_that_never_gets_ready_fails_the_start():
+    """The process exits with code 1 after several attempts."""
     async with service(engine=STILLBORN) as running:
         await running.line("engine_never_ready")
         assert await running.code() == 1
 
 
 def admin(channel):
-    """The admin service behind a channel."""
+    """The admin service of a channel."""
     return admin_pb2_grpc.AdminServiceStub(channel)
 
 
 def drain_in(seconds):
-    """A Drain with that grace."""
+    """A Drain with this grace."""
     return admin_pb2.DrainRequest(grace=duration_pb2.Duration(seconds=seconds))
 
 
 async def test_an_operators_drain_ends_the_process():
-    """Drain begins what SIGTERM begins: the process exits 0 once nothing runs."""
+    """As after SIGTERM, the process exits 0 when no request is open."""
     async with service() as running:
         address = (await running.line("ready"))["address"]
         async with grpc.aio.insecure_channel(address) as channel:
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             await admin(channel).Drain(drain_in(600))
-            assert 590 < (await running.line("draining"))["grace"] <= 600  # what is left of it
+            assert (
+                590 < (await running.line("drain_begun"))["grace"] <= 600
+            )  # the rest of the grace
             assert (await refusal(stub(channel).Query(question("hello")))).reason == "DRAINING"
             waiting.cancel()
             assert await running.code() == 0
 
 
 async def test_a_signal_shortens_an_operators_drain():
-    """The first signal is a drain of the server's own grace, and not yet the cut."""
+    """The first signal applies the server's own grace."""
     async with service("--drain-grace", "0.2") as running:
         address = (await running.line("ready"))["address"]
         async with grpc.aio.insecure_channel(address) as channel:
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             await admin(channel).Drain(drain_in(600))
-            await running.line("draining")
+            await running.line("drain_begun")
             running.process.send_signal(signal.SIGTERM)
-            assert (await running.line("draining"))["grace"] <= 0.2
+            assert (await running.line("drain_begun"))["grace"] <= 0.2
             assert await running.code() == 0
 
 
-async def test_an_open_listener_without_admin_says_so():
-    """A warning tells that AdminService is off, and how to have it."""
+async def test_an_open_listener_disables_admin():
+    """A warning says so and names the option."""
     async with service("--listen", "0.0.0.0:0", "--insecure") as running:
-        assert "--admin-listen" in (await running.line("admin_off"))["reason"]
+        assert "--admin-listen" in (await running.line("admin_disabled"))["reason"]
 
 
-async def test_the_admin_address_is_told(tmp_path):
-    """A line names where AdminService is."""
+async def test_the_admin_address_is_logged(tmp_path):
+    """Also of a unix socket."""
     async with service("--admin-listen", f"unix:{tmp_path}/admin.sock") as running:
-        assert (await running.line("admin"))["address"] == f"unix:{tmp_path}/admin.sock"
+        assert (await running.line("admin_listening"))["address"] == f"unix:{tmp_path}/admin.sock"
 
 
 async def test_a_taken_port_fails_the_start():
-    """Exit code 1 and a log line that names the address."""
+    """The exit code is 1, and a log line names the address."""
     async with service() as first:
         address = (await first.line("ready"))["address"]
         async with service("--listen", address) as second:
-            assert (await second.line("cannot_listen"))["listen"] == address
+            assert (await second.line("listen_failed"))["listen"] == address
             assert await second.code() == 1
 
 
-def test_the_service_leaves_torch_alone():
-    """Importing the service process loads no torch: it starts in a moment and stays small."""
+def test_the_service_loads_no_torch():
+    """So that it starts fast and stays small."""
     code = "import sys, legato_service.__main__; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
 
 
 def test_help_names_every_option():
-    """The command line explains itself."""
+    """`--help` lists the options."""
     shown = subprocess.run(
         [sys.executable, "-m", "legato_service", "--help"],
         env=ENVIRONMENT,

@@ -133,7 +133,7 @@ def listing(scores: dict[str, float], names: list[str]) -> str:
 
 
 def run_fields(log: str) -> dict[str, str]:
-    """Steps, pictures and speed of the run."""
+    """Steps, images and speed of the run."""
     steps = int(re.search(r"trained (\d+) steps", log).group(1))
     rates = sorted(int(rate) for rate in re.findall(r"images/s (\d+)", log))
     return {

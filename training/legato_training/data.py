@@ -1,6 +1,6 @@
 """Endless batches of scenes and their slots, made in worker processes.
 
-The pictures are drawn on the GPU.
+The images are drawn on the GPU.
 """
 
 from pathlib import Path

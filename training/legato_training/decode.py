@@ -45,7 +45,7 @@ class Answer:
 
 
 class Decoder:
-    """Answers prompts about a batch of pictures."""
+    """Answers prompts about a batch of images."""
 
     def __init__(self, model: LegatoTiny) -> None:
         self.model = model
@@ -99,7 +99,7 @@ class Decoder:
     def answer(
         self, cache: list[tuple[Tensor, Tensor]], prompts: list[list[int]], skill: str, limit: int
     ) -> list[Answer]:
-        """Greedy answers of at most ``limit`` tokens, one prompt a picture."""
+        """Greedy answers of at most ``limit`` tokens, one prompt an image."""
         device = cache[0][0].device
         count, longest = len(prompts), max(len(p) for p in prompts)
         tokens = torch.zeros(count, longest + limit, dtype=torch.long, device=device)

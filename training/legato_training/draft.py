@@ -1,11 +1,11 @@
 """Teach a draft of legato-tiny its next words: ``python -m legato_training.draft --out FILE``.
 
-The draft is one layer behind the model's last. From the residual stream that a token was sampled
+The draft is one layer after the model's last. From the residual stream that a token was sampled
 from, and that token, it guesses the stream of the next one, and so on by itself; it looks at the
-picture through keys and values that the model has computed anyway, those of its last layer, and
+image through keys and values that the model has computed anyway, those of its last layer, and
 speaks through the model's own head. Its teacher is what the model says of generated scenes.
 
-B pictures, S suffix tokens, G of them in slots of text, L positions before them, D width, H heads,
+B images, S suffix tokens, G of them in slots of text, L positions before them, D width, H heads,
 C head size, K tokens that are drafted.
 """
 
@@ -72,7 +72,7 @@ class Draft(nn.Module):
 @dataclass(frozen=True)
 class Lesson:
     """What the teacher makes of some scenes: its residual stream in their slots of text, keys and
-    values of everything, and the tokens that were said behind each place (-1: none).
+    values of everything, and the tokens generated after each position (-1: none).
     """
 
     hidden_BGD: Tensor
@@ -138,7 +138,7 @@ def roll(
 
 
 def ahead(said_BG: Tensor, step: int) -> Tensor:
-    """The token so many places further, -1 behind the end."""
+    """The token so many positions later, -1 past the end."""
     moved = said_BG.roll(-step, 1)
     if step:
         moved[:, -step:] = -1
@@ -153,7 +153,7 @@ def loss_of(rolled: Iterator[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 
 @torch.no_grad()
 def accepted(rolled: Iterator[tuple[Tensor, Tensor, Tensor]]) -> list[float]:
-    """Of places with so many tokens behind them, the share where all so far are the teacher's."""
+    """Share of positions whose next n tokens all equal the teacher's."""
     shares: list[float] = []
     right_BG = None
     for logits, wanted, valid_BG in rolled:

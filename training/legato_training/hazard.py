@@ -80,7 +80,7 @@ class HazardSampler(SceneSampler):
 
 
 def batches(model: LegatoTiny, options: argparse.Namespace) -> Iterator[tuple[Tensor, Arrays]]:
-    """Image embeddings of scenes and their slots; a picture comes several times, asked anew."""
+    """Image embeddings of scenes and their slots; an image comes several times, asked anew."""
     book = shape_sprites()
     sampler = HazardSampler(book, options.seed)
     builder = SlotBuilder(sampler, Words(), np.random.default_rng(options.seed + 1))

@@ -54,7 +54,7 @@ class Narrator:
         return f"{NUMBERS[count]} {prefix}{entry.plurals[0]}"
 
     def listing(self) -> str:
-        """Everything in the picture as one list."""
+        """Everything in the image as one list."""
         return join([self.counted(kind) for kind in self.members])
 
     def short(self) -> str:
@@ -159,7 +159,7 @@ class Narrator:
         return singles[self.rng.integers(len(singles))] if singles else None
 
     def ask_what(self, _: int) -> tuple[str, str] | None:
-        """What is in the picture."""
+        """What is in the image."""
         if len(self.members) > 4:
             return None
         question = self.pick(

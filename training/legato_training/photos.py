@@ -17,7 +17,7 @@ SCIKIT_LEARN = ("china.jpg",)
 
 
 def squares(image_HW3: np.ndarray) -> list[np.ndarray]:
-    """Cut a picture into squares of its shorter side, each resized to SIDE."""
+    """Cut an image into squares of its shorter side, each resized to SIDE."""
     height, width = image_HW3.shape[:2]
     side = min(height, width)
     starts = range(0, max(height, width) - side + 1, max(1, side * 2 // 3))
@@ -57,7 +57,7 @@ def load_panoramas(package: Path) -> list[np.ndarray]:
 
 
 def installed_images(package: str, folder: str, names: tuple[str, ...]) -> list[np.ndarray]:
-    """Pictures bundled inside an installed Python package."""
+    """Images bundled inside an installed Python package."""
     root = Path(util.find_spec(package).origin).parent / folder
     return [np.asarray(Image.open(root / name).convert("RGB")) for name in names]
 

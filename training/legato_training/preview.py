@@ -18,7 +18,7 @@ from legato_training.vocabulary import ROOT, Words
 
 
 def to_image(pixels_3YX: torch.Tensor) -> Image.Image:
-    """-1..1 -> picture."""
+    """-1..1 -> image."""
     array = ((pixels_3YX.float().cpu() * 0.5 + 0.5) * 255).round().clamp(0, 255).byte()
     return Image.fromarray(array.permute(1, 2, 0).numpy())
 

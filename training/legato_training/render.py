@@ -158,7 +158,7 @@ def paint(
     tint: Tensor,
     style: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One object per picture over the canvas, whose channels are [B, Y, X]."""
+    """One object per image over the canvas, whose channels are [B, Y, X]."""
     side = (SIDE >> level.long())[:, None, None]
     base = (
         starts[level.long()][:, None, None]
@@ -175,7 +175,7 @@ def paint(
 
 
 def photo_crop(photos: Tensor, x: Tensor, y: Tensor, rolls: Tensor) -> Tensor:
-    """Random crop of a random photograph per picture, bilinear, [B, 3, Y, X]."""
+    """Random crop of a random photograph per image, bilinear, [B, 3, Y, X]."""
     number, side = photos.shape[0], photos.shape[1]
     pick = (rolls[:, 0] * number).long().clamp(max=number - 1)[:, None, None]
     zoom = (0.25 + 0.75 * rolls[:, 1])[:, None, None]

@@ -1,7 +1,7 @@
-"""Draw the sample pictures and their truth: ``python -m legato_training.samples --out FOLDER``.
+"""Draw the sample images and their truth: ``python -m legato_training.samples --out FOLDER``.
 
 Compositions made by hand, at natural sizes, of Fluent drawings (MIT) from their vectors, so these
-pictures may be committed. ``legato_training.art`` downloads the drawings.
+images may be committed. ``legato_training.art`` downloads the drawings.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def ramp(size: tuple[int, int], top: Colour, bottom: Colour) -> Image.Image:
 
 
 def ground(picture: Picture) -> Image.Image:
-    """The picture before anything is put into it."""
+    """The image before anything is put into it."""
     sky = ramp(picture.size, picture.top, picture.bottom)
     if picture.hill is None:
         return sky
@@ -134,7 +134,7 @@ def ground(picture: Picture) -> Image.Image:
 
 
 def layer(picture: Picture, item: Item, icons: dict) -> Image.Image:
-    """A drawing alone, RGBA of the picture's size."""
+    """A drawing alone, RGBA of the image's size."""
     names = set(icons["icons"]) | set(icons.get("aliases", {}))
     drawn = rasterise(svg_of(icons, find_icon(ART, item.label, names)), SHARPNESS)
     drawn = drawn.rotate(item.turn, Image.Resampling.BICUBIC, expand=True)
@@ -166,7 +166,7 @@ def box_of(drawing: Image.Image) -> list[float]:
 
 
 def draw(picture: Picture, icons: dict) -> tuple[Image.Image, dict[str, list[list[float]]]]:
-    """The picture, and its boxes by noun from left to right."""
+    """The image, and its boxes by noun from left to right."""
     noun_of = {label: noun.names[0] for noun in all_nouns() for label in noun.labels}
     canvas = ground(picture).convert("RGBA")
     boxes: dict[str, list[list[float]]] = {}

@@ -1,7 +1,7 @@
 """Sample what a scene shows, before anything is drawn: kinds, sprites, places, background.
 
 Unit image coordinates 0..1, x right, y down. K objects at most. Boxes are (x0, y0, x1, y1) of the
-object's alpha inside the picture, whether or not another object covers part of it.
+object's alpha inside the image, whether or not another object covers part of it.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Scene:
     matrices: np.ndarray  # f64 [n, 2, 2] sprite units -> image units
     centres: np.ndarray  # f64 [n, 2]
     boxes: np.ndarray  # f64 [n, 4]
-    inside: np.ndarray  # f64 [n] share of the full box inside the picture
+    inside: np.ndarray  # f64 [n] share of the full box inside the image
     covered: np.ndarray  # f64 [n] bound on the share covered by others
     paint_order: np.ndarray  # int [n]
     tints: np.ndarray  # f32 [n, 3]
@@ -67,7 +67,7 @@ class SceneSampler:
         return int(pool[self.rng.integers(len(pool))])
 
     def absent_kind(self, present: set[int]) -> int:
-        """A kind that is not in the picture."""
+        """A kind that is not in the image."""
         while True:
             kind = self.random_kind()
             if kind not in present:
@@ -96,7 +96,7 @@ class SceneSampler:
         return int(sprites[self.rng.integers(len(sprites))])
 
     def matrix(self, kind: int, scale: float, squeeze: float) -> np.ndarray:
-        """Sprite to image units: size, mirror, slight shear and rotation, the picture's squeeze."""
+        """Sprite to image units: size, mirror, slight shear and rotation, the image's squeeze."""
         rng = self.rng
         stretch = np.exp(rng.normal(0, 0.08))
         mirror = -1.0 if self.lexicon.kinds[kind].mirror and rng.random() < 0.5 else 1.0

@@ -1,4 +1,4 @@
-"""One scene's questions and answers as token slots of fixed lengths, packed behind one image.
+"""One scene's prompts and answers as token slots of fixed lengths, packed after one image.
 
 S suffix length; every slot starts at position 577 and sees the image and, causally, itself.
 ``tokens`` are the inputs, ``targets`` the next token where it is learned (-1 elsewhere), values
@@ -160,7 +160,7 @@ class SlotBuilder:
         return self.detect(narrator, narrator.name(self.hard_absent(narrator) or absent))
 
     def hard_absent(self, narrator: Narrator) -> int | None:
-        """A shape of the picture in a colour it does not have there."""
+        """A shape of the image in a colour it does not have there."""
         shapes = [k for k in narrator.members if narrator.lexicon.kinds[k].shape >= 0]
         if not shapes or self.rng.random() < 0.4:
             return None

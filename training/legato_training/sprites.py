@@ -1,6 +1,6 @@
 """The sprite pack in memory: premultiplied RGBA for the renderer, small arrays for the sampler.
 
-N sprites; level l of the pyramid has side SIDE >> l. Drawn shapes are added behind the packed art,
+N sprites; level l of the pyramid has side SIDE >> l. Drawn shapes are added after the packed art,
 white, so that a tint gives them their colour.
 """
 

@@ -51,7 +51,7 @@ class TrainConfig:
 
 @dataclass
 class Ranks:
-    """Who this process is among the processes of a run."""
+    """This process's rank and the number of processes of a run."""
 
     rank: int
     world: int

@@ -49,7 +49,7 @@ def batch(book):
 def forward(
     model: LegatoTiny, tokens: torch.Tensor, values: torch.Tensor, slots: tuple[int, ...]
 ) -> torch.Tensor:
-    """Hidden states of a packed suffix for fixed pictures."""
+    """Hidden states of a packed suffix for fixed images."""
     pixels = torch.randn(tokens.shape[0], 3, 336, 336, generator=torch.Generator().manual_seed(1))
     positions, bias = slot_mask(slots, model.config.prefix)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_slot_does_not_see_another_slot():
 
 
 def test_packed_equals_alone():
-    """A slot's hidden states are those of the same prompt alone behind the image."""
+    """A slot's hidden states equal those of the same prompt alone after the image."""
     model = LegatoTiny(SMALL)
     tokens, values = random_suffix(24)
     packed = forward(model, tokens, values, (8, 6, 10))

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Client talks to the servers behind one name. Its methods may be called by any number of goroutines.
+// Client calls the servers of one name. Its methods may be called by any number of goroutines.
 type Client struct {
 	settings  dialSettings
 	work      *grpc.ClientConn

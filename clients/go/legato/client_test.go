@@ -146,7 +146,7 @@ func TestOtherFailuresAreNotAskedAgain(t *testing.T) {
 	}
 }
 
-// A call without a deadline gets one, which the server sees beside who calls.
+// A call without a deadline gets one, which the server sees together with the caller's metadata.
 func TestWhatEveryCallCarries(t *testing.T) {
 	var sent metadata.MD
 	var left time.Duration

@@ -29,8 +29,8 @@
 // # Deadlines and retries
 //
 // A context without a deadline gets one: [DefaultTimeout], and [DefaultStreamTimeout] for Generate. A session has
-// none. gRPC asks again after UNAVAILABLE, as long as nothing was answered; a server that is full is asked again when
-// it said when to come back. Servers behind one name are asked in turn, those that are healthy.
+// none. gRPC retries UNAVAILABLE until the first response; a request that a full server refused is retried after the
+// delay that the server gave. The healthy servers of one DNS name are called in turn.
 //
 // # Errors
 //

@@ -29,7 +29,7 @@ var (
 	ErrResourceExhausted error = codeError(codes.ResourceExhausted)
 	// ErrAborted: the server gave up: preempted, or this client read too slowly.
 	ErrAborted error = codeError(codes.Aborted)
-	// ErrUnavailable: nobody serves there now.
+	// ErrUnavailable: no server is ready at that address.
 	ErrUnavailable error = codeError(codes.Unavailable)
 	// ErrUnimplemented: this server was not built with that call.
 	ErrUnimplemented error = codeError(codes.Unimplemented)

@@ -107,7 +107,7 @@ func TestSkills(t *testing.T) {
 	}
 }
 
-// Every token is told to those who ask, with its probability if they want it: unary, in a stream, and task by task.
+// Every token is returned on request, with its probability on request: unary, in a stream, and task by task.
 func TestTokens(t *testing.T) {
 	client, ctx := dial(t), t.Context()
 	need(t, client, "logprobs")

@@ -76,8 +76,9 @@ type Frame struct {
 	MustRun bool
 }
 
-// Session is a long conversation about a stream of frames. Send and Recv belong in goroutines of their own: who waits
-// for room to send without reading waits for ever. What sends may be called by any number of goroutines, Recv by one.
+// Session is a long conversation about a stream of frames. Send and Recv belong in goroutines of their own,
+// because a goroutine that waits for credit without reading waits for ever. Send may be called by any number of
+// goroutines, Recv by one.
 //
 // Each frame sent gets exactly one of: a [FrameResult] for each of its tasks, the last with Last; or one
 // [FrameDropped].

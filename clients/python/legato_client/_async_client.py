@@ -7,18 +7,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._session.async_session import AsyncSession
 from legato_client._session.plan import SessionPlan, plan, show_as_method
 from legato_client._transport.async_transport import AsyncTransport
-from legato_client._transport.settings import Configured, Settings
+from legato_client._transport.settings import ConfiguredClient, Settings
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 
 
 def _async(
-    method: Callable[Concatenate[Calls, P], AnswerT],
+    method: Callable[Concatenate[ClientMethods, P], AnswerT],
 ) -> Callable[Concatenate[AsyncClient, P], AnswerT]:
     """The method of `AsyncClient` that makes a call: a coroutine, or an iterator of events."""
 
@@ -41,34 +41,50 @@ def _session(
     return call
 
 
-class AsyncClient(Configured):
-    """Talks to one Legato server from an asyncio program.
+class AsyncClient(ConfiguredClient):
+    """An asyncio client of one Legato server.
 
-    `target` is any gRPC name ("host:port", "dns:///name:port", "unix:/path"). `timeout` and
-    `stream_timeout` (seconds) hold for calls that bring none. Without `credentials` the connection
-    is not encrypted. `priority` and `tenant` go with every call. The channel opens at the first
-    call, in the loop that makes it.
+        async with AsyncClient("127.0.0.1:50051", timeout=10) as client:
+            result = await client.detect("street.jpg", "bicycle")
+            async for event in client.generate("street.jpg", CaptionTask()):
+                ...
 
-    Calls raise `LegatoError`; an unreadable picture raises what `to_image` names.
+    The channel opens at the first call, in the loop that makes it.
+
+    Args:
+        target: Any gRPC name ("host:port", "dns:///name:port", "unix:/path"); None takes
+            `LEGATO_SERVER` from the environment, else the local default port.
+        timeout: Seconds for a unary call that names none.
+        stream_timeout: Seconds for `generate` that names none.
+        credentials: TLS credentials; without them the connection is not encrypted.
+        token: Bearer token sent with every call.
+        priority: -100 to 100, sent with every call; higher goes first.
+        tenant: The tenant that calls are counted for, sent with every call.
+        metadata: Further metadata sent with every call.
+        max_message_bytes: The largest message that either side may send.
+
+    Raises:
+        LegatoError: From every call that fails; see `legato_client._errors`.
+        TypeError, ValueError, OSError: From calls whose image cannot be read.
     """
 
-    query = _async(Calls.query)
-    chat = _async(Calls.chat)
-    caption = _async(Calls.caption)
-    detect = _async(Calls.detect)
-    point = _async(Calls.point)
-    segment = _async(Calls.segment)
-    run_tasks = _async(Calls.run_tasks)
-    generate = _async(Calls.generate)
+    query = _async(ClientMethods.query)
+    chat = _async(ClientMethods.chat)
+    caption = _async(ClientMethods.caption)
+    detect = _async(ClientMethods.detect)
+    point = _async(ClientMethods.point)
+    segment = _async(ClientMethods.segment)
+    run_tasks = _async(ClientMethods.run_tasks)
+    generate = _async(ClientMethods.generate)
     session = _session(plan)
-    put_image = _async(Calls.put_image)
+    put_image = _async(ClientMethods.put_image)
     encode_image = put_image  # the moondream SDK's word
-    delete_image = _async(Calls.delete_image)
-    server_info = _async(Calls.server_info)
-    models = _async(Calls.models)
-    load = _async(Calls.load)
-    abort = _async(Calls.abort)
-    drain = _async(Calls.drain)
+    delete_image = _async(ClientMethods.delete_image)
+    server_info = _async(ClientMethods.server_info)
+    models = _async(ClientMethods.models)
+    load = _async(ClientMethods.load)
+    abort = _async(ClientMethods.abort)
+    drain = _async(ClientMethods.drain)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -87,4 +103,4 @@ class AsyncClient(Configured):
 
     def _connect(self, settings: Settings) -> None:
         self._connection = AsyncTransport(settings)
-        self._calls = Calls(settings, self._connection)
+        self._calls = ClientMethods(settings, self._connection)

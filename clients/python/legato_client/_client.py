@@ -7,18 +7,18 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._session.blocking_session import Session
 from legato_client._session.plan import SessionPlan, plan, show_as_method
 from legato_client._transport.blocking_transport import BlockingTransport, run
-from legato_client._transport.settings import Configured, Settings
+from legato_client._transport.settings import ConfiguredClient, Settings
 
 P = ParamSpec("P")
 ValueT = TypeVar("ValueT")
 
 
 def _blocking(
-    method: Callable[Concatenate[Calls, P], Coroutine[Any, Any, ValueT]],
+    method: Callable[Concatenate[ClientMethods, P], Coroutine[Any, Any, ValueT]],
 ) -> Callable[Concatenate[Client, P], ValueT]:
     """The method of `Client` that runs a call to its end."""
 
@@ -30,7 +30,7 @@ def _blocking(
 
 
 def _iterating(
-    method: Callable[Concatenate[Calls, P], AsyncGenerator[ValueT, None]],
+    method: Callable[Concatenate[ClientMethods, P], AsyncGenerator[ValueT, None]],
 ) -> Callable[Concatenate[Client, P], Generator[ValueT, None, None]]:
     """The method of `Client` that yields what a stream yields."""
 
@@ -60,33 +60,34 @@ def _session(plan: Callable[P, SessionPlan]) -> Callable[Concatenate[Client, P],
     return call
 
 
-class Client(Configured):
-    """Talks to one Legato server from a blocking program; safe to share between threads.
+class Client(ConfiguredClient):
+    """A blocking client of one Legato server; safe to share between threads.
 
-    `target` is any gRPC name ("host:port", "dns:///name:port", "unix:/path"). `timeout` and
-    `stream_timeout` (seconds) hold for calls that bring none. Without `credentials` the connection
-    is not encrypted. `priority` and `tenant` go with every call.
+        with Client("127.0.0.1:50051", timeout=10) as client:
+            result = client.detect("street.jpg", "bicycle")
+            for event in client.generate("street.jpg", CaptionTask()):
+                ...
 
-    Calls raise `LegatoError`; an unreadable picture raises what `to_image` names.
+    The arguments and errors are those of `AsyncClient`.
     """
 
-    query = _blocking(Calls.query)
-    chat = _blocking(Calls.chat)
-    caption = _blocking(Calls.caption)
-    detect = _blocking(Calls.detect)
-    point = _blocking(Calls.point)
-    segment = _blocking(Calls.segment)
-    run_tasks = _blocking(Calls.run_tasks)
-    generate = _iterating(Calls.generate)
+    query = _blocking(ClientMethods.query)
+    chat = _blocking(ClientMethods.chat)
+    caption = _blocking(ClientMethods.caption)
+    detect = _blocking(ClientMethods.detect)
+    point = _blocking(ClientMethods.point)
+    segment = _blocking(ClientMethods.segment)
+    run_tasks = _blocking(ClientMethods.run_tasks)
+    generate = _iterating(ClientMethods.generate)
     session = _session(plan)
-    put_image = _blocking(Calls.put_image)
+    put_image = _blocking(ClientMethods.put_image)
     encode_image = put_image  # the moondream SDK's word
-    delete_image = _blocking(Calls.delete_image)
-    server_info = _blocking(Calls.server_info)
-    models = _blocking(Calls.models)
-    load = _blocking(Calls.load)
-    abort = _blocking(Calls.abort)
-    drain = _blocking(Calls.drain)
+    delete_image = _blocking(ClientMethods.delete_image)
+    server_info = _blocking(ClientMethods.server_info)
+    models = _blocking(ClientMethods.models)
+    load = _blocking(ClientMethods.load)
+    abort = _blocking(ClientMethods.abort)
+    drain = _blocking(ClientMethods.drain)
 
     def __enter__(self) -> Client:
         return self
@@ -105,4 +106,4 @@ class Client(Configured):
 
     def _connect(self, settings: Settings) -> None:
         self._connection = BlockingTransport(settings)
-        self._calls = Calls(settings, self._connection)
+        self._calls = ClientMethods(settings, self._connection)

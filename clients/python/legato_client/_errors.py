@@ -4,7 +4,7 @@
     ├── InvalidArgument          change the request; `field_violations` says where
     │   └── SessionProtocol      a session message came out of order
     ├── NotFound                 model or adapter unknown here
-    │   └── ImageNotFound        the picture is not held (any more): send it again
+    │   └── ImageNotFound        the image is not held (any more): send it again
     ├── AlreadyExists
     │   └── DuplicateRequest     the request id names another request
     ├── FailedPrecondition       this server cannot do the task
@@ -17,7 +17,7 @@
     ├── Cancelled
     ├── Aborted                  this client read too slowly, or a shared frame was overwritten
     │   └── Preempted            an operator stopped it
-    ├── Unavailable              starting, draining, engine lost, or nobody listens
+    ├── Unavailable              starting, draining, engine lost, or not listening
     │   └── IncompleteStream     a stream ended before it was complete
     ├── Unimplemented            this server was not built with that call
     ├── Unauthenticated
@@ -102,7 +102,7 @@ class NotFound(LegatoError):
 
 
 class ImageNotFound(NotFound):
-    """The picture is not held, or not any more: send it again."""
+    """The image is not held, or not any more: send it again."""
 
 
 class AlreadyExists(LegatoError):

@@ -1,6 +1,6 @@
-"""Answers drawn onto their picture. Needs Pillow (`pip install "legato[cli]"`).
+"""Answers drawn onto their image. Needs Pillow (`pip install "legato[cli]"`).
 
-Everything is drawn on a transparent layer of twice the size and scaled down onto the picture,
+Everything is drawn on a transparent layer of twice the size and scaled down onto the image,
 which is what smooths lines and text.
 """
 
@@ -40,13 +40,13 @@ PALETTE = (
     (214, 69, 48),
 )
 _SMOOTHING = 2
-_READABLE_SIDE = 640  # pixels; smaller pictures are enlarged so that labels do not hide them
+_READABLE_SIDE = 640  # pixels; smaller images are enlarged so that labels do not hide them
 _FILL_ALPHA = 84
 _INK, _PAPER = (24, 26, 31), (250, 250, 248)
 
 
 def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
-    """What of a result has a place in the picture; text and a failed task have none."""
+    """What of a result has a place in the image; text and a failed task have none."""
     match result.outcome if isinstance(result, FrameResult) else result:
         case DetectResult(objects):
             return objects
@@ -61,7 +61,7 @@ def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
 def annotate(
     image: ImageInput, marks: Iterable[Mark] = (), *, lines: Iterable[str] = ()
 ) -> Image.Image:
-    """A copy of the picture with boxes, points and outlines, and lines of text below it.
+    """A copy of the image with boxes, points and outlines, and lines of text below it.
 
     Marks of one label share a colour. An outline whose path cannot be read shows its box.
     Raises TypeError for a `CachedImage`, whose pixels only the server has.
@@ -83,7 +83,7 @@ def _drawing_order(mark: Mark) -> int:
 
 
 def _readable(image: ImageInput) -> Image.Image:
-    """The picture upright, enlarged by a whole factor when it is small."""
+    """The image upright, enlarged by a whole factor when it is small."""
     picture = open_upright(image)
     factor = max(1, round(_READABLE_SIDE / max(picture.size)))
     if factor == 1:
@@ -93,7 +93,7 @@ def _readable(image: ImageInput) -> Image.Image:
 
 
 class _Layer:
-    """The transparent layer over a picture of `size` pixels."""
+    """The transparent layer over an image of `size` pixels."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._size = size
@@ -114,7 +114,7 @@ class _Layer:
                 self._outline(mark, colour)
 
     def flattened(self) -> Image.Image:
-        """The layer at the picture's own size."""
+        """The layer at the image's own size."""
         return self._image.resize(self._size, Image.Resampling.LANCZOS)
 
     def _box(self, mark: Detection | Outline, colour: tuple[int, int, int]) -> None:
@@ -146,7 +146,7 @@ class _Layer:
         self._label(mark.label, left, top, colour)
 
     def _label(self, text: str, x: float, y: float, colour: tuple[int, int, int]) -> None:
-        """A chip with `text` that sits on (x, y), moved inside the picture."""
+        """A chip with `text` that sits on (x, y), moved inside the image."""
         if not text:
             return
         pad = self._stroke + 2 * _SMOOTHING
@@ -174,7 +174,7 @@ def _luminance(colour: tuple[int, int, int]) -> float:
 
 
 def _with_text(picture: Image.Image, lines: list[str]) -> Image.Image:
-    """The picture above a panel of text, wrapped to its width."""
+    """The image above a panel of text, wrapped to its width."""
     size = max(14, picture.width // 44)
     font = ImageFont.load_default(size)
     margin, line_height = size, round(size * 1.45)

@@ -18,7 +18,7 @@ Humble and later), so a test or a program outside ROS can use them as they are. 
 | detections[].bbox.center.theta | 0: boxes are not turned |
 | detections[].results[0].hypothesis.class_id | the label |
 | detections[].results[0].hypothesis.score | the confidence; see `detections` where there is none |
-| detections[].results[0].pose | left as it is: a picture gives none |
+| detections[].results[0].pose | left as it is: an image gives none |
 | detections[].id | the track id; empty: not tracked |
 """
 
@@ -160,8 +160,8 @@ def detections(
     """The message for an answer, in the answer's order. Points are boxes without width and height.
 
     `stamp` and `size` (width, height in pixels) are those of the image; left out, they are what
-    the server echoed in `result.info`. ValueError if neither has them: without a size there are no
-    pixels, and a stamp of nobody's would match no image.
+    the server echoed in `result.info`. ValueError if neither has them: pixels need a size, and a
+    message without a stamp would match no image.
 
     Legato never makes a confidence up, and the message has no way to leave it out: `absent_score`
     stands for it. NaN, the default, is in no range, so `score > limit` keeps nothing: a consumer

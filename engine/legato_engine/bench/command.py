@@ -1,11 +1,9 @@
-"""What pipelining buys: `python -m legato_engine.bench --device cpu --model legato-tiny`.
+"""The gain from pipelining: `python -m legato_engine.bench --device cpu --model legato-tiny`.
 
-The same requests run through the same loaded model at pipeline depth 1 (blocking) and 2, repeats of
-the two interleaved. Each step's parts are steady-state medians over full decode batches; what the
-cost model predicts from them stands beside the gain observed in the decode phase, from which
-prefills are left out (`legato_engine.bench.decode_phase` says how).
-
-`--speculation` compares settings of speculation instead (`legato_engine.bench.speculation`).
+The same requests run on the same loaded model at pipeline depth 1 (blocking) and 2, in interleaved
+repeats. The parts of a step are medians over full decode batches. The gain that the cost model
+predicts from them is shown with the gain observed in the decode phase, which excludes prefills
+(`legato_engine.bench.decode_phase`).
 """
 
 from __future__ import annotations
@@ -21,31 +19,28 @@ import structlog
 from rich.console import Console
 
 from legato_engine.bench.decode_phase import MIN_LENGTH, Comparison, compare, measure
-from legato_engine.bench.speculation import SETTINGS, WORKLOADS, Plan
-from legato_engine.bench.speculation import measure as measure_speculation
-from legato_engine.bench.speculation_loads import FEWEST
-from legato_engine.bench.tables import full_tables, photon_tables, speculation_table, task_table
+from legato_engine.bench.tables import full_tables, photon_tables, task_table
 from legato_engine.bench.workload import KINDS, Workload
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly, assemble
 
 _TABLES = {"full": full_tables, "photon": photon_tables}
 _TABLE_WIDTH = 120
-_WIDE_TABLE = 220
 _COMPARED = ("query", "detect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, then print tables or their figures as JSON."""
+    """Measure and print tables, or their figures as JSON; return the exit code."""
     arguments = _parse(argv)
     config = model_config(arguments)
-    most = max(arguments.streams)
+    max_streams = max(arguments.streams)
     config = msgspec.structs.replace(
-        config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
+        config,
+        max_running=max_streams,
+        max_waiting=config.max_waiting + max_streams,
+        crops_per_launch=0,
     )
     assembly = assemble(config)
-    if arguments.speculation:
-        return compare_speculation(assembly, arguments)
     if arguments.compare_tasks:
         context = arguments.context or common_context(assembly)
         rows = [
@@ -73,39 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> int:
-    """Print what each setting of speculation comes to."""
-    plan = Plan(
-        streams=arguments.streams,
-        length=arguments.length,
-        repeats=arguments.repeats,
-        settings=arguments.settings,
-        workloads=arguments.workloads,
-        context=arguments.context,
-        fewest=arguments.requests,
-    )
-    rows = measure_speculation(assembly, plan)
-    console = Console()
-    console.width = max(console.width, _WIDE_TABLE)
-    if arguments.json:
-        figures = {
-            "model": msgspec.to_builtins(assembly.info),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        console.print_json(json.dumps(figures))
-    else:
-        title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
-        console.print(speculation_table(rows, title))
-    assembly.device.close()
-    return 0
-
-
 def measure_task(
     assembly: Assembly, arguments: argparse.Namespace, task: str, context: int
 ) -> list[Comparison]:
-    """A row per number of streams asked for; one stream is measured always, rows share against it.
+    """Return a row per number of streams. Raises as `decode_phase.measure`.
 
-    Raises what `decode_phase.measure` raises.
+    One stream is always measured, because a batch's row share is relative to it.
     """
     measured = [
         measure(
@@ -123,14 +91,14 @@ def measure_task(
 
 
 def common_context(assembly: Assembly) -> int:
-    """The shortest context that all compared tasks can start at."""
+    """Return the shortest context at which all compared tasks can start."""
     return max(
         Workload(assembly, kind=task, count=1, length=MIN_LENGTH).context for task in _COMPARED
     )
 
 
 def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
-    """Per number of streams, the pipelined periods of both tasks in ms and their ratio."""
+    """Return the pipelined periods of both tasks in ms, and their ratio, by number of streams."""
     free, constrained = (
         {row.streams: row for row in rows if row.task == task} for task in _COMPARED
     )
@@ -160,20 +128,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="query and detect at the same context, whatever --task says",
     )
-    parser.add_argument(
-        "--speculation",
-        action="store_true",
-        help="fixed blocks and policies beside plain decoding, on real and synthetic requests",
-    )
-    parser.add_argument(
-        "--settings", default=SETTINGS, type=_names, help="of speculation: fixed:4,seed,..."
-    )
-    parser.add_argument(
-        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
-    )
-    parser.add_argument(
-        "--requests", default=FEWEST, type=int, help="of speculation: of each profile, at least"
-    )
     parser.add_argument("--table", default="full", choices=sorted(_TABLES))
     parser.add_argument("--json", action="store_true", help="figures instead of tables")
     arguments = parser.parse_args(argv)
@@ -183,7 +137,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to run it on, for this and other tools."""
+    """Add the options that choose the model and the device."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--model", default="legato-tiny")
     parser.add_argument("--weights", default="")
@@ -198,7 +152,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_config(arguments: argparse.Namespace) -> EngineConfig:
-    """What those arguments say; the rest as a server has it."""
+    """Return the configuration of those options; the rest is as in a server."""
     return EngineConfig(
         model=arguments.model,
         weights=arguments.weights,
@@ -213,14 +167,10 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
     )
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
 def log_to_stderr() -> None:
-    """Whoever reads the standard output expects figures there."""
+    """Log to stderr, because stdout is for figures."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -1,9 +1,8 @@
-"""The decode phase of one workload, blocking and pipelined, and what the cost model says of it.
+"""The decode phase of a workload, blocking and pipelined, with the cost model's prediction.
 
-Every stream is prefilled before the first decode, so all steps of the phase carry all streams and
-all streams end in the same step. The phase is timed from the commit of its first step to the last
-commit of all: no prefill and no thinning batch is in it, and at depth 2 the step in which every row
-is a zombie is. The prediction is made for just that phase.
+Every stream is prefilled before the first decode, and all end in the same step: the phase has full
+batches only. It is timed from the commit of its first step to the last commit. At depth 2 this
+includes a step in which all rows are zombies.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from legato_engine.telemetry.step_stats import step_parts
 from legato_engine.telemetry.timeline import Step, StepFeed, Timeline
 
 DEPTHS = (1, 2)
-MIN_LENGTH = 4  # tokens; shorter requests have no two full steps to measure between
+MIN_LENGTH = 4  # tokens; shorter requests do not have two full steps
 _NS_PER_MS = 1e6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCost:
-    """Medians over the steps of one depth, in milliseconds; `step_stats.StepParts` defines them.
+    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`.
 
-    `tick` is its `bookkeeping`. `blocking_estimate` is what the step would take blocking, as a
-    running engine guesses it; at depth 1 it should be the period. `num_steps` says how many steps
-    stand behind the medians.
+    `tick` is its `bookkeeping`, `blocking_estimate` its `blocking`, which at depth 1 should equal
+    the period.
     """
 
     forward: float
@@ -47,10 +45,10 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """The raw figures of one number of streams, by depth.
+    """The figures of one number of streams, by depth.
 
-    `seconds` is the median of the decode phase, in which `num_tokens` are committed. `length` and
-    `context` are tokens per request and the position of the first of them.
+    `seconds` is the median duration of the decode phase. `length` is in tokens per request,
+    `context` the position of the first of them.
     """
 
     task: str
@@ -62,7 +60,7 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """Behind the prefill's token and that of the first step, whose commit starts the clock."""
+        """Tokens committed in `seconds`: all but the prefill's and the first step's."""
         return self.streams * (self.length - 2)
 
 
@@ -70,9 +68,8 @@ class Measurement:
 class Comparison:
     """One row of the tables; `tokens_per_second` is by depth, `length` is L.
 
-    `predicted` and `observed` are ratios of throughput in the decode phase, 1.0 meaning no gain.
-    The phase's zombies fill a step of their own, a whole one in `length - 1`. `predicted_serving`
-    is for requests that end one by one, whose zombies only cost their rows.
+    `predicted` and `observed` are ratios of throughput in the decode phase, where zombies cost one
+    whole step. `predicted_serving` is for requests that end one by one; their zombies cost rows.
     """
 
     task: str
@@ -90,9 +87,9 @@ class Comparison:
 def measure(
     assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
 ) -> Measurement:
-    """Both depths on one workload, in the order 1 2 2 1; a first run of each is thrown away.
+    """Measure both depths in the order 1 2 2 1, after a warm-up run of each.
 
-    Raises what `Workload` and `step_cost` raise.
+    Raises as `Workload`, `decode_phase` and `step_cost`.
     """
     workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
     steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
@@ -119,7 +116,7 @@ def measure(
 
 
 def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
-    """Run a workload to its end, all prefills first and alone; all of its launches."""
+    """Run a workload, all prefills first and unshared; return its launches."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
     feed = StepFeed(assembly.runner.times, (timeline,))
@@ -137,7 +134,11 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
 
 
 def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
-    """The launches behind the last prefill; raises `ValueError` unless all carry `streams` rows."""
+    """Return the launches after the last prefill.
+
+    Raises:
+        ValueError: one of them does not have `streams` rows.
+    """
     kinds = [step.record.launch.plan.kind for step in steps]
     num_others = max(i for i, kind in enumerate(kinds) if kind is LaunchKind.PREFILL) + 1
     phase = list(steps[num_others:])
@@ -147,9 +148,10 @@ def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
 
 
 def step_cost(steps: Sequence[Step], streams: int) -> StepCost:
-    """Medians over pairs of consecutive decode launches that both carry `streams` rows.
+    """Return medians over pairs of consecutive decode launches of `streams` rows.
 
-    Raises `ValueError` when there is no such pair.
+    Raises:
+        ValueError: there is no such pair.
     """
     parts = [
         step_parts(previous, step)
@@ -179,15 +181,14 @@ def _is_full(step: Step, streams: int) -> bool:
 
 
 def _follows(previous: Step, step: Step) -> bool:
-    """Not the last launch of one run and the first of the next."""
     return step.record.launch.launch_id == previous.record.launch.launch_id + 1
 
 
 def compare(measurement: Measurement, forward_single: float) -> Comparison:
-    """Prediction beside observation; `forward_single` is the forward of one stream, in ms."""
+    """Return prediction and observation; `forward_single` is one stream's forward in ms."""
     blocking, pipelined = (measurement.costs[depth] for depth in DEPTHS)
     share = row_share(pipelined.forward, forward_single, measurement.streams)
-    num_steps = measurement.length - 1  # that are timed at depth 2, the zombies' included
+    num_steps = measurement.length - 1  # timed at depth 2, with the step of zombies
 
     def predicted(tax: float) -> float:
         return predicted_speedup(blocking.period, pipelined.period, tax)

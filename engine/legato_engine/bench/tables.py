@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from legato_engine.bench.decode_phase import DEPTHS, Comparison
-from legato_engine.bench.speculation_run import Figures
-from legato_engine.config import SPECULATION_OFF
 
 
 def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Everything that was measured: the parts of a step, and blocking against pipelined."""
+    """Return both tables: the parts of a step, and blocking against pipelined."""
     return step_table(rows, title), speedup_table(rows, title)
 
 
 def step_table(rows: Sequence[Comparison], title: str) -> Table:
-    """The parts of a pipelined step, and what is left over."""
+    """Return a table of the parts of a pipelined step."""
     heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
     table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
     for row in rows:
@@ -30,7 +28,7 @@ def step_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
-    """Blocking against pipelined, predicted against observed, in the decode phase."""
+    """Return a table of the decode phase, blocking and pipelined, predicted and observed."""
     heads = (
         *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
         *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
@@ -52,7 +50,7 @@ def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """The two tables of Photon's article on pipelined decoding: its columns, its rounding."""
+    """Return the two tables of Photon's article on pipelined decoding, with its rounding."""
     parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
     heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
     gains = _table(title, heads)
@@ -72,7 +70,7 @@ def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]
 
 
 def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
-    """Constrained steps against free ones; one row per entry of `bench.task_figures`."""
+    """Return a table of `command.task_figures`: constrained steps against free ones."""
     heads = ("streams", "context", "query ms", "detect ms", "detect over text")
     table = _table(f"Constrained steps: {title}", heads)
     for row in figures:
@@ -84,49 +82,6 @@ def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
             f"{row['detect_over_text']:.3f}",
         )
     return table
-
-
-def speculation_table(rows: Sequence[Figures], title: str) -> Table:
-    """Settings beside each other; the gain is over plain decoding of the same workload."""
-    heads = (
-        *(
-            "workload",
-            "streams",
-            "setting",
-            "tok/s",
-            "gain",
-            "decoding",
-            "tok/verify",
-            "accepted",
-            "right",
-            "block",
-        ),
-        *("variance", "step ms", "first ms", "gap P50 ms", "P95 ms", "P99 ms"),
-        *("hits", "wasted", "KV peak", "same tokens"),
-    )
-    table = _table(f"Speculation: {title}", heads)
-    plain = {(row.workload, row.streams): row for row in rows if row.setting == SPECULATION_OFF}
-    for row in rows:
-        without = plain[row.workload, row.streams]
-        gain = row.tokens_per_second / without.tokens_per_second
-        decoding = row.decode_tokens_per_second / without.decode_tokens_per_second
-        table.add_row(
-            *(row.workload, str(row.streams), row.setting, f"{row.tokens_per_second:.0f}"),
-            *(f"{gain:.2f}", f"{decoding:.2f}"),
-            *(f"{row.tokens_per_verify:.2f}", f"{row.acceptance:.0%}"),
-            right_text(row.right, row.right_within) if row.num_tried else "",
-            *(f"{row.mean_block_size:.2f}", f"{row.block_size_variance:.2f}"),
-            *(f"{row.forward_ms + row.sample_ms:.3f}", f"{row.first_token_ms['p50']:.1f}"),
-            *(f"{row.gap_ms[p]:.2f}" for p in ("p50", "p95", "p99")),
-            *(f"{row.kv_hit_rate:.0%}", f"{row.fragmentation:.0%}", f"{row.kv_peak:.0%}"),
-            "yes" if row.identical else "NO",
-        )
-    return table
-
-
-def right_text(right: float, within: Sequence[float]) -> str:
-    """A share and half of the interval it is known to, in hundredths: 40.1 +- 0.9."""
-    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:

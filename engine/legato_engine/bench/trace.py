@@ -18,7 +18,7 @@ from legato_engine.telemetry.timeline import StepFeed, Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a few requests and write what happened when."""
+    """Run a few requests and write their timeline; return the exit code."""
     arguments = _parse(argv)
     config = model_config(arguments)
     assembly = assemble(msgspec.structs.replace(config, max_running=arguments.streams))

@@ -1,4 +1,4 @@
-"""Requests of fixed length, for benchmarks and traces."""
+"""Requests of a fixed length, for benchmarks and traces."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from legato_engine.core import (
     PromptToken,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -26,20 +27,20 @@ from legato_engine.core import (
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import Constraint, SampledToken, Task
 
 KINDS = ("query", "caption", "detect")
-_PICTURE = (480, 640)  # height, width
-_UNFORESEEN = 2  # tokens that a task could still sample behind its end: as many as are in flight
+_IMAGE_SIZE = (480, 640)  # height, width
+_IN_FLIGHT = 2  # tokens that a task may still sample after its end
 
 
 class FixedLengthTask:
-    """A task that ends itself with its `length`-th token; its inner task reads them until its end.
+    """Ends with its `length`-th token; the inner task reads tokens until its own end.
 
-    The scheduler cannot foresee the end, as with a stop token, so each request leaves a zombie.
-    `constraints` gives, for each that the inner task may ask for, the one that is obeyed instead.
+    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` maps each
+    constraint of the inner task to its replacement.
     """
 
     def __init__(
@@ -50,37 +51,34 @@ class FixedLengthTask:
         self._constraints = constraints
         self.prompt = prompt
         self.sampling = inner.sampling
-        self.max_tokens = length + _UNFORESEEN
+        self.max_tokens = length + _IN_FLIGHT
         self.constrained = inner.constrained
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
 
     def constraint(self) -> int:
-        """The inner task's, or what stands for it."""
+        """Return the constraint that replaces the inner task's."""
         return self._constraints[self._inner.constraint()]
 
     def consume(self, token: SampledToken) -> Many[Event]:
-        """What the inner task makes of the token."""
+        """Pass the token to the inner task until that ends."""
         self._remaining -= 1
         if self._remaining == 0:
             self.finish_reason = FinishReason.STOP
         return self._inner.consume(token) if self._inner.finish_reason is None else ()
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """The inner task's result."""
+        """Return the inner task's result."""
         return self._inner.result(finish_reason)
 
     @property
     def reasoning_tokens(self) -> int:
-        """The inner task's."""
+        """Those of the inner task."""
         return self._inner.reasoning_tokens
 
 
 def fixed_length(sequence: Sequence, length: int, context: int, constraints: Many[int]) -> Sequence:
-    """The sequence with an answer of `length` tokens, the first at position `context` or behind it.
-
-    Its prompt is repeated in front of itself until it is long enough.
-    """
+    """Return the sequence with `length` tokens and its prompt repeated up to `context`."""
     missing = max(0, context - sequence.prompt_length)
     prompt = (*itertools.islice(itertools.cycle(sequence.prompt), missing), *sequence.prompt)
     task = FixedLengthTask(sequence.task, length, prompt, constraints)
@@ -90,10 +88,11 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 class Workload:
     """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
 
-    `context` is the position of the first generated token; 0 leaves it to the prompt, which is
-    repeated in front of itself until it is long enough otherwise. No two requests share a page, so
-    a step reads every row's context. Raises `InvalidField` when the prompt alone is longer, and
-    what `ModelFrontend.make_task` raises.
+    The prompt is repeated up to position `context`; 0 leaves it as it is. Requests share no page,
+    so a step reads every row's context.
+
+    Raises:
+        InvalidField: the prompt alone is longer than `context`, or no task can be made of it.
     """
 
     def __init__(
@@ -107,29 +106,28 @@ class Workload:
         self._image: PreparedImage | None = None
         if kind != "query":
             info = ImageInfo(image_id="bench", width=640, height=480, cache_hit=False)
-            pixels = np.random.default_rng(0).integers(0, 256, (*_PICTURE, 3), dtype=np.uint8)
+            pixels = np.random.default_rng(0).integers(0, 256, (*_IMAGE_SIZE, 3), dtype=np.uint8)
             self._image = self._frontend.prepare_image(Image.fromarray(pixels), "bench", info)
-        natural = self._bare(0).prompt_length
+        natural = self._natural(0).prompt_length
         if context and context < natural:
             raise InvalidField(f"a {kind} has a context of {natural} tokens", field="context")
         self.context = context or natural
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all requests together generate."""
+        """Tokens that all requests generate together."""
         return self._count * self._length
 
     def sequences(self) -> list[Sequence]:
-        """Fresh sequences, in the order to submit."""
+        """Return new sequences in the order to submit."""
         return [self._sequence(index) for index in range(self._count)]
 
     def _sequence(self, index: int) -> Sequence:
-        return fixed_length(self._bare(index), self._length, self.context, self._constraints)
+        return fixed_length(self._natural(index), self._length, self.context, self._constraints)
 
-    def _bare(self, index: int) -> Sequence:
-        """The request as somebody would ask it."""
+    def _natural(self, index: int) -> Sequence:
         request = Request(
-            request_id=f"{self._kind}-{index}",
+            request_id=RequestKey(f"{self._kind}-{index}"),
             task=self._task(),
             image=None if self._image is None else CachedImage(image_id="bench"),
             sampling=SamplingParams(temperature=0.0, max_tokens=self._length, seed=0),
@@ -142,14 +140,15 @@ class Workload:
             return QueryTask(question="What is there?")
         if self._kind == "caption":
             return CaptionTask()
-        return DetectTask(object="cat", max_objects=self._length)  # more than its tokens can name
+        return DetectTask(
+            object="cat", max_objects=self._length
+        )  # more than its tokens suffice for
 
 
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
-    """For each constraint the one to obey so that a task which lists things never stops.
+    """Return, for each constraint, the one to use so that a list never ends.
 
-    Where a list may go on or end, another constraint allows the token that goes on and no other:
-    the widest that allows less. Those that no other narrows stand for themselves.
+    That is the widest one that allows a proper subset of its tokens, such as only to continue.
     """
     return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
 
@@ -157,8 +156,8 @@ def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
 def _narrowed(constraints: Many[Constraint], index: int) -> int:
     allowed = set(constraints[index].allowed or ())
     narrower = [
-        (len(other.allowed), -place)
-        for place, other in enumerate(constraints)
+        (len(other.allowed), -number)
+        for number, other in enumerate(constraints)
         if other.allowed and set(other.allowed) < allowed
     ]
     return -max(narrower)[1] if narrower else index

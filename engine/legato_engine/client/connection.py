@@ -1,4 +1,4 @@
-"""A service process's door to the engine, and the requests that it runs."""
+"""A service process's connection to the engine, and its open requests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import structlog
 from legato_engine.client.monitor import EngineMonitor, EngineState
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import WITH_BLOB, Request
+from legato_engine.core import WITH_BLOB, Request, RequestKey
 from legato_engine.errors import (
     Draining,
     EngineLost,
     InvalidField,
     LegatoError,
 )
-from legato_engine.ipc.busy_poll import EXPECTED, SHORT, BusyPoll, cores_abound
+from legato_engine.ipc.busy_poll import EXPECTED_REQUEST, SHORT_REQUEST, BusyPoll
+from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.ipc.messages import (
     Abort,
     Command,
     Delta,
     Done,
     DropImage,
+    EngineMessage,
     Expect,
     Failed,
     Heartbeat,
@@ -35,93 +37,94 @@ from legato_engine.ipc.messages import (
     Loading,
     Queued,
     Ready,
-    Report,
     Started,
     Stop,
     StopElsewhere,
     Stopped,
     Submit,
 )
-from legato_engine.ipc.transport import EngineLink
+from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore
 
-_OF_STREAMS = (Done, Delta, Failed, Started, Queued)
-_READY = EngineState.READY  # members of an enum are dear to look up
+_STREAM_OUTPUTS = (Done, Delta, Failed, Started, Queued)
+_READY = EngineState.READY  # looking up a member of an enum is slow
 _log = structlog.get_logger()
 
 
 class EngineConnection(EngineMonitor):
-    """Hands requests to whichever engine runs, and routes its reports.
+    """Sends requests to the running engine and routes its outputs.
 
-    All methods belong to one event loop. Picture bytes are handed over through `blobs`; a blob
-    named by a submitted request is this connection's to discard. `number` tells this process from
-    the others before the same engine; the first is 0.
+    Belongs to one event loop. Image bytes travel through `blobs`; the connection owns the blob of a
+    submitted request and discards it. `number` is that of this service process; the first is 0.
     """
 
-    def __init__(self, namespace: str, number: int = 0) -> None:
+    def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
         super().__init__()
-        self._prefix = f"{number}@" if number else ""
-        self._streams: dict[str, RequestStream] = {}
-        self._calls = PendingCommands(self._send)
-        self._call_numbers = itertools.count()
+        self._number = number
+        self._streams: dict[RequestKey, RequestStream] = {}
+        self._commands = PendingCommands(self._send)
+        self._command_numbers = itertools.count()
         self._endpoint = ""
-        self._link: EngineLink | None = None
-        self._awake = BusyPoll()
-        self.has_spare_cores = cores_abound()
+        self._transport: EngineTransport | None = None
+        self._policy = policy
+        self._busy_poll = BusyPoll()
         self.blobs = BlobStore(namespace)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     def connect(self, endpoint: str) -> None:
-        """Knock at the doors in this folder, now and whenever an engine is lost.
+        """Connect to the sockets in this folder, now and again whenever an engine is lost.
 
-        Raises `OSError` when there are none.
+        Raises:
+            OSError: nothing listens there.
         """
         self._endpoint = endpoint
-        self._link = EngineLink(endpoint, self._on_report, self._on_end)
+        self._transport = EngineTransport(endpoint, self._on_message, self._on_end)
         self.last_heartbeat = time.monotonic()
 
     def drain(self) -> None:
-        """Take no new requests; those that run go on. An engine lost from now on stays down."""
+        """Refuse new requests and finish the open ones; a lost engine is not restarted any more."""
         if self.state is not EngineState.STOPPED:
             self._set_state(EngineState.DRAINING)
 
     async def close(self) -> None:
-        """Hang up; open streams fail with `Draining`. Idempotent."""
+        """Disconnect; open streams fail with `Draining`. Idempotent."""
         if self.state is EngineState.STOPPED:
             return
         self._set_state(EngineState.STOPPED)
         self._fail_open(Draining("the server is shutting down"))
-        self._hang_up()
+        self._disconnect()
         self.blobs.close()
 
     # ------------------------------------------------------------ requests
 
     @property
     def num_open(self) -> int:
-        """Requests submitted and not ended."""
+        """Requests that were submitted and have not ended."""
         return len(self._streams)
 
     def expect(self) -> None:
-        """A request is about to come: an engine that sleeps wakes up meanwhile, where cores abound.
+        """Announce a request, so that both processes poll for it instead of sleeping.
 
-        Nor does this process's loop sleep, until shortly behind the end of the request, or until
-        that is not a short one: who has an answer often asks again at once. Harmless when none
-        comes.
+        Only with `LatencyPolicy.busy_poll` and while no request is open. Polling ends shortly after
+        the request, because its client often sends the next one at once, or when it is not short.
         """
-        if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
+        if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
-            self._awake.stay(EXPECTED)
+            self._busy_poll.extend(EXPECTED_REQUEST)
 
     def submit(self, request: Request) -> RequestStream:
-        """Hand a request to the engine; the stream is registered before anything is awaited.
+        """Send a request to the engine and register its stream; its blob is always discarded.
 
-        Raises `EngineStarting`, `EngineLost`, `Draining`, or `InvalidField` when a request with
-        this id is open. The blob is discarded in every case.
+        Raises:
+            EngineStarting: the engine is not ready yet.
+            EngineLost: the engine is being restarted.
+            Draining: the server is shutting down.
+            InvalidField: a request with this id is open.
         """
-        if self._prefix:
-            name = self._prefix + request.request_id
-            request = msgspec.structs.replace(request, request_id=name)
+        if self._number:
+            key = self._own(request.request_id)
+            request = msgspec.structs.replace(request, request_id=key)
         try:
             self._check_open(request.request_id)
         except LegatoError:
@@ -129,53 +132,69 @@ class EngineConnection(EngineMonitor):
             raise
         stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         self._streams[request.request_id] = stream
-        # Several requests of a turn leave together; of a lone one the engine hears a turn earlier,
-        # and where cores abound of one whose progress nobody reads, as it is a call's only one.
+        # Requests of one turn of the loop are sent together. A lone one is sent a turn earlier, and
+        # so may be one without progress, because its call has no other.
         lone = len(self._streams) == 1
-        quick = self.has_spare_cores and not request.progress
+        quick = self._policy.send_at_once and not request.progress
         self._send(Submit(request=request), at_once=lone or quick)
         if not lone:
-            self._awake.end()
-        elif self.has_spare_cores:
-            self._awake.stay(SHORT)
+            self._busy_poll.end()
+        elif self._policy.busy_poll:
+            self._busy_poll.extend(SHORT_REQUEST)
         return stream
 
     async def hold(self, command: HoldImage) -> ImageHeld:
-        """Have the engine hold a picture; its blob is discarded in every case.
+        """Have the engine hold an image; its blob is always discarded.
 
-        A caller that is cancelled has the engine forget it, unless it is held by then: it then
-        stays for its time. Raises as `submit`, what is wrong with the picture, and `QuotaExceeded`.
+        Cancellation aborts the command; an image that is already held stays for its time.
+
+        Raises:
+            QuotaExceeded: the owner's quota of bytes is used up.
+            InvalidRequest: the image cannot be decoded or is too large.
+            LegatoError: as `submit`.
         """
         try:
-            name = self._prefix + command.request_id
-            self._check_open(name)
-            held = await self._calls.ask(msgspec.structs.replace(command, request_id=name))
+            key = self._own(command.request_id)
+            self._check_open(key)
+            held = await self._commands.call(msgspec.structs.replace(command, request_id=key))
         finally:
             self.blobs.discard(command.image.blob)
-        assert isinstance(held, ImageHeld), "the engine answers a hold with what is held"
+        assert isinstance(held, ImageHeld), "the reply to HoldImage is ImageHeld"
         return held
 
     async def drop(self, command: DropImage) -> None:
-        """Have the engine hold a picture no longer. Raises as `submit`, and `ImageNotFound`."""
-        name = self._prefix + command.request_id
-        self._check_open(name)
-        await self._calls.ask(msgspec.structs.replace(command, request_id=name))
+        """End the owner's hold on an image.
 
-    async def stop_elsewhere(self, target: str = "") -> int:
-        """Stop requests that came through other processes: those of an id, or all; how many.
+        Raises:
+            ImageNotFound: the owner holds no such image.
+            LegatoError: as `submit`.
+        """
+        key = self._own(command.request_id)
+        self._check_open(key)
+        await self._commands.call(msgspec.structs.replace(command, request_id=key))
 
-        `target` is as in `messages.StopElsewhere`. They end as after `RequestStream.stop`. Raises
-        `EngineStarting` or `EngineLost`, also when the engine dies before it answers.
+    async def stop_elsewhere(self, target: RequestKey | None = None) -> int:
+        """Stop other service processes' requests that match `target`, or all; return how many.
+
+        They end as after `RequestStream.stop`.
+
+        Raises:
+            EngineStarting: the engine is not ready yet.
+            EngineLost: there is no engine, or it died before its reply.
         """
         self._check_alive()
-        if self._link is None:
-            raise EngineLost("there is no engine any more")
-        name = f"{self._prefix}?{next(self._call_numbers)}"  # no caller's id holds a `?`
-        answer = await self._calls.ask(StopElsewhere(request_id=name, target=target))
-        assert isinstance(answer, Stopped), "the engine answers with what it stopped"
-        return answer.count
+        if self._transport is None:
+            raise EngineLost("the engine has ended")
+        number = next(self._command_numbers)
+        key = RequestKey(f"?{number}", worker=self._number)  # no caller's id holds a `?`
+        reply = await self._commands.call(StopElsewhere(request_id=key, target=target))
+        assert isinstance(reply, Stopped), "the reply to StopElsewhere is Stopped"
+        return reply.count
 
-    def _check_open(self, request_id: str) -> None:
+    def _own(self, key: RequestKey) -> RequestKey:
+        return msgspec.structs.replace(key, worker=self._number)
+
+    def _check_open(self, request_id: RequestKey) -> None:
         if self.state is _READY and request_id not in self._streams:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
@@ -192,14 +211,14 @@ class EngineConnection(EngineMonitor):
         self._send(Stop(request_id=stream.request_id))
 
     def _send(self, command: Command, *, at_once: bool = False) -> None:
-        if self._link is not None:
-            self._link.send(command, at_once=at_once)
+        if self._transport is not None:
+            self._transport.send(command, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
         request = stream.request
         self._streams.pop(request.request_id, None)
-        if self.has_spare_cores and not self._streams:
-            self._awake.stay(EXPECTED)
+        if self._policy.busy_poll and not self._streams:
+            self._busy_poll.extend(EXPECTED_REQUEST)
         if request.image is not None:
             self._discard_blob(request)
 
@@ -211,55 +230,53 @@ class EngineConnection(EngineMonitor):
         for stream in list(self._streams.values()):
             self._forget(stream)
             stream.fail(error)
-        self._calls.fail(error)
+        self._commands.fail(error)
 
-    # ------------------------------------------------------------ reports
+    # ------------------------------------------------------------ messages
 
-    def _on_report(self, report: Report) -> None:
-        if isinstance(report, _OF_STREAMS):  # nearly all
-            stream = self._streams.get(report.request_id)
-            if stream is not None:  # else aborted a moment ago
-                stream.feed(report)
+    def _on_message(self, message: EngineMessage) -> None:
+        if isinstance(message, _STREAM_OUTPUTS):  # nearly all
+            stream = self._streams.get(message.request_id)
+            if stream is not None:  # else just aborted
+                stream.feed(message)
                 if stream.ended:
                     self._forget(stream)
-            elif isinstance(report, Failed):
-                self._calls.settle(report)
+            elif isinstance(message, Failed):
+                self._commands.resolve(message)
             return
-        match report:
+        match message:
             case Heartbeat():
-                self._on_heartbeat(report)
+                self._on_heartbeat(message)
             case Loading():
-                self._on_loading(report)
+                self._on_loading(message)
             case Ready():
-                self._on_ready(report)
+                self._on_ready(message)
             case ImageHeld() | ImageDropped() | Stopped():
-                self._calls.settle(report)
+                self._commands.resolve(message)
 
     # ------------------------------------------------------------ loss
 
     def _on_end(self) -> None:
-        """The engine hung up: it is dead, or dies."""
         self._lose(EngineLost("the engine process died"))
 
     def _lose(self, error: EngineLost) -> None:
-        """Fail what is open, and knock for the next engine. Last words are heard before."""
-        self._hang_up()
+        self._disconnect()
         self.step, self.load, self.estimated_wait = 0, Load(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)
         if self.state in (EngineState.STARTING, EngineState.READY):
             self._set_state(EngineState.LOST)
         self._fail_open(error)
-        self.blobs.renew()
+        self.blobs.retire_segments()
         if self.state is EngineState.LOST:
-            self._knock_again()
+            self._reconnect()
 
-    def _knock_again(self) -> None:
+    def _reconnect(self) -> None:
         try:
             self.connect(self._endpoint)
-        except OSError as error:  # whoever runs the engines is gone, and ends this process too
-            _log.error("no engine to connect to", error=str(error))
+        except OSError as error:  # the first service process is gone, and ends this one too
+            _log.error("engine_unreachable", error=str(error))
 
-    def _hang_up(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _disconnect(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None

@@ -1,4 +1,4 @@
-"""The service's door to the engine: a connection whose process also runs the engine."""
+"""The connection of the first service process, which also runs the engine process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Heartbeat, Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace
 
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
 
-_SHUTDOWN_GRACE = 2.0  # seconds an engine gets to leave by itself
+_SHUTDOWN_GRACE = 2.0  # seconds for an engine to exit by itself
 _log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How long silence and crashes are borne, in seconds.
+    """When a hanging engine is aborted, and when a dead one is restarted; in seconds.
 
-    An engine whose heartbeats stop for `silence`, or whose steps stand still for `stuck` with work
-    pending, is aborted and restarted. One that loads may be silent for `loading`: a library that is
-    read from a slow disk holds its interpreter all the while.
+    An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
+    is pending. While it loads, `loading` replaces `silence`, because importing a library from a
+    slow disk blocks its interpreter.
     """
 
     silence: float = 10.0
@@ -44,10 +45,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineClient(EngineConnection):
-    """Runs the engine process, restarts it when it dies, and is connected to it.
+    """Runs the engine process, restarts it when it dies, and stays connected to it.
 
-    Other processes may connect to the same engine, with `EngineConnection` at `endpoint`. They read
-    its pictures from blobs in namespaces below that of `blobs`.
+    Other service processes connect to the same engine with `EngineConnection` at `endpoint`; the
+    namespaces of their blobs begin with that of `blobs`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class EngineClient(EngineConnection):
         limits: EngineLimits | None = None,
         command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
     ) -> None:
-        super().__init__(new_namespace())
+        super().__init__(new_namespace(), latency_policy.resolve(config.latency_policy))
         self._config = config
         self._limits = limits or EngineLimits()
         self._command = tuple(command)
@@ -66,20 +67,20 @@ class EngineClient(EngineConnection):
             cap=self._limits.backoff_cap,
             stable=self._limits.stable,
         )
-        self._doors = ListeningSockets()
+        self._listeners = ListeningSockets()
         self._process: ChildProcess | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._step_moved = 0.0
         self._ready_at = 0.0
         self.restarts = 0
-        self.unservable = False  # no engine of this configuration will ever be ready
+        self.unservable = False  # the configuration cannot be served
 
     @property
     def endpoint(self) -> str:
-        """Where other processes connect to the engine, whichever runs."""
-        return self._doors.endpoint
+        """Where other service processes connect to the engine."""
+        return self._listeners.endpoint
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
         """Start the engine process and its supervision; does not wait for `READY`."""
@@ -97,9 +98,9 @@ class EngineClient(EngineConnection):
             self._supervision.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
-        self._doors.close()
+        self._listeners.close()
 
-    # ------------------------------------------------------------ reports
+    # ------------------------------------------------------------ messages
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         load = beat.load
@@ -108,9 +109,9 @@ class EngineClient(EngineConnection):
             self._step_moved = time.monotonic()
         super()._on_heartbeat(beat)
 
-    def _on_ready(self, report: Ready) -> None:
+    def _on_ready(self, ready: Ready) -> None:
         self._ready_at = self._step_moved = time.monotonic()
-        super()._on_ready(report)
+        super()._on_ready(ready)
 
     # ------------------------------------------------------------ supervision
 
@@ -125,7 +126,7 @@ class EngineClient(EngineConnection):
                 return
             if self.state is EngineState.LOST:
                 delay = self._backoff.delay_after(uptime)
-                _log.error("engine lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
+                _log.error("engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
                 await asyncio.sleep(delay)
             if self.state is not EngineState.LOST:
                 return
@@ -134,18 +135,18 @@ class EngineClient(EngineConnection):
             self._set_state(EngineState.STARTING)
 
     async def _run_once(self) -> int:
-        """One incarnation, from spawn to exit, with whatever processes it started."""
-        self._hang_up()  # of what waits at the doors this link alone is not to hear of an end
-        self._doors.turn_away()
+        """Run one engine from spawn to exit, then kill its process group; return the exit code."""
+        self._disconnect()  # else rejecting pending connections would end this one, too
+        self._listeners.reject_pending()
         self.connect(self.endpoint)
         self._step_moved = time.monotonic()
         watchdog: asyncio.Task[None] | None = None
         try:
-            self._process = await ChildProcess.spawn(self._arguments(), self._doors.filenos)
+            self._process = await ChildProcess.spawn(self._arguments(), self._listeners.filenos)
             watchdog = asyncio.create_task(self._watch(self._process))
             return await self._process.wait()
         except OSError as error:
-            _log.error("engine cannot be started", error=str(error))
+            _log.error("engine_start_failed", error=str(error))
             return 127
         finally:
             if watchdog is not None:
@@ -158,20 +159,19 @@ class EngineClient(EngineConnection):
         return [
             *self._command,
             *("--config", msgspec.json.encode(self._config).decode()),
-            *("--doors", *map(str, self._doors.filenos)),
+            *("--listeners", *map(str, self._listeners.filenos)),
             *("--namespace", self.blobs.namespace),
             *("--parent", str(os.getpid())),
         ]
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Abort an engine that went silent or stands still."""
         while True:
             await asyncio.sleep(self._config.heartbeat_interval)
             now = time.monotonic()
-            patience = self._limits.silence if self._ready_at else self._limits.loading
-            silent = now - self.last_heartbeat > patience
+            limit = self._limits.silence if self._ready_at else self._limits.loading
+            silent = now - self.last_heartbeat > limit
             stuck = bool(self._ready_at) and now - self._step_moved > self._limits.stuck
             if silent or stuck:
-                _log.error("engine hangs", silent=silent, stuck=stuck, step=self.step)
+                _log.error("engine_hung", silent=silent, stuck=stuck, step=self.step)
                 await process.abort()
                 return

@@ -1,4 +1,4 @@
-"""Where the engine stands, as a service process knows it from what the engine said last."""
+"""The state of the engine, as a service process knows it from the engine's messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 
 
 class EngineState(enum.StrEnum):
-    """Where the engine stands, as the service sees it."""
+    """The state of the engine and of the connection to it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -26,7 +26,7 @@ class EngineState(enum.StrEnum):
 
 
 class EngineMonitor:
-    """What is known of the engine; `progress` is that of its start. Belongs to one event loop."""
+    """The latest state, load and start-up progress. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[EngineState], None]] = []
@@ -34,12 +34,16 @@ class EngineMonitor:
         self.model: ModelInfo | None = None
         self.load = Load()
         self.step = 0
-        self.last_heartbeat = 0.0
+        self.last_heartbeat = 0.0  # monotonic seconds
         self.estimated_wait = 0.0
         self.progress = Loading(stage="start", fraction=0.0)
 
     async def wait_ready(self) -> None:
-        """Return once `READY`; raises `Draining` when that will not happen any more."""
+        """Return once the state is `READY`.
+
+        Raises:
+            Draining: the engine is draining or stopped and will not be ready.
+        """
         changed = asyncio.Event()
         unsubscribe = self.subscribe(lambda _: changed.set())
         try:
@@ -69,16 +73,16 @@ class EngineMonitor:
         self.load = beat.load
         self.estimated_wait = beat.estimated_wait
 
-    def _on_loading(self, report: Loading) -> None:
-        self.progress = report
+    def _on_loading(self, progress: Loading) -> None:
+        self.progress = progress
         if self.state is EngineState.LOST:
             self._set_state(EngineState.STARTING)
 
-    def _on_ready(self, report: Ready) -> None:
-        self.model = report.model
+    def _on_ready(self, ready: Ready) -> None:
+        self.model = ready.model
         self.progress = Loading(stage="ready", fraction=1.0)
         self.last_heartbeat = time.monotonic()
-        _log.info("engine ready", pid=report.pid, model=report.model.name)
+        _log.info("engine_ready", pid=ready.pid, model=ready.model.name)
         if self.state in (EngineState.STARTING, EngineState.LOST):
             self._set_state(EngineState.READY)
 

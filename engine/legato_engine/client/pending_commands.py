@@ -1,10 +1,11 @@
-"""Commands that the engine answers by one report, and who waits for each."""
+"""Commands with one reply, and the callers that await each."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError, from_value
 from legato_engine.ipc.messages import (
     Abort,
@@ -17,49 +18,52 @@ from legato_engine.ipc.messages import (
     Stopped,
 )
 
-Question = HoldImage | DropImage | StopElsewhere
-Answer = ImageHeld | ImageDropped | Stopped
+RepliedCommand = HoldImage | DropImage | StopElsewhere
+Reply = ImageHeld | ImageDropped | Stopped
 
 
 class PendingCommands:
-    """Belongs to one event loop."""
+    """Commands without a reply yet. Belongs to one event loop."""
 
-    def __init__(self, send: Callable[[Question | Abort], None]) -> None:
+    def __init__(self, send: Callable[[RepliedCommand | Abort], None]) -> None:
         self._send = send
-        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._replies: dict[RequestKey, asyncio.Future[Reply]] = {}
 
     def __len__(self) -> int:
-        """Commands without an answer yet."""
-        return len(self._waiting)
+        """Commands without a reply yet."""
+        return len(self._replies)
 
-    async def ask(self, command: Question) -> Answer:
-        """The answer; its `Failed` is raised. Who is cancelled meanwhile has the engine forget it.
+    async def call(self, command: RepliedCommand) -> Reply:
+        """Send `command` and return its reply; abort it in the engine on cancellation.
 
         Nothing is awaited before the command is sent.
+
+        Raises:
+            LegatoError: the error of the engine's `Failed`, or of `fail`.
         """
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[command.request_id] = answer
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[command.request_id] = reply
         self._send(command)
         try:
-            return await answer
+            return await reply
         except asyncio.CancelledError:
             self._send(Abort(request_id=command.request_id))
             raise
         finally:
-            del self._waiting[command.request_id]
+            del self._replies[command.request_id]
 
-    def settle(self, report: Answer | Failed) -> None:
-        """An answer came; one that nobody waits for any more is dropped."""
-        answer = self._waiting.get(report.request_id)
-        if answer is None or answer.done():
+    def resolve(self, output: Reply | Failed) -> None:
+        """Deliver a reply; drop it when its caller is gone."""
+        reply = self._replies.get(output.request_id)
+        if reply is None or reply.done():
             return
-        if isinstance(report, Failed):
-            answer.set_exception(from_value(report.error))
+        if isinstance(output, Failed):
+            reply.set_exception(from_value(output.error))
         else:
-            answer.set_result(report)
+            reply.set_result(output)
 
     def fail(self, error: LegatoError) -> None:
-        """No answer will come any more."""
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
+        """Fail all pending commands."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)

@@ -1,4 +1,4 @@
-"""One request's reports, as its handler reads them."""
+"""The outputs of one request, as its handler reads them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from legato_engine.core import (
     PointEvent,
     ReasoningDelta,
     Request,
+    RequestKey,
     TextDelta,
     TokensDelta,
 )
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
 
-StreamReport = Queued | Started | Delta | Done
+StreamOutput = Queued | Started | Delta | Done
 
 
 class RequestStream(msgspec.Struct, eq=False):
-    """`Queued`? `Started` `Delta`* `Done`, then the end; a failure is raised once, then the end.
+    """Yields `Queued`? `Started` `Delta`* `Done`; a failure is raised once instead.
 
-    A consumer that lags gets what piled up as one `Delta`.
-    After `stop` it ends with what the request has by then. Cancelling a pending read loses nothing.
-    One reader at a time.
+    Unread deltas are merged into one. Cancelling a pending read loses nothing. One reader at a
+    time.
     """
 
     request: Request
     on_abort: Callable[[RequestStream], None]
     on_stop: Callable[[RequestStream], None]
     ended: bool = False
-    """Whether nothing more will be added; there may still be reports to read."""
-    _pending: list[StreamReport | LegatoError] = []
-    _waiter: asyncio.Future[None] | None = None  # of the next report
+    """Whether the last output has arrived; outputs may still be unread."""
+    _pending: list[StreamOutput | LegatoError] = []
+    _waiter: asyncio.Future[None] | None = None  # for the next output
     _result: asyncio.Future[Done] | None = None
 
     @property
-    def request_id(self) -> str:
-        """The request's id."""
+    def request_id(self) -> RequestKey:
+        """The key of the request."""
         return self.request.request_id
 
     def abort(self, error: LegatoError | None = None) -> None:
-        """Forget the request: unread reports are dropped, the engine is told. Idempotent.
+        """Abort the request in the engine and drop unread outputs. Idempotent.
 
-        A request that had not ended fails with `error`; without one the stream just ends.
+        If the request had not ended, its reader gets `error`, or the end without one.
         """
         self._pending.clear()
         if not self.ended:
@@ -57,9 +57,9 @@ class RequestStream(msgspec.Struct, eq=False):
             self.on_abort(self)
 
     def stop(self) -> None:
-        """Have the engine end the request now: its `Done` says CANCELLED and holds what there is.
+        """Have the engine end the request now: `Done` says CANCELLED, with the partial result.
 
-        Harmless after its end and when repeated.
+        Idempotent, and without effect after the end.
         """
         if not self.ended:
             self.on_stop(self)
@@ -67,7 +67,7 @@ class RequestStream(msgspec.Struct, eq=False):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> StreamReport:
+    async def __anext__(self) -> StreamOutput:
         while not self._pending:
             if self.ended:
                 raise StopAsyncIteration
@@ -81,46 +81,46 @@ class RequestStream(msgspec.Struct, eq=False):
             try:
                 raise head
             finally:
-                del head  # its traceback leads to this frame
+                del head  # its traceback references this frame
         return head
 
     def done(self) -> asyncio.Future[Done]:
-        """The request's `Done`, woken by nothing before it; what came in between is dropped.
+        """Return a future of the request's `Done`; earlier outputs are dropped.
 
-        Raises the request's own failure, and `InternalError` when the stream was aborted or read to
-        its end. A future and no coroutine, as every call waits here.
+        It fails with the request's error, or with `InternalError` when the stream was aborted or
+        read to its end. Not a coroutine, because every call waits here and a future is cheaper.
         """
         result: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if self.ended:
-            _settle(result, self._pending.pop() if self._pending else None)
+            _resolve(result, self._pending.pop() if self._pending else None)
             self._pending.clear()
         else:
             self._result = result
         return result
 
-    def feed(self, report: StreamReport | Failed) -> None:
-        """For the client: the next report from the engine."""
+    def feed(self, output: StreamOutput | Failed) -> None:
+        """Add the next output from the engine; used by the connection."""
         if self.ended:
             return
-        if isinstance(report, Done):
-            self._end(report)
-        elif isinstance(report, Failed):
-            self._end(from_value(report.error))
+        if isinstance(output, Done):
+            self._end(output)
+        elif isinstance(output, Failed):
+            self._end(from_value(output.error))
         else:
-            self._pending.append(report)
+            self._pending.append(output)
             self._wake()
 
     def fail(self, error: LegatoError) -> None:
-        """For the client: end with `error`, after what is still unread."""
+        """End with `error`, after unread outputs; used by the connection."""
         if not self.ended:
             self._end(error)
 
     def _end(self, last: Done | LegatoError | None) -> None:
         self.ended = True
-        result, self._result = self._result, None  # which would hold a failure's frames
-        if result is not None and not result.done():  # its reader may have been cancelled
+        result, self._result = self._result, None  # a failed future would keep its frames
+        if result is not None and not result.done():  # else its reader was cancelled
             self._pending.clear()
-            _settle(result, last)
+            _resolve(result, last)
         else:
             if last is not None:
                 self._pending.append(last)
@@ -131,28 +131,27 @@ class RequestStream(msgspec.Struct, eq=False):
             self._waiter.set_result(None)
 
     def _coalesced(self, first: Delta) -> Delta:
-        """All deltas that wait, as one."""
         deltas: list[Delta] = []
-        for report in self._pending:
-            if not isinstance(report, Delta):
+        for output in self._pending:
+            if not isinstance(output, Delta):
                 break
-            deltas.append(report)
+            deltas.append(output)
         del self._pending[: len(deltas)]
         events = [event for delta in deltas for event in delta.events]
         return msgspec.structs.replace(first, events=merge_events(events))
 
 
-def _settle(result: asyncio.Future[Done], last: StreamReport | LegatoError | None) -> None:
+def _resolve(result: asyncio.Future[Done], last: StreamOutput | LegatoError | None) -> None:
     if isinstance(last, Done):
         result.set_result(last)
     elif isinstance(last, LegatoError):
         result.set_exception(last)
     else:
-        result.set_exception(InternalError("a stream ended without its result"))
+        result.set_exception(InternalError("the stream ended without a result"))
 
 
 def merge_events(events: list[Event]) -> tuple[Event, ...]:
-    """The same events with neighbouring pieces of one text or outline joined."""
+    """Join neighbouring pieces of one text or outline."""
     merged: list[Event] = []
     for event in events:
         joined = _join(merged[-1], event) if merged else None

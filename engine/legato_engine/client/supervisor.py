@@ -1,4 +1,4 @@
-"""A child process: its start, its end, how long to wait before the next, and its own side of it."""
+"""Child processes: start, end and restart delays, and the child's binding to its parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 EXIT_UNSERVABLE = os.EX_CONFIG
-"""Of an engine whose configuration cannot be served: another one would end like it."""
+"""Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
 _ABORT_GRACE = 2.0  # seconds to dump stacks after SIGABRT
 
@@ -28,7 +28,7 @@ class Backoff:
         self._next = first
 
     def delay_after(self, uptime: float) -> float:
-        """Seconds to wait after an incarnation that was ready for `uptime` seconds."""
+        """Seconds to wait before restarting a process that was ready for `uptime` seconds."""
         if uptime >= self._stable:
             self._next = self._first
         delay = self._next
@@ -45,7 +45,11 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, command: Sequence[str], inherited: Sequence[int] = ()) -> ChildProcess:
-        """Start it with these descriptors; `OSError` when there is nothing to execute."""
+        """Start `command` with the `inherited` descriptors.
+
+        Raises:
+            OSError: the command cannot be executed.
+        """
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -56,40 +60,40 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been seen to exit."""
+        """Whether its exit has not been seen yet."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Its exit code, negative for a signal."""
+        """Wait for the exit; return the exit code, negative for a signal."""
         return await self._process.wait()
 
     async def abort(self) -> None:
-        """For a process that hangs: SIGABRT, on which it writes its stacks, then `kill`."""
+        """End a process that hangs: SIGABRT makes it write its stacks, then `kill`."""
         if self.alive:
             self._process.send_signal(signal.SIGABRT)
             await self.wait_at_most(_ABORT_GRACE)
         self.kill()
 
     async def wait_at_most(self, seconds: float) -> None:
-        """Return when it exited or the time is up."""
+        """Wait for the exit, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(self.wait())), seconds)
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group, whatever is left of it."""
+        """Send SIGKILL to what is left of the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 def bind_to_parent(parent: int) -> None:
-    """For the child, first of all: only this parent decides when it stops, whose death is its own.
+    """In a child, first of all: ignore stop signals, and die with the parent.
 
-    Signals that a terminal or a service manager sends to everybody are for the parent to act upon.
+    A terminal or a service manager signals all processes; only the parent acts on that.
     """
-    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
+    faulthandler.enable()  # SIGABRT writes the stacks
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # it died before `prctl`
         os._exit(1)

@@ -1,7 +1,7 @@
-"""The device seam: streams, events, pinned buffers and captured work.
+"""The device interface: streams, events, pinned buffers and captured work.
 
-A stream runs what is submitted to it in order and apart from the caller; two streams run side by
-side. That is all the pipeline needs, and a CPU can give it as truly as a GPU.
+A stream runs its work in order and concurrently with the caller; two streams run concurrently with
+each other. CPU and GPU both provide this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Event(Protocol):
     """A point in a stream's order."""
 
     def wait(self) -> None:
-        """Block the caller until the stream has passed this point; raises what failed before it."""
+        """Block until the stream has passed this point; raises the failure of earlier work."""
         ...
 
     def query(self) -> bool:
@@ -24,9 +24,9 @@ class Event(Protocol):
         ...
 
     def time_ns(self) -> int:
-        """When the stream passed this point, on the clock of `time.perf_counter_ns`.
+        """The time at which the stream passed, on the clock of `time.perf_counter_ns`.
 
-        Only after `wait` returned or `query` was true.
+        Valid after `wait` returned or `query` was true.
         """
         ...
 
@@ -35,56 +35,58 @@ class Stream(Protocol):
     """An ordered queue of work."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Enqueue; returns before the work has run, so it may touch nothing the caller mutates."""
+        """Enqueue `work`, which runs later, so the caller must not mutate what it reads."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy between contiguous tensors of one size; nothing waits, pinned memory only.
+        """Enqueue a copy between contiguous tensors of one size, the host's in pinned memory.
 
-        The host's side must stay as it is until the copy is done.
+        The host tensor must not change until the copy is done.
         """
         ...
 
     def record(self, reuse: Event | None = None) -> Event:
-        """An event behind all that was submitted so far.
+        """Record an event after all work submitted so far.
 
-        `reuse` is an event of this device that nobody asks any more: it may become the new one.
+        `reuse` is an event of this device without other users, which may become the new one.
         """
         ...
 
     def wait_event(self, event: Event) -> None:
-        """What is submitted from now on runs after `event`; the caller does not block."""
+        """Run later work after `event`; the caller does not block."""
         ...
 
 
 class Device(Protocol):
-    """One accelerator, or the CPU playing one."""
+    """An accelerator, or the CPU as one."""
 
     torch_device: torch.device
     name: str
 
     @property
     def compute(self) -> Stream:
-        """Where forwards and sampling run."""
+        """The stream of forwards and sampling."""
         ...
 
     @property
     def copy(self) -> Stream:
-        """Where copies run that the compute stream must not wait for."""
+        """The stream of copies that the compute stream must not wait for."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed host tensor that copies to and from the device asynchronously."""
+        """Allocate a zeroed host tensor that is copied asynchronously."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` recorded for cheap replay at fixed addresses (a CUDA graph), or `work` itself."""
+        """Record `work` for replay at fixed addresses (a CUDA graph); return `work` itself on a
+        CPU.
+        """
         ...
 
     def free_memory(self) -> int | None:
-        """Bytes that could still be allocated; None where memory is not the device's own."""
+        """Bytes that can still be allocated; None if the device shares the host's memory."""
         ...
 
     def close(self) -> None:
-        """Stop the streams; pending work is finished first."""
+        """Finish pending work and stop the streams."""
         ...

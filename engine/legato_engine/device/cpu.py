@@ -1,7 +1,7 @@
-"""The CPU as a device: two streams that are worker threads, joined by events.
+"""The CPU as a device: two streams, each a worker thread, synchronised by events.
 
-Work really runs apart from the caller and the two streams really run side by side, so the same
-scheduler overlaps here, and the same races show here, as on a GPU.
+Work runs concurrently with the caller and across streams, so schedules overlap, and races show, as
+on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from legato_engine.device.base import Event
 
 
 class CpuEvent:
-    """Set by a stream's thread when it gets there."""
+    """A point in a stream, set by the stream's thread."""
 
     __slots__ = ("_error", "_passed", "_time_ns")
 
@@ -28,7 +28,7 @@ class CpuEvent:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Block until the stream passed; raise what failed in the stream before this point."""
+        """Block until the stream passed; raise the failure of earlier work."""
         self._passed.wait()
         if self._error is not None:
             raise RuntimeError("device work failed") from self._error
@@ -48,7 +48,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """One thread and its queue. After a failure later work is skipped and every event says so."""
+    """One thread and its queue. After a failure later work is skipped and every event raises."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
@@ -65,13 +65,13 @@ class CpuStream:
         self._queue.put(functools.partial(_copy, destination, source))
 
     def record(self, reuse: Event | None = None) -> CpuEvent:
-        """An event behind everything submitted so far, always a new one."""
+        """Record an event after everything submitted so far; `reuse` is ignored."""
         event = CpuEvent()
         self._queue.put(event)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Later work of this stream runs after `event`."""
+        """Run later work after `event`."""
         self._queue.put(event.wait)
 
     def close(self) -> None:
@@ -99,27 +99,26 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CpuDevice:
-    """A host with `num_threads` cores for the compute stream; copies run on one more thread."""
+    """A host with `num_threads` cores for the compute stream and one thread for copies."""
 
     def __init__(self, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
         self.name = f"cpu ({num_threads} threads)"
         self.compute = CpuStream("legato-compute")
         self.copy = CpuStream("legato-copy")
-        # Torch keeps one setting for all threads, partly by thread: only the thread that computes
-        # may set it.
+        # Torch's setting is partly global and partly per thread, so the computing thread sets it.
         self.compute.submit(lambda: torch.set_num_threads(num_threads))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed host tensor; host memory needs no pinning here."""
+        """Allocate a zeroed host tensor; no pinning is needed."""
         return torch.zeros(shape, dtype=dtype)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` itself: there is nothing to record on a CPU."""
+        """Return `work` itself."""
         return work
 
     def free_memory(self) -> None:
-        """The host's memory is not this device's to share out."""
+        """None: the memory is the host's."""
         return
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A CUDA GPU: one compute stream, one copy stream, events, pinned memory and captured graphs."""
+"""A CUDA GPU: a compute stream, a copy stream, events, pinned memory and captured graphs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class CudaClock:
-    """Maps event times to the host clock, from one event whose host time is known.
+    """Maps event times to the host clock, from an anchor event with a known host time.
 
-    Elapsed times are float32 milliseconds, so the anchor moves along with the events: at most
-    about a second is ever measured, to some 60 ns.
+    Elapsed times are float32 milliseconds, so the anchor is moved forward: intervals stay below
+    about a second and are exact to some 60 ns.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -36,11 +36,11 @@ class CudaClock:
         return self._anchor_ns + round(elapsed_ms * 1e6)
 
     def wants(self, host_ns: int) -> bool:
-        """Whether an event that passed then should become the anchor."""
+        """Whether an event that passed at this time should become the anchor."""
         return host_ns - self._anchor_ns > _ANCHOR_NS
 
     def re_anchor(self, event: torch.cuda.Event, host_ns: int) -> None:
-        """Measure from this passed event on; it belongs to the clock now."""
+        """Make this passed event the anchor; the clock owns it from now on."""
         self._anchor, self._anchor_ns = event, host_ns
 
 
@@ -55,12 +55,12 @@ class CudaEvent:
         self.event = _timing_event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Stand behind what the stream has been given so far."""
+        """Record after all work submitted to the stream so far."""
         self._host_ns = None
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Block until the stream passed; a device fault is raised here by CUDA."""
+        """Block until the stream passed; CUDA raises device faults here."""
         self.event.synchronize()
 
     def query(self) -> bool:
@@ -69,7 +69,7 @@ class CudaEvent:
         return passed
 
     def time_ns(self) -> int:
-        """When the stream passed, on the host's `time.perf_counter_ns`."""
+        """The time at which the stream passed, on the host's `time.perf_counter_ns`."""
         if self._host_ns is None:
             self._host_ns = self._clock.to_host_ns(self.event)
             if self._clock.wants(self._host_ns):
@@ -79,7 +79,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """Work enqueued from the calling thread onto one CUDA stream."""
+    """A CUDA stream that the calling thread enqueues work to."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
         self.stream = stream
@@ -90,7 +90,7 @@ class CudaStream:
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` now on the host; its kernels go to this stream.
 
-        Quick where this is the thread's current stream, as `CudaDevice` makes the compute stream.
+        Cheapest if this is the thread's current stream, as `CudaDevice` makes its compute stream.
         """
         with torch.inference_mode():
             if torch._C._cuda_getCurrentRawStream(self._index) == self._handle:
@@ -100,7 +100,7 @@ class CudaStream:
                 work()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy, by CUDA itself: torch takes several times as long to start one."""
+        """Enqueue a copy through CUDA directly, which starts several times faster than torch's."""
         (result,) = runtime.cudaMemcpyAsync(
             destination.data_ptr(), source.data_ptr(), source.nbytes, _ANY_DIRECTION, self._handle
         )
@@ -108,13 +108,13 @@ class CudaStream:
             raise InternalError(f"a copy cannot be started: {result.name}")
 
     def record(self, reuse: Event | None = None) -> CudaEvent:
-        """An event behind everything submitted so far; `reuse` itself if given."""
+        """Record an event after everything submitted so far, reusing `reuse` if given."""
         event = reuse if isinstance(reuse, CudaEvent) else CudaEvent(self._clock)
         event.record(self.stream)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Later work of this stream runs after `event`; the host does not block."""
+        """Run later work after `event`; the host does not block."""
         assert isinstance(event, CudaEvent), "an event of another device"
         self.stream.wait_event(event.event)
 
@@ -134,21 +134,21 @@ class CudaDevice:
         self.copy = CudaStream(_stream(self.torch_device), clock)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed page-locked host tensor."""
+        """Allocate a zeroed page-locked host tensor."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of `work`, which must use fixed addresses and never synchronise.
+        """Capture `work` as a CUDA graph; it must use fixed addresses and never synchronise.
 
-        `work` runs once for real first, so that lazy initialisation stays out of the graph; behind
-        what other streams still do, which may be what it reads or its scratch memory.
+        `work` runs once before the capture, so that lazy initialisation stays out of the graph. It
+        runs after all other streams, because it may share their scratch memory.
         """
         torch.cuda.synchronize(self.torch_device)
         self.compute.submit(work)
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        # All graphs share the memory of what lives only inside them: they run one after another,
-        # and what outlives a graph is copied to tensors of its caller's.
+        # All graphs share one memory pool: they run one after another, and results that outlive a
+        # graph are copied to the caller's tensors.
         stream = self.compute.stream
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream)
         with _no_collections(), torch.inference_mode(), capturing:
@@ -156,7 +156,7 @@ class CudaDevice:
         return graph.replay
 
     def free_memory(self) -> int:
-        """Bytes free on the GPU, with those that torch keeps but does not use."""
+        """Bytes free on the GPU, including those that torch caches."""
         free: int = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         return free + reserved - torch.cuda.memory_allocated(self.torch_device)
@@ -168,7 +168,7 @@ class CudaDevice:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """A collection that frees another engine's graphs would break off a capture."""
+    """Pause garbage collection, because freeing another engine's graphs would break a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

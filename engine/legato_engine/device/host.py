@@ -1,4 +1,4 @@
-"""The host's memory."""
+"""Host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = _PROC, group: Path = _GROUP) -> int:
-    """Bytes that can be allocated without swapping, within the limit of this process's group."""
+    """Bytes that can be allocated without swapping, within the limit of the process's cgroup."""
     free = _table(proc / "meminfo")["MemAvailable:"] * 1024
     limit = group / "memory.max"
     if not limit.is_file() or not (text := limit.read_text().strip()).isdigit():
@@ -20,6 +20,5 @@ def available_memory(proc: Path = _PROC, group: Path = _GROUP) -> int:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The second word of each line by its first."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}

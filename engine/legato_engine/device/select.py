@@ -1,4 +1,4 @@
-"""Opens a device by name."""
+"""Opening a device by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from legato_engine.errors import InvalidField
 
 
 def open_device(name: str = "auto", threads: int = 0) -> Device:
-    """`auto` is the first CUDA GPU if there is one, else the CPU with `threads` (0: all) cores.
+    """Open a device: `auto` is the first CUDA GPU if there is one, else the CPU.
 
-    Raises `InvalidField` for a name that is not auto, cpu, cuda or cuda:N, or a GPU that is absent.
+    `threads` is the CPU's cores, 0 for all.
+
+    Raises:
+        InvalidField: the name is not auto, cpu, cuda or cuda:N, or the GPU is absent.
     """
     if name == "auto":
         name = "cuda" if _num_gpus() else "cpu"

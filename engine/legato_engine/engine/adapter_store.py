@@ -1,4 +1,4 @@
-"""Adapters by name: the files of some folders, read and checked on threads of their own."""
+"""Adapters by name, read from folders on threads of their own."""
 
 from __future__ import annotations
 
@@ -13,37 +13,34 @@ from typing import NamedTuple
 
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.images.cache import ImageCache
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 
 SUFFIXES = (".safetensors", ".pt")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")
 _THREADS = 2
-_HEADER = 1024 * 1024  # bytes that a file may have beside its values, which are float32 at most
+_HEADER = 1024 * 1024  # bytes of a file in addition to its values, which are at most float32
 
 Read = Callable[[bytes, str], Adapter]
 _Future = concurrent.futures.Future[Adapter]
 
 
 class _Version(NamedTuple):
-    """What tells one content of a file from the next."""
-
     inode: int
     size: int
     mtime_ns: int
 
 
 class AdapterStore:
-    """Finds `NAME.safetensors` or `NAME.pt` in the first of its folders that has it.
+    """Finds `NAME.safetensors` or `NAME.pt` in the first folder that has it.
 
-    A file is looked at whenever its adapter is asked for: one that has just appeared is found, and
-    one that was replaced is read anew, while those that began with the old content end with it.
-    What was read stays in memory up to `cache_bytes`, least recently used first out.
+    Every `start` checks the file and reads new content; older requests keep the old content.
+    Adapters stay in an LRU cache of `cache_bytes`.
     """
 
     def __init__(
         self, read: Read, folders: Sequence[Path], *, max_values: int, cache_bytes: int
     ) -> None:
-        """`read` makes an adapter, of `max_values` at most, of a file's bytes and their hash."""
+        """`read` makes an adapter from a file's bytes and their hash."""
         self._read_file = read
         self._folders = tuple(folders)
         self._max_bytes = 4 * max_values + _HEADER
@@ -52,9 +49,11 @@ class AdapterStore:
         self._reading: dict[str, _Future] = {}
 
     def start(self, name: str) -> _Future:
-        """Read an adapter; those who ask for the same one at a time share the future.
+        """Read an adapter. Concurrent calls for one name share the future; do not cancel it.
 
-        It is nobody's to cancel. It raises `AdapterNotFound` or `AdapterUnusable`.
+        Raises (in the future):
+            AdapterNotFound: no folder has such a file.
+            AdapterUnusable: the file cannot be read or is no adapter.
         """
         future = self._reading.get(name)
         if future is None:
@@ -63,7 +62,7 @@ class AdapterStore:
         return future
 
     def close(self) -> None:
-        """Drop what has not begun and stop the threads."""
+        """Drop what has not started and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _get(self, name: str) -> Adapter:
@@ -75,22 +74,24 @@ class AdapterStore:
                     except (FileNotFoundError, NotADirectoryError):
                         continue
                     except OSError as error:
-                        raise AdapterUnusable(f"it cannot be read: {error.strerror}") from None
+                        raise AdapterUnusable(
+                            f"the adapter cannot be read: {error.strerror}"
+                        ) from None
         raise AdapterNotFound("this server has no such adapter", resource=name)
 
     def _from(self, path: Path) -> Adapter:
-        """The adapter of a file, from memory as long as the file is the same."""
+        """Return the adapter of a file, from the cache if the file has not changed."""
         if not stat.S_ISREG(path.stat().st_mode):
             raise FileNotFoundError(path)
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             version = _Version(status.st_ino, status.st_size, status.st_mtime_ns)
-            known = self._cache.get(str(path))
-            if known is not None and known[0] == version:
-                return known[1]
+            cached = self._cache.get(str(path))
+            if cached is not None and cached[0] == version:
+                return cached[1]
             if status.st_size > self._max_bytes:
                 raise AdapterUnusable(
-                    "the file is larger than an adapter of the highest rank is in float32",
+                    "the file is larger than an adapter of the highest rank in float32",
                     limit=self._max_bytes,
                     actual=status.st_size,
                 )

@@ -1,4 +1,4 @@
-"""The parts of an engine, put together from its configuration."""
+"""Assembly of an engine from its configuration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.engine_core import EngineCore
+from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.pending_leases import PendingLeases
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.refinements import Refinements
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.engine.warm_up import warm_up
 from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageCache
@@ -28,11 +29,12 @@ from legato_engine.images.quota import image_quota
 from legato_engine.ipc.messages import EngineOutput, ModelInfo
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
+from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.checkpoint_plan import dtype_name
-from legato_engine.models.model import MaskRefiner, Model, ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
@@ -45,18 +47,19 @@ from legato_engine.scheduler.sink import SilentSink, Sink
 from legato_engine.scheduler.step_record import Observer
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-_PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
-_QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
-_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
+_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of images outside of the cache: pending, leased
+_MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the progress of a start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assembly:
-    """A loaded and warm model with its runner; schedulers over it come and go, one at a time."""
+    """A loaded and warm model with its runner; it serves one scheduler at a time."""
 
     config: EngineConfig
     frontend: ModelFrontend
@@ -64,16 +67,16 @@ class Assembly:
     device: Device
     runner: ModelRunner
     kv: KVCache
-    num_pages: int  # of those of `kv`, that its schedulers use
+    num_pages: int  # of `kv`, that a scheduler uses
     adapter_folders: tuple[Path, ...]
-    bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
-    draft: Path | None  # that the model brings
-    refiner: MaskRefiner | None  # None where outlines stay as they are
-    costs: CostTable | None  # of a decode step, where proposals are weighed against them
+    bank: AdapterBank | None  # None without adapter folders, or if the model takes no adapters
+    draft: Path | None  # the draft model of the bundle
+    refiner: MaskRefiner | None  # None: outlines are not refined
+    costs: CostTable | None  # of decode steps, if draft lengths are chosen by them
 
     @property
     def info(self) -> ModelInfo:
-        """What the service is told."""
+        """What the engine serves."""
         prompt = self.frontend.prefix_length(has_image=True) + 1
         return ModelInfo(
             name=self.frontend.name,
@@ -99,7 +102,7 @@ class Assembly:
         shares: bool = True,
         observer: Observer | None = None,
     ) -> Scheduler:
-        """A fresh scheduler with an empty KV cache; the one before must be idle.
+        """Return a scheduler with an empty KV cache; the previous one must be idle.
 
         Without `shares` every prefill has a launch of its own.
         """
@@ -134,7 +137,7 @@ class Assembly:
         wake: Callable[[], None],
         observer: Observer | None = None,
     ) -> EngineCore:
-        """The engine over these parts."""
+        """Return an engine that serves this model; `wake` is called on other threads."""
         config = self.config
         cache = ImageCache[PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
@@ -143,29 +146,26 @@ class Assembly:
             blobs=blobs,
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
-            memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
-            quick_pixels=_QUICK_PIXELS if self.runner.encodes_pictures else 0,
+            memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
+            max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
         )
-        holds = ImageLeases(cache, image_quota(config))
-        image_jobs = PendingLeases(preprocessor, holds, send=send, wake=wake)
-        refinements = Refinements(self.refiner, send=send, wake=wake)
-        sink = OutputSink(self.frontend.name, refinements.report)
-        scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
-        adapters = self._adapter_store()
+        requests = RequestTable(wake=wake)
+        refinements = Refinements(self.refiner, requests, send=send)
+        sink = OutputSink(self.frontend.name, requests, send=send, finish=refinements.finish)
         return EngineCore(
             self.frontend,
-            scheduler,
+            self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer),
+            requests,
             preprocessor,
-            image_jobs,
-            adapters,
+            LeaseHandler(preprocessor, ImageLeases(cache, image_quota(config)), send=send),
+            self._adapter_store(),
             refinements,
             sink,
-            wake=wake,
         )
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
-        """Memory for decoded pictures, page-locked where the device reads them as they are."""
-        if not self.runner.encodes_pictures:
+        """Return memory for decoded images, page-locked if the device reads them there."""
+        if not self.runner.encodes_images:
             return host_slab(num_bytes)
         slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
         return slab
@@ -173,23 +173,26 @@ class Assembly:
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:
             return None
+        support = self.model.capabilities.adapters
+        assert support is not None, "a bank is allocated by a model that supports adapters"
         config, values = self.config, self.bank.values_per_slot
         max_rank = config.max_adapter_rank
         on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
-            lambda data, key: self.model.read_adapter(data, key, max_rank),
+            lambda data, key: support.read_adapter(data, key, max_rank),
             self.adapter_folders,
             max_values=values,
-            # What is asked for in turn must not be read in turn.
+            # At least what the device holds, so that a swapped-out adapter is not read again.
             cache_bytes=max(config.adapter_cache_bytes, on_device),
         )
 
 
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
-    """Open the device, load the weights, build the runner, warm everything up.
+    """Open the device, load the weights, build the runner and warm it up.
 
-    Raises `LegatoError` for a model or device that does not exist and for settings that none could
-    be served with, `OSError` for missing files.
+    Raises:
+        LegatoError: the model or device does not exist, or a setting cannot be served.
+        OSError: a file is missing.
     """
     check(config)
     progress("device", 0.0)
@@ -220,10 +223,12 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 
 
 def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
-    """The same model and KV cache with another `speculation`; use one of the two at a time.
+    """Return the same model and KV cache with another `speculation`; use one of both at a time.
 
-    Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting, or a
-    draft that cannot be used.
+    Without `proposer` the configuration decides.
+
+    Raises:
+        InvalidField: the setting is unknown, or the draft cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
     runner, costs = warm_runner(
@@ -246,11 +251,9 @@ def _with_runner(
     device: Device,
     folders: tuple[Path, ...],
 ) -> Assembly:
-    # Before the KV cache, which takes its share of what is left.
-    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank) if folders else None
-    if bank is None and config.adapters:
-        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
-    refiner = model.mask_refiner(Path(config.refiner)) if config.refiner else None
+    # Allocated before the KV cache, which takes a share of the free memory.
+    bank = _adapter_bank(config, bundle, model) if folders else None
+    refiner = _refiner(config, bundle, model)
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
@@ -258,8 +261,8 @@ def _with_runner(
     runner, costs = warm_runner(
         config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
     )
-    frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
-    if runner.encodes_pictures:
+    frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
+    if runner.encodes_images:
         frontend = frontend.resizing_on_device()
     assembly = Assembly(
         config,
@@ -279,8 +282,25 @@ def _with_runner(
     return assembly
 
 
+def _adapter_bank(config: EngineConfig, bundle: ModelBundle, model: Model) -> AdapterBank | None:
+    support = model.capabilities.adapters
+    if support is not None:
+        return support.adapter_bank(config.adapter_slots, config.max_adapter_rank)
+    if config.adapters:
+        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
+    return None
+
+
+def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRefiner | None:
+    if not config.refiner:
+        return None
+    refiners = model.capabilities.refiners
+    if refiners is None:
+        raise InvalidField(f"{bundle.frontend.name} takes no refiner", field="refiner")
+    return refiners.mask_refiner(Path(config.refiner))
+
+
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
-    """Where adapters are looked for, in this order; raises `InvalidField` naming the setting."""
     given = Path(config.adapters) if config.adapters else None
     if given is not None and not given.is_dir():
         raise InvalidField(f"{given} is not a folder", field="adapters")

@@ -1,27 +1,31 @@
-"""Requests in, reports out: the engine without its process."""
+"""The engine without its process: commands in, outputs out."""
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 import time
-from collections.abc import Callable
 
 import msgspec
 import structlog
 
-from legato_engine.core import CachedImage, Request
+from legato_engine.core import CachedImage, Request, RequestKey
 from legato_engine.engine.adapter_store import AdapterStore
-from legato_engine.engine.once import Once
-from legato_engine.engine.output_sink import OutputSink, Ticket
-from legato_engine.engine.pending_leases import PendingLeases
-from legato_engine.engine.pending_request import PendingRequest, Preparation
-from legato_engine.engine.preprocessor import Picture, Preprocessor
+from legato_engine.engine.lazy import Lazy
+from legato_engine.engine.lease_handler import LeaseHandler
+from legato_engine.engine.output_sink import OutputSink
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage, Preprocessor
 from legato_engine.engine.refinements import Refinements
+from legato_engine.engine.request_stages import (
+    PendingLease,
+    PendingRefinement,
+    PendingRequest,
+    ScheduledRequest,
+    Stage,
+)
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -32,104 +36,100 @@ from legato_engine.errors import (
     TaskUnsupported,
 )
 from legato_engine.ipc.messages import DropImage, HoldImage, Load
-from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
+from legato_engine.models.capabilities import Adapter
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import HostInputs, Sequence, SequenceAdapter, SequenceStatus
 from legato_engine.tasks import Task
 
 _log = structlog.get_logger()
 
 
 class EngineCore:
-    """Prepares pictures and adapters, builds sequences and drives the scheduler.
+    """Prepares images and adapters, builds sequences and drives the scheduler.
 
-    Single-threaded: all methods belong to the thread that calls `step`. `wake` is called from other
-    threads when one is ready, so that a sleeping loop calls `step`.
+    Single-threaded: all methods belong to the thread that calls `step`. The scheduler itself
+    enforces the deadlines of its sequences and counts its queue.
     """
 
     def __init__(
         self,
         frontend: ModelFrontend,
         scheduler: Scheduler,
+        requests: RequestTable,
         preprocessor: Preprocessor,
-        image_jobs: PendingLeases,
+        leases: LeaseHandler,
         adapters: AdapterStore | None,
         refinements: Refinements,
         sink: OutputSink,
-        *,
-        wake: Callable[[], None],
     ) -> None:
         self._frontend = frontend
         self._scheduler = scheduler
+        self._requests = requests
         self._preprocessor = preprocessor
-        self._image_jobs = image_jobs
+        self._leases = leases
         self._adapters = adapters
         self._refinements = refinements
         self._sink = sink
-        self._wake = wake
-        self._jobs: dict[str, PendingRequest] = {}
-        self._prepared: collections.deque[tuple[str, Preparation]] = collections.deque()
-        self._fresh: list[Sequence] = []
+        self._unannounced: list[Sequence] = []
         self._seq_ids = itertools.count()
 
-    # ------------------------------------------------------------ requests
+    # ------------------------------------------------------------ commands
 
     def submit(self, request: Request) -> None:
-        """Begin a request; whatever is wrong with it becomes its `Failed` report."""
+        """Start a request; an error becomes its `Failed` output."""
         arrival = time.monotonic()
         try:
             self._check(request)
-            self._prepare(request, arrival)
+            pending = self._prepare(request, arrival)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
-            self._fail(request, error)
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request in whatever state it is; unknown ids are ignored."""
-        job = self._jobs.pop(request_id, None)
-        if job is not None:
-            job.cancel()
+            self._fail(request.request_id, error)
             return
-        if self._image_jobs.abort(request_id) or self._refinements.abort(request_id):
-            return
-        self._sink.forget(request_id)
-        self._scheduler.abort(request_id)
-
-    def stop(self, request_id: str) -> None:
-        """End a request now with what it has, in whatever state it is; unknown ids are ignored."""
-        job = self._jobs.pop(request_id, None)
-        if job is None:
-            self._refinements.stop(request_id)
-            self._scheduler.stop(request_id)
-            return
-        job.cancel()
-        try:
-            self._enqueue(dataclasses.replace(job, picture=None, adapter=None))
-        except Exception as error:  # noqa: BLE001 - one request's failure is its own
-            self._fail(job.request, error)
+        if pending.futures:
+            self._requests.add(pending)
         else:
-            self._scheduler.stop(request_id)
+            self._schedule(pending)
+
+    def abort(self, request_id: RequestKey) -> None:
+        """End a request without output; unknown ids are ignored."""
+        request = self._requests.remove(request_id)
+        if request is not None:
+            request.cancel()
+            self._scheduler.abort(request_id)
+
+    def stop(self, request_id: RequestKey) -> None:
+        """End a request now with the result it has; unknown ids and leases are ignored."""
+        match self._requests.get(request_id):
+            case PendingRequest() as request:
+                self._requests.remove(request_id)
+                request.cancel()
+                self._schedule(dataclasses.replace(request, image=None, adapter=None))
+                self._scheduler.stop(request_id)
+            case ScheduledRequest():
+                self._scheduler.stop(request_id)
+            case PendingRefinement() as request:
+                self._refinements.finish_unrefined(request)
 
     def hold(self, command: HoldImage) -> None:
-        """Begin to hold a picture; how that ends is told by one report."""
+        """Start to lease an image."""
         try:
             if not self._frontend.takes_images:
-                raise TaskUnsupported("this model takes no pictures", task="image")
-            self._check_queue(command.owner)
-            self._image_jobs.hold(command)
+                raise TaskUnsupported("this model takes no images", task="image")
+            self._check_capacity(command.request_id, command.owner)
+            self._requests.add(self._leases.start(command))
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
-            self._image_jobs.fail(command.request_id, error)
+            self._leases.fail(command.request_id, error)
 
     def drop(self, command: DropImage) -> None:
-        """Hold a picture no longer, which is told by one report."""
-        self._image_jobs.drop(command)
+        """End the lease of an image."""
+        self._leases.drop(command)
 
     # ------------------------------------------------------------ state
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to run now."""
-        ready = self._prepared or self._image_jobs.ready or self._refinements.ready
-        return bool(ready) or not self._scheduler.idle
+        return self._requests.has_completed or not self._scheduler.idle
 
     @property
     def steps_committed(self) -> int:
@@ -137,170 +137,177 @@ class EngineCore:
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        """What is held right now; requests whose picture is being prepared count as waiting, those
-        whose outline is being refined as running.
-        """
+        """Return the load; pending requests count as waiting, pending refinements as running."""
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
-            running=load.running + len(self._refinements),
-            waiting=load.waiting + len(self._jobs),
+            running=load.running + self._requests.count(PendingRefinement),
+            waiting=load.waiting + self._requests.count(PendingRequest),
             images_cached=self._preprocessor.images_cached,
         )
 
     def estimated_wait(self) -> float:
-        """Seconds a request arriving now would wait."""
+        """Return the seconds that a request arriving now would wait."""
         return self._scheduler.estimated_wait()
 
     def next_deadline(self) -> float:
-        """Monotonic time by which `step` must be called even if nothing wakes the loop."""
-        deadlines = (deadline_of(job.request) for job in self._jobs.values())
-        expiries = (self._image_jobs.next_expiry, self._refinements.next_deadline)
-        return min(*expiries, *deadlines, math.inf)
+        """Return when `step` is due even if nothing wakes the loop, in monotonic seconds."""
+        return min(self._requests.next_deadline, self._leases.next_expiry)
 
-    # ------------------------------------------------------------ the tick
+    # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Admit prepared pictures, expire, run one scheduler tick; whether it did device work."""
-        while self._prepared:
-            self._admit(*self._prepared.popleft())
-        self._image_jobs.step()
-        self._refinements.step(self._scheduler.refine)
-        self._expire()
+        """Advance completed requests, expire others, and step the scheduler.
+
+        Returns whether the device got work.
+        """
+        self._leases.expire()
+        for request in self._requests.completed():
+            self._advance(request)
+        for request in self._requests.expired(time.monotonic()):
+            self._expire(request)
         worked = self._scheduler.step()
         self._announce_queued()
         return worked
 
     def close(self) -> None:
-        """Stop the threads that prepare."""
+        """Stop the threads."""
         self._preprocessor.close()
         self._refinements.close()
         if self._adapters is not None:
             self._adapters.close()
 
-    def _check(self, request: Request) -> None:
-        if request.model not in ("", self._frontend.name):
-            raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
-        if request.request_id in self._refinements:
-            raise InvalidField("request id is in use", field="request_id")
-        if request.adapter and self._adapters is None:
-            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        self._check_queue(request.tenant)
+    def _advance(self, request: Stage) -> None:
+        match request:
+            case PendingRequest():
+                self._admit(request)
+            case PendingLease():
+                self._requests.remove(request.request_id)
+                self._leases.finish(request)
+            case PendingRefinement():
+                self._refinements.advance(request, self._scheduler.refine)
 
-    def _check_queue(self, tenant: str) -> None:
-        """Pictures that are only to be held take the same threads, outlines one more: all count."""
-        preparing = [job.request.tenant for job in self._jobs.values()]
-        others = (*self._image_jobs.owners, *self._refinements.tenants)
-        self._scheduler.check_queue(tenant, [*preparing, *others])
-
-    def _prepare(self, request: Request, arrival: float) -> None:
-        """Enqueue a request that has all it needs; else as soon as threads have prepared it."""
-        adapters = self._adapters
-        adapter = adapters.start(request.adapter) if adapters and request.adapter else None
-        # Made beside the picture, wherever that is prepared, so that nobody waits for it later.
-        task = Once(functools.partial(self._frontend.make_task, request))
-        picture = self._picture(request, task)
-        job = PendingRequest(request, arrival, _made(task, picture), picture, adapter)
-        if not job.futures:
-            self._enqueue(job)
-            return
-        self._jobs[request.request_id] = job
-        for future in job.futures:
-            # The callback must not hold the future: its picture would live until the next full
-            # garbage collection, which a process of long-lived objects hardly ever runs.
-            future.add_done_callback(functools.partial(self._on_prepared, request.request_id))
-
-    def _picture(
-        self, request: Request, task: Once[Task]
-    ) -> Picture | concurrent.futures.Future[Picture] | None:
-        """The request's picture when it is known, any other is prepared on a thread.
-
-        With nothing to run nobody waits for this thread, and it may hash the bytes itself; with
-        nobody else's picture under way, it may even decode them.
-        """
-        source = request.image
-        if source is None or not self._frontend.takes_images:
-            return None
-        self._image_jobs.expire()
-        idle = self._scheduler.idle
-        found = self._preprocessor.find(source, look_inside=idle)
-        if isinstance(found, Picture):
-            return found
-        assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
-        here = idle and not self._jobs
-        return self._preprocessor.start(
-            source, found, keep=request.cache_image, here=here, beside=task
-        )
-
-    def _on_prepared(self, request_id: str, future: Preparation) -> None:
-        """Runs on a thread that prepares, or on this one when the job was cancelled."""
-        self._prepared.append((request_id, future))
-        self._wake()
-
-    def _admit(self, request_id: str, future: Preparation) -> None:
-        job = self._jobs.get(request_id)
-        if job is None or future not in job.futures:
-            return  # aborted or expired meanwhile, or already admitted
-        failure = job.failure
-        if failure is None and not job.done:
-            return
-        del self._jobs[request_id]
-        if failure is not None:  # not raised: its traceback would hold the job's picture
-            job.cancel()
-            self._fail(job.request, failure)
-            return
-        try:
-            self._enqueue(job)
-        except Exception as error:  # noqa: BLE001 - one request's failure is its own
-            self._fail(job.request, error)
-
-    def _enqueue(self, job: PendingRequest) -> None:
-        picture = job.prepared_picture
-        image = picture.image if picture else None
-        sequence = make_sequence(
-            self._frontend, job.request, image, job.prepared_adapter, task=job.task
-        )
-        sequence.seq_id = next(self._seq_ids)
-        sequence.arrival = job.arrival
-        self._scheduler.submit(sequence)
-        ticket = Ticket(image.info, picture.seconds) if image and picture else Ticket()
-        self._sink.expect(job.request.request_id, ticket)
-        self._refinements.expect(job.request, image)
-        self._fresh.append(sequence)
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        if not isinstance(error, LegatoError):
-            _log.error("request failed", request_id=request.request_id, exc_info=error)
-            error = InternalError("the request could not be prepared")
-        self._sink.fail(request.request_id, error)
-
-    def _expire(self) -> None:
-        """Deadlines of requests that the scheduler does not know yet."""
-        now = time.monotonic()
-        expired = [job for job in self._jobs.values() if deadline_of(job.request) <= now]
-        for job in expired:
-            del self._jobs[job.request.request_id]
-            job.cancel()
-            self._sink.fail(job.request.request_id, DeadlineExceeded("the deadline passed"))
+    def _expire(self, request: Stage) -> None:
+        match request:
+            case PendingRequest():
+                self._requests.remove(request.request_id)
+                request.cancel()
+                self._fail(request.request_id, DeadlineExceeded("the deadline passed"))
+            case PendingRefinement():
+                self._refinements.finish_unrefined(request)
 
     def _announce_queued(self) -> None:
-        """Whoever did not start in its first tick has to wait, and is told so once."""
-        if not self._fresh:
+        """Send `Queued` once for each new sequence that did not start in its first step."""
+        if not self._unannounced:
             return
-        waiting = [s for s in self._fresh if s.status is SequenceStatus.WAITING]
-        self._fresh.clear()
+        waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
+        self._unannounced.clear()
         for sequence in waiting:
             position = self._scheduler.position(sequence)
             self._sink.queued(sequence, position, self.estimated_wait())
 
+    # ------------------------------------------------------------ from a command to a sequence
 
-def _made(task: Once[Task], picture: Picture | concurrent.futures.Future[Picture] | None) -> Task:
-    """The task; a picture that was started for one that cannot be made is given up."""
+    def _check(self, request: Request) -> None:
+        if request.model not in ("", self._frontend.name):
+            raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
+        if request.adapter and self._adapters is None:
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+        self._check_capacity(request.request_id, request.tenant)
+
+    def _check_capacity(self, request_id: RequestKey, tenant: str) -> None:
+        if request_id in self._requests:
+            raise InvalidField("request id is in use", field="request_id")
+        self._scheduler.check_queue(tenant, self._requests.queued_tenants())
+
+    def _prepare(self, request: Request, arrival: float) -> PendingRequest:
+        adapters = self._adapters
+        adapter = adapters.start(request.adapter) if adapters and request.adapter else None
+        task = Lazy(functools.partial(self._frontend.make_task, request))
+        image = self._start_image(request, task)
+        return PendingRequest(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            deadline=deadline_of(request),
+            request=request,
+            arrival=arrival,
+            task=_task_or_cancel(task, image),
+            image=image,
+            adapter=adapter,
+        )
+
+    def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
+        """Return the image if it is cached or prepared inline, else its future.
+
+        An idle scheduler leaves this thread time to hash the bytes. If no other request is pending,
+        it may also decode them, while a helper thread makes the task.
+        """
+        source = request.image
+        if source is None or not self._frontend.takes_images:
+            return None
+        self._leases.expire()
+        idle = self._scheduler.idle
+        found = self._preprocessor.find(source, may_hash=idle)
+        if isinstance(found, PreprocessedImage):
+            return found
+        assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
+        inline = idle and not self._requests.count(PendingRequest)
+        return self._preprocessor.start(
+            source, found, keep=request.cache_image, inline=inline, prefetch=task
+        )
+
+    def _admit(self, pending: PendingRequest) -> None:
+        failure = pending.failure
+        if failure is None and not pending.is_ready:
+            return
+        self._requests.remove(pending.request_id)
+        if failure is None:
+            self._schedule(pending)
+            return
+        pending.cancel()
+        self._fail(pending.request_id, failure)  # not raised: a traceback would hold the image
+
+    def _schedule(self, pending: PendingRequest) -> None:
+        try:
+            self._submit_sequence(pending)
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(pending.request_id, error)
+
+    def _submit_sequence(self, pending: PendingRequest) -> None:
+        request, preprocessed = pending.request, pending.prepared_image
+        image = preprocessed.image if preprocessed else None
+        sequence = make_sequence(
+            self._frontend, request, image, pending.prepared_adapter, task=pending.task
+        )
+        sequence.seq_id = next(self._seq_ids)
+        sequence.timing.arrival = pending.arrival
+        self._scheduler.submit(sequence)
+        self._requests.add(
+            ScheduledRequest(
+                request_id=pending.request_id,
+                tenant=pending.tenant,
+                request=request,
+                image=image.info if image else None,
+                image_seconds=preprocessed.seconds if preprocessed else 0.0,
+                refinable=self._refinements.refinable(request, image),
+            )
+        )
+        self._unannounced.append(sequence)
+
+    def _fail(self, request_id: RequestKey, error: BaseException) -> None:
+        if not isinstance(error, LegatoError):
+            _log.error("request_failed", request_id=request_id.name, exc_info=error)
+            error = InternalError("the request could not be prepared")
+        self._sink.fail(request_id, error)
+
+
+def _task_or_cancel(task: Lazy[Task], image: PendingImage | None) -> Task:
+    """Return the task, or cancel the image and raise."""
     try:
         return task.get()
     except BaseException:
-        if isinstance(picture, concurrent.futures.Future):
-            picture.cancel()
+        if isinstance(image, concurrent.futures.Future):
+            image.cancel()
         raise
 
 
@@ -312,10 +319,10 @@ def make_sequence(
     *,
     task: Task | None = None,
 ) -> Sequence:
-    """A waiting sequence; it shares nothing where the request forbids to keep its image.
+    """Return a waiting sequence. Without `task` this makes it, and raises as `make_task`.
 
-    An adapter changes what the prefix's positions hold, so the prefix is shared under it alone.
-    Without its `task` that is made here, and raises what `ModelFrontend.make_task` raises.
+    The prefix is not shared without `cache_image`, nor under another adapter, which changes its
+    keys and values.
     """
     task = task or frontend.make_task(request)
     return Sequence(
@@ -325,9 +332,7 @@ def make_sequence(
         prefix_key=(image.key if image else "") if request.cache_image else None,
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
-        pixels=image,
         num_crops=image.num_crops if image else 0,
-        adapter=adapter,
-        adapter_key=adapter.key if adapter else "",
-        adapter_rank=adapter.rank if adapter else 0,
+        inputs=HostInputs(image, adapter),
+        adapter=SequenceAdapter(adapter.key, adapter.rank) if adapter else SequenceAdapter(),
     )

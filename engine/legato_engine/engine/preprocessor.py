@@ -1,4 +1,4 @@
-"""Pictures become prepared images, on threads of their own."""
+"""Preparation of images on a pool of threads."""
 
 from __future__ import annotations
 
@@ -15,42 +15,58 @@ from typing import Any
 import msgspec
 
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
-from legato_engine.engine.once import Once
+from legato_engine.engine.lazy import Lazy
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.images.cache import ImageCache
-from legato_engine.images.decoding import content_key, decode_encoded, image_id, inspect
+from legato_engine.images.decoding import (
+    ImageHeader,
+    content_key,
+    decode_file,
+    image_id,
+    inspect,
+)
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 
-_FEW_BYTES = 512 * 1024  # to hash on the caller's thread
+_MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
-    """A prepared image and the seconds it took; `image.info.cache_hit` speaks of this request."""
+class PreprocessedImage:
+    """A prepared image and the seconds that took; `image.info.cache_hit` is this request's."""
 
     image: PreparedImage
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
-    """A picture's bytes, and the SHA-256 in hex that they are known by."""
+PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
+"""An image that is prepared already, or its future."""
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """The bytes of an image, their content key and, for a file, the checked header.
+
+    The service has checked the header too. The engine does not rely on that, because the limit on
+    pixels bounds its own allocations.
+    """
+
+    source: EncodedImage | RawImage
     view: memoryview
-    key: Once[str]
+    key: Lazy[str]
+    header: Lazy[ImageHeader]  # raises for `RawImage`
 
     @property
-    def name(self) -> str:
-        """The picture's id; hashes the bytes unless that was done."""
+    def image_id(self) -> str:
+        """The image id; computes the key."""
         return image_id(self.key.get())
 
 
 class Preprocessor:
-    """Decodes, orients, resizes and tiles; a picture seen lately skips all of that."""
+    """Decodes, orients, resizes and tiles images; an image in the cache skips all of that."""
 
     def __init__(
         self,
@@ -61,154 +77,173 @@ class Preprocessor:
         max_pixels: int,
         threads: int,
         memory: PixelMemory,
-        quick_pixels: int = 0,
+        max_inline_pixels: int = 0,
     ) -> None:
-        """A JPEG or raw picture of at most `quick_pixels` is prepared in a few milliseconds, so
-        that its caller may do that itself.
-        """
+        """Up to `max_inline_pixels`, a JPEG or raw image takes only a few milliseconds."""
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs
         self._max_pixels = max_pixels
         self._memory = memory
-        self._quick_pixels = quick_pixels
-        self._glimpses = SeenImages()
+        self._max_inline_pixels = max_inline_pixels
+        self._seen = SeenImages()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
-        self._asked: queue.SimpleQueue[Once[Any] | None] = queue.SimpleQueue()
-        self._beside = threading.Thread(target=self._make_asked, name="legato-beside", daemon=True)
-        self._beside.start()
+        self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
+        self._prefetcher = threading.Thread(
+            target=self._run_prefetches, name="legato-prefetch", daemon=True
+        )
+        self._prefetcher.start()
 
     @property
     def images_cached(self) -> int:
-        """Pictures that can be named by id."""
+        """Images that a request can name by id."""
         return len(self._cache)
 
-    def find(self, source: ImageSource, *, look_inside: bool) -> Picture | Loaded | None:
-        """The picture when it is known already; else its bytes as far as they were looked at.
+    def find(
+        self, source: ImageSource, *, may_hash: bool
+    ) -> PreprocessedImage | LoadedImage | None:
+        """Return the image if it is cached, its bytes if they were loaded, or None.
 
-        An id is looked up, and with `look_inside` bytes are hashed here unless they are many or
-        look new: both take less time than another thread needs to wake up. Raises `ImageNotFound`,
-        `InvalidField`, `ImageTooLarge` or `InternalError`.
+        With `may_hash`, a small image is loaded here, and hashed if it may have been seen, because
+        that takes less time than to wake another thread.
+
+        Raises:
+            ImageNotFound: no image of this id is cached.
+            InvalidField, ImageTooLarge: the layout of a raw image is wrong.
+            InternalError: the blob cannot be read.
         """
         start = time.monotonic()
         if isinstance(source, CachedImage):
-            image = self._named(source.image_id)
+            image = self._cached(source.image_id)
             if image is None:
-                raise ImageNotFound("no such image, or not any more", resource=source.image_id)
-            return Picture(image, time.monotonic() - start)
-        if not look_inside or source.blob.size > _FEW_BYTES:
+                raise ImageNotFound("image not found or expired", resource=source.image_id)
+            return PreprocessedImage(image, time.monotonic() - start)
+        if not may_hash or source.blob.size > _MAX_INLINE_BYTES:
             return None
         loaded = self._load(source)
-        image = self._named(loaded.name) if loaded.view in self._glimpses else None
-        return loaded if image is None else Picture(image, time.monotonic() - start)
+        image = self._cached(loaded.image_id) if loaded.view in self._seen else None
+        return loaded if image is None else PreprocessedImage(image, time.monotonic() - start)
 
     def start(
         self,
         source: EncodedImage | RawImage,
-        loaded: Loaded | None,
+        loaded: LoadedImage | None,
         *,
         keep: bool,
-        here: bool = False,
-        beside: Once[Any] | None = None,
-    ) -> Picture | concurrent.futures.Future[Picture]:
-        """Prepare `source`, of which `find` has given `loaded`; `keep` lets it be named by id.
+        inline: bool = False,
+        prefetch: Lazy[Any] | None = None,
+    ) -> PendingImage:
+        """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
 
-        With `here` a picture that was looked at and is quick is prepared on the calling thread,
-        while another one hashes it and makes what the caller needs `beside` it: to hand those over
-        takes less time than to hand over the picture and take it back. Else what was looked at is
-        hashed here beside its decoding. Raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField`
-        or `InternalError`, as does the future.
+        With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
+        computes `prefetch`: handing these over is cheaper than handing over the image. Otherwise
+        the pool prepares the image while this thread hashes a loaded one.
+
+        Raises (or its future does):
+            ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
+            InternalError: the blob cannot be read.
         """
         if loaded is None:
             return self._pool.submit(self._prepare, source, None, keep)
-        if here and self._is_quick(source, loaded):
-            self._asked.put(loaded.key)
-            if beside is not None:
-                self._asked.put(beside)
+        if inline and self._fits_inline(loaded):
+            self._prefetches.put(loaded.key)
+            if prefetch is not None:
+                self._prefetches.put(prefetch)
             return self._prepare(source, loaded, keep)
         future = self._pool.submit(self._prepare, source, loaded, keep)
         loaded.key.get()
         return future
 
-    def start_held(
+    def start_lease(
         self, source: EncodedImage | RawImage, sha256: str
-    ) -> concurrent.futures.Future[Picture]:
-        """Prepare `source` for a caller that wants it held; the cache is the caller's to fill.
+    ) -> concurrent.futures.Future[PreprocessedImage]:
+        """Prepare `source` without adding it to the cache.
 
-        The future raises as that of `start`, and `InvalidField` when `sha256`, unless empty, is not
-        that of the bytes.
+        The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
-        return self._pool.submit(self._prepare_held, source, sha256)
+        return self._pool.submit(self._prepare_lease, source, sha256)
 
     def close(self) -> None:
-        """Drop what has not begun and stop the threads."""
+        """Drop what has not started and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._asked.put(None)
-        self._beside.join()
+        self._prefetches.put(None)
+        self._prefetcher.join()
 
     def _prepare(
-        self, source: EncodedImage | RawImage, loaded: Loaded | None, keep: bool
-    ) -> Picture:
+        self, source: EncodedImage | RawImage, loaded: LoadedImage | None, keep: bool
+    ) -> PreprocessedImage:
         start = time.monotonic()
         if loaded is None:
             loaded = self._load(source)
             loaded.key.get()
-        known = self._named(loaded.name) if loaded.key.made else None  # else it looked new
-        image = known or self._make(source, loaded, keep)
-        return Picture(image, time.monotonic() - start)
+        # A loaded image without a key has never been seen, so the cache cannot have it.
+        cached = self._cached(loaded.image_id) if loaded.key.is_computed else None
+        image = cached or self._decode_and_prepare(loaded, keep)
+        return PreprocessedImage(image, time.monotonic() - start)
 
-    def _prepare_held(self, source: EncodedImage | RawImage, sha256: str) -> Picture:
+    def _prepare_lease(self, source: EncodedImage | RawImage, sha256: str) -> PreprocessedImage:
         loaded = self._load(source)
         key = loaded.key.get()
         if sha256:
-            raw = isinstance(source, RawImage)  # of a file, the hash is what it is known by
+            raw = isinstance(source, RawImage)  # the key of a file is the hash of its bytes
             actual = hashlib.sha256(loaded.view).hexdigest() if raw else key
             if actual != sha256:
-                raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
+                raise InvalidField(
+                    "sha256 does not match the image bytes", field="sha256", actual=actual
+                )
         return self._prepare(source, loaded, keep=False)
 
-    def _make_asked(self) -> None:
-        """Runs on the thread beside, which holds nothing while it waits for more."""
-        while (asked := self._asked.get()) is not None:
-            with contextlib.suppress(Exception):  # which the one who needs it meets again
-                asked.get()
-            del asked
+    def _run_prefetches(self) -> None:
+        while (value := self._prefetches.get()) is not None:
+            with contextlib.suppress(Exception):  # raised again where the value is needed
+                value.get()
+            del value  # not kept alive while the thread waits
 
-    def _is_quick(self, source: EncodedImage | RawImage, loaded: Loaded) -> bool:
+    def _fits_inline(self, loaded: LoadedImage) -> bool:
+        source = loaded.source
         if isinstance(source, RawImage):
-            return source.width * source.height <= self._quick_pixels
-        if not self._quick_pixels or source.mime_type != "image/jpeg":
+            return source.width * source.height <= self._max_inline_pixels
+        if not self._max_inline_pixels or source.mime_type != "image/jpeg":
             return False
-        header = inspect(loaded.view, max_pixels=self._max_pixels, max_bytes=source.blob.size)
-        return header.width * header.height <= self._quick_pixels
+        header = loaded.header.get()
+        return header.width * header.height <= self._max_inline_pixels
 
-    def _named(self, name: str) -> PreparedImage | None:
-        """The picture of this id as a hit."""
+    def _cached(self, name: str) -> PreparedImage | None:
+        """Return the cached image of this id, marked as a hit."""
         image = self._cache.get(name)
         if image is None:
             return None
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
-    def _load(self, source: EncodedImage | RawImage) -> Loaded:
-        """Take the blob, once."""
+    def _load(self, source: EncodedImage | RawImage) -> LoadedImage:
+        """Take the blob, which can be taken once."""
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
         view = self._blobs.take(source.blob)
-        return Loaded(view, Once(functools.partial(content_key, view, raw)))
+        return LoadedImage(
+            source,
+            view,
+            key=Lazy(functools.partial(content_key, view, raw)),
+            header=Lazy(
+                functools.partial(
+                    inspect, view, max_pixels=self._max_pixels, max_bytes=source.blob.size
+                )
+            ),
+        )
 
-    def _make(self, source: EncodedImage | RawImage, loaded: Loaded, keep: bool) -> PreparedImage:
-        pixels_HWC = self._decode(loaded.view, source)
+    def _decode_and_prepare(self, loaded: LoadedImage, keep: bool) -> PreparedImage:
+        pixels_HWC = self._decode(loaded)
         height, width = pixels_HWC.shape[:2]
-        info = ImageInfo(image_id=loaded.name, width=width, height=height, cache_hit=False)
+        info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
-        self._glimpses.add(loaded.view)
+        self._seen.add(loaded.view)
         if keep:
-            self._cache.put(loaded.name, image, image.num_bytes)
+            self._cache.put(loaded.image_id, image, image.num_bytes)
         return image
 
-    def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Pixels:
-        if isinstance(source, RawImage):
-            return decode_raw(view, source, self._memory.take)
-        return decode_encoded(view, max_pixels=self._max_pixels, take=self._memory.take)
+    def _decode(self, loaded: LoadedImage) -> Pixels:
+        if isinstance(loaded.source, RawImage):
+            return decode_raw(loaded.view, loaded.source, self._memory.allocate)
+        return decode_file(loaded.view, loaded.header.get(), self._memory.allocate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import logging
 import math
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -19,10 +20,10 @@ import structlog
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
 from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
-    LAST,
+    FINAL,
     Abort,
     Command,
     DropImage,
@@ -36,6 +37,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.null import engine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
@@ -43,149 +45,173 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
     from legato_engine.engine.engine_core import (
-        EngineCore,  # whose parts load torch, which not every engine needs
+        EngineCore,  # imports torch, which the null engine does without
     )
     from legato_engine.null.engine import NullEngine
 
     Core = EngineCore | NullEngine
 
-_GC_THRESHOLD = 50_000  # containers made and not freed
-_LINGER_MS = 500  # what was reported before the end still leaves
-_MOMENT_MS = 5  # without a command, after which the loop is taken to sleep
+_LINGER_MS = 500  # to send outputs that are left at the end
+_MOMENT_MS = 5  # without a command before the loop publishes its state and sleeps
 _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, serve until told to stop; the exit code is 0 only for an ordered stop.
+    """Load the model and serve.
 
-    `EXIT_UNSERVABLE` says that the configuration is at fault, which one line in the log explains.
+    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` after logging what is wrong with the
+    configuration, and 1 after any other failure.
     """
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
     bind_to_parent(arguments.parent)
     if config.model != engine.NAME:
-        _run_when_woken()
+        latency_policy.end_batch_scheduling()
+    policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    door, vitals_door = arguments.doors
+    requests_fd, vitals_fd = arguments.listeners
     blobs = BlobReader(arguments.namespace)
-    links = Links(door, wake_fd, on_gone=blobs.forget)
+    connections = ServiceConnections(
+        requests_fd, wake_fd, on_disconnect=blobs.forget, busy_poll=policy.busy_poll
+    )
     heartbeat = HeartbeatThread(
-        vitals_door,
+        vitals_fd,
         vitals,
         interval=config.heartbeat_interval,
         parent=arguments.parent,
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, blobs, links, wake_fd, vitals)
-    except Unservable as error:
-        _log.error("cannot serve", reason=str(error), **error.why.metadata)
+        serve(config, blobs, connections, wake_fd, vitals)
+    except UnservableConfig as error:
+        _log.error("configuration_rejected", reason=str(error), **error.cause.metadata)
         return EXIT_UNSERVABLE
     except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
-        _log.exception("engine fails")
+        _log.exception("engine_failed")
         return 1
     finally:
         heartbeat.stop()
-        links.close(_LINGER_MS)
+        connections.close(_LINGER_MS)
     return 0
 
 
-class Unservable(Exception):
-    """`why` the configuration cannot be served."""
+class UnservableConfig(Exception):
+    """The engine cannot serve with this configuration, because of `cause`."""
 
-    def __init__(self, why: LegatoError) -> None:
-        super().__init__(str(why))
-        self.why = why
+    def __init__(self, cause: LegatoError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 def serve(
-    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, vitals: Vitals
+    config: EngineConfig,
+    blobs: BlobReader,
+    connections: ServiceConnections,
+    wake_fd: int,
+    vitals: Vitals,
 ) -> None:
     """Load the model and run requests until `Shutdown`.
 
-    Raises `Unservable`, and what the device or a tick raises.
+    Raises:
+        UnservableConfig: the configuration names a model or settings that cannot be served.
+        Exception: the device or a step failed.
     """
     stats = StepStats()
     try:
-        core, model = _open(config, blobs, links, wake_fd, stats)
+        core, model = _open(config, blobs, connections, wake_fd, stats)
     except (InvalidField, ModelNotFound) as error:
-        raise Unservable(error) from None
-    _publish(core, stats, vitals)
-    links.broadcast(Ready(model=model, pid=os.getpid()))
-    _log.info("engine ready", model=model.name, device=model.device)
-    _freeze()
-    _loop(Serving(core, stats, links, vitals))
+        raise UnservableConfig(error) from None
+    loop = EngineLoop(core, stats, connections, vitals)
+    loop.publish()
+    connections.broadcast(Ready(model=model, pid=os.getpid()))
+    _log.info("engine_ready", model=model.name, device=model.device)
+    _freeze(latency_policy.resolve(config.latency_policy).engine_gc)
+    loop.run()
     if (kv := core.load().kv) is not None:
-        _log.info("kv cache", **msgspec.structs.asdict(kv))
+        _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
 
 
 def _open(
-    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
+    config: EngineConfig,
+    blobs: BlobReader,
+    connections: ServiceConnections,
+    wake_fd: int,
+    stats: StepStats,
 ) -> tuple[Core, ModelInfo]:
-    """The engine that the configuration names, ready to run, and what it serves."""
     if config.model == engine.NAME:
-        core = engine.NullEngine(config, blobs=blobs, send=links.post)
+        core = engine.NullEngine(config, blobs=blobs, send=connections.post)
         return core, engine.info(config)
-    from legato_engine.engine.assembly import assemble  # loads torch, in seconds
+    from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
 
     assembly = assemble(
-        config, lambda stage, fraction: links.broadcast(Loading(stage=stage, fraction=fraction))
+        config,
+        lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
     return assembly.core(
         blobs=blobs,
-        send=lambda report: _report(links, report),
+        send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
     ), assembly.info
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
-    """The last launches, written to a file on SIGUSR1; empty when none are to be remembered."""
     if not config.trace_steps:
         return ()
     timeline = Timeline(config.trace_steps)
-    signal.signal(signal.SIGUSR1, lambda *_: _log.info("timeline", path=str(timeline.dump())))
+    signal.signal(
+        signal.SIGUSR1, lambda *_: _log.info("timeline_written", path=str(timeline.dump()))
+    )
     return (timeline,)
 
 
-class Serving(NamedTuple):
-    """What the main loop serves with."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineLoop:
+    """The main loop: reads commands, steps the core, sends outputs."""
 
     core: Core
     stats: StepStats
-    links: Links
+    connections: ServiceConnections
     vitals: Vitals
 
+    def run(self) -> None:
+        """Serve until `Shutdown`.
 
-def _loop(serving: Serving) -> None:
-    """Commands are read between ticks, and what a tick left to report leaves together behind it.
+        Without work the loop sleeps. After `_MOMENT_MS` it publishes, because what it publishes
+        must be true while it sleeps; before short sleeps that would cost more than the requests.
+        """
+        core, connections = self.core, self.connections
+        while True:
+            connections.flush()
+            if self.vitals.due:
+                self.publish()
+            if not core.busy:
+                deadline = core.next_deadline()
+                if deadline < time.monotonic() + _MOMENT_MS / 1000:
+                    connections.wait(_timeout_ms(deadline))
+                elif not connections.wait(_MOMENT_MS):
+                    self.publish()
+                    connections.wait(_timeout_ms(deadline))
+            for command in connections.receive():
+                if isinstance(command, Shutdown):
+                    return
+                _apply(core, command)
+            core.step()
 
-    With nothing to run the loop sleeps until woken. What is published before it sleeps longer than
-    a moment is therefore true for as long as it sleeps; among many short sleeps it would cost more
-    than the requests between them.
-    """
-    core, links, vitals = serving.core, serving.links, serving.vitals
-    while True:
-        links.flush()
-        if vitals.due:
-            _publish(core, serving.stats, vitals)
-        if not core.busy:
-            deadline = core.next_deadline()
-            if deadline < time.monotonic() + _MOMENT_MS / 1000:
-                links.wait(_timeout_ms(deadline))
-            elif not links.wait(_MOMENT_MS):
-                _publish(core, serving.stats, vitals)
-                links.wait(_timeout_ms(deadline))
-        for command in links.receive():
-            if isinstance(command, Shutdown):
-                return
-            _apply(core, command)
-        core.step()
+    def publish(self) -> None:
+        """Renew the heartbeat."""
+        self.vitals.due = False
+        steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        self.vitals.beat = Heartbeat(
+            step=self.core.steps_committed,
+            load=msgspec.structs.replace(self.core.load(), decode_steps=steps),
+            estimated_wait=self.core.estimated_wait(),
+        )
 
 
-def _freeze() -> None:
+def _freeze(threshold: int) -> None:
     """Keep garbage collections out of the ticks: over all that is loaded, one takes milliseconds.
 
     What is here by now stays for good. Nothing that a request or a tick makes lies in a cycle, so
@@ -193,15 +219,15 @@ def _freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(threshold)
 
 
-def _report(links: Links, report: EngineOutput) -> None:
-    """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
-    if isinstance(report, LAST):
-        links.send(report)
+def _send(connections: ServiceConnections, output: EngineOutput) -> None:
+    """Send a final output at once; progress may wait for the end of the step."""
+    if isinstance(output, FINAL):
+        connections.send(output)
     else:
-        links.post(report)
+        connections.post(output)
 
 
 def _apply(core: Core, command: Command) -> None:
@@ -218,30 +244,10 @@ def _apply(core: Core, command: Command) -> None:
             core.drop(command)
 
 
-def _publish(core: Core, stats: StepStats, vitals: Vitals) -> None:
-    vitals.due = False
-    steps = stats.report(time.monotonic(), fresh=not core.busy)
-    vitals.beat = Heartbeat(
-        step=core.steps_committed,
-        load=msgspec.structs.replace(core.load(), decode_steps=steps),
-        estimated_wait=core.estimated_wait(),
-    )
-
-
 def _timeout_ms(deadline: float) -> int | None:
     if deadline == math.inf:
         return None
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
-
-
-def _run_when_woken() -> None:
-    """Have this process take a core as soon as something wakes it: a device waits for it.
-
-    Service processes let others finish, and so does whoever inherits that from one and keeps no
-    device waiting.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def configure_logging() -> None:
@@ -272,7 +278,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_engine.engine.process", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument(
-        "--doors", required=True, type=int, nargs=2, help="inherited sockets, see transport.Doors"
+        "--listeners", required=True, type=int, nargs=2, help="inherited sockets, see `transport`"
     )
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")

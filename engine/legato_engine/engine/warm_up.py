@@ -1,4 +1,4 @@
-"""A picture and a question that are answered before anybody is served."""
+"""Requests that warm up an engine before it serves."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
 )
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import ModelFrontend
+from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 
 _TOKENS = 4
 
 
 def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
-    """Run what the model can do of both, on a scheduler whose estimates nobody will read."""
+    """Run a caption and a query, if the model has them, on a scheduler of their own."""
     sampling = SamplingParams(max_tokens=_TOKENS, seed=0)
     info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
-    picture = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
-    named = CachedImage(image_id=info.image_id)
+    pixels = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
+    source = CachedImage(image_id=info.image_id)
     if "caption" in frontend.tasks:
-        request = Request(request_id="0", task=CaptionTask(), image=named, sampling=sampling)
-        image = frontend.prepare_image(picture, info.image_id, info)
+        request = Request(
+            request_id=RequestKey("0"), task=CaptionTask(), image=source, sampling=sampling
+        )
+        image = frontend.prepare_image(pixels, info.image_id, info)
         scheduler.submit(make_sequence(frontend, request, image))
     if "query" in frontend.tasks:
-        request = Request(request_id="1", task=QueryTask(question="?"), sampling=sampling)
+        request = Request(
+            request_id=RequestKey("1"), task=QueryTask(question="?"), sampling=sampling
+        )
         scheduler.submit(make_sequence(frontend, request, None))
     scheduler.drain()

@@ -1,4 +1,4 @@
-"""Prepared pictures by image id: some pinned, of the others the least recently used first out."""
+"""A cache of prepared images by id."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class ImageCache(Generic[T]):
-    """Holds what is pinned and at most `capacity` bytes besides; safe for several threads.
+    """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe.
 
-    A value larger than the whole capacity is kept only when it is pinned. Who pins bounds how much.
+    The caller bounds the size of what it pins. A value larger than `capacity` is kept only pinned.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,7 @@ class ImageCache(Generic[T]):
         return len(self._entries) + len(self._pinned)
 
     def get(self, image_id: str) -> T | None:
-        """The value, now the most recently used, or None."""
+        """Return the value and mark it as most recently used, or return None."""
         with self._lock:
             if image_id in self._pinned:
                 return self._pinned[image_id]
@@ -38,7 +38,7 @@ class ImageCache(Generic[T]):
             return entry[0]
 
     def put(self, image_id: str, value: T, num_bytes: int) -> None:
-        """Keep `value`, which takes `num_bytes`; evicts until everything fits."""
+        """Add a value of `num_bytes`, and evict others until all fit."""
         with self._lock:
             self._remove(image_id)
             if num_bytes > self._capacity or image_id in self._pinned:
@@ -49,18 +49,18 @@ class ImageCache(Generic[T]):
                 self._remove(next(iter(self._entries)))
 
     def pin(self, image_id: str, value: T) -> None:
-        """Keep `value` until it is removed."""
+        """Keep a value until it is removed."""
         with self._lock:
             self._remove(image_id)
             self._pinned[image_id] = value
 
     def remove(self, image_id: str) -> bool:
-        """Forget a value, pinned or not; whether it was there."""
+        """Remove a value, pinned or not; return whether there was one."""
         with self._lock:
-            known = image_id in self._pinned or image_id in self._entries
+            found = image_id in self._pinned or image_id in self._entries
             self._pinned.pop(image_id, None)
             self._remove(image_id)
-            return known
+            return found
 
     def _remove(self, image_id: str) -> None:
         _, num_bytes = self._entries.pop(image_id, (None, 0))

@@ -1,6 +1,6 @@
-"""Image files become pixels: header checks, decoding, orientation, RGB.
+"""Image files: header checks, and decoding to RGB as displayed.
 
-What comes out is always the picture as a viewer would show it, 8-bit RGB:
+The result is 8-bit RGB, as an image viewer shows the file:
 - EXIF orientation 1-8 is applied; a broken EXIF block counts as orientation 1;
 - grey is replicated, palettes are looked up, CMYK is converted, ICC profiles are ignored;
 - alpha is dropped, not composited;
@@ -24,7 +24,7 @@ from PIL import Image
 
 from legato_engine.core import RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable
-from legato_engine.images.pixel_memory import Pixels, Take, new_pixels
+from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -37,26 +37,32 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
-_FLAT_JPEG_MODES = ("RGB", "L")  # the colour spaces that libjpeg itself brings to RGB
+_LIBJPEG_MODES = ("RGB", "L")  # colour spaces that libjpeg converts to RGB
 _APP1 = 0xE1  # EXIF or XMP
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_ALONE = frozenset((0x01, *range(0xD0, 0xD8), 0xFF))
+_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8), 0xFF))
 _PIXELS_OR_END = (0xD9, 0xDA)
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
 class ImageHeader(NamedTuple):
-    """What an encoded picture says of itself; `width` and `height` are before orientation."""
+    """Type and size of an image file, before orientation.
+
+    A plain JPEG is grey or of three channels and has neither EXIF nor XMP.
+    """
 
     mime_type: str
     width: int
     height: int
+    is_plain_jpeg: bool = False
 
 
 def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> ImageHeader:
-    """Read type and size from the header alone; nothing is decoded or allocated.
+    """Read and check the header without decoding or allocating anything.
 
-    Raises `ImageTooLarge` (metadata `limit`, `actual`, `unit`) or `ImageUndecodable`.
+    Raises:
+        ImageTooLarge: over `max_pixels` or `max_bytes`; metadata `limit`, `actual`, `unit`.
+        ImageUndecodable: not a JPEG, PNG or WebP file, or a broken header.
     """
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes, "bytes")
@@ -71,23 +77,26 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     return header
 
 
-def decode_encoded(data: bytes | memoryview, *, max_pixels: int, take: Take = new_pixels) -> Pixels:
-    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file; `take` gives a JPEG room.
+def decode_file(
+    data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
+) -> Pixels:
+    """Return the displayed pixels [H, W, C]; `header` is from `inspect`.
 
-    Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
+    `allocate` provides the memory of a JPEG's pixels.
+
+    Raises:
+        ImageUndecodable: the file is truncated or corrupt, or contradicts `header`.
     """
-    header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
-    is_jpeg = header.mime_type == "image/jpeg"
     try:
-        if is_jpeg and _says_nothing_else(data):
-            pixels_HWC = _decode_jpeg(data, header, take)
+        if header.is_plain_jpeg:
+            pixels_HWC = _decode_jpeg(data, header, allocate)
             if pixels_HWC is not None:
                 return pixels_HWC
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
-        is_flat = is_jpeg and image.mode in _FLAT_JPEG_MODES
-        pixels_HWC = _decode_jpeg(data, header, take) if is_flat else None
+        by_libjpeg = header.mime_type == "image/jpeg" and image.mode in _LIBJPEG_MODES
+        pixels_HWC = _decode_jpeg(data, header, allocate) if by_libjpeg else None
         if pixels_HWC is None:
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
@@ -98,11 +107,16 @@ def decode_encoded(data: bytes | memoryview, *, max_pixels: int, take: Take = ne
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
 
 
-def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
-    """Width and height of the displayed picture; no pixel is decoded.
+def decode_encoded(
+    data: bytes | memoryview, *, max_pixels: int, allocate: Allocate = new_pixels
+) -> Pixels:
+    """Read the header of a file and decode it. Raises as `inspect` and `decode_file`."""
+    header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
+    return decode_file(data, header, allocate)
 
-    Raises `ImageUndecodable` or `ImageTooLarge`.
-    """
+
+def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
+    """Return the displayed width and height. Raises as `inspect`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
@@ -113,7 +127,7 @@ def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, i
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
-    """SHA-256 hex of the bytes; of raw pixels, of their layout and the bytes."""
+    """Return the SHA-256 in hex of the bytes, after the layout of raw pixels."""
     digest = hashlib.sha256()
     if raw is not None:
         digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())
@@ -122,7 +136,7 @@ def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
 
 
 def image_id(key: str) -> str:
-    """How a client names the picture with this content key."""
+    """Return the id for clients of a content key."""
     return "img_" + key[:32]
 
 
@@ -139,7 +153,7 @@ def _too_large(actual: int, limit: int, unit: str) -> ImageTooLarge:
 def _parse(data: bytes | memoryview) -> ImageHeader:
     head = bytes(data[:16])
     if head.startswith(b"\xff\xd8\xff"):
-        return ImageHeader("image/jpeg", *_jpeg_size(data))
+        return _parse_jpeg(data)
     if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:] == b"IHDR":
         return ImageHeader("image/png", *struct.unpack_from(">II", data, 16))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
@@ -147,43 +161,43 @@ def _parse(data: bytes | memoryview) -> ImageHeader:
     raise ImageUndecodable("not a JPEG, PNG or WebP image", field="image")
 
 
-def _jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Width and height of the first frame header (SOF)."""
-    for marker, start in _jpeg_segments(data):
+def _parse_jpeg(data: bytes | memoryview) -> ImageHeader:
+    segments = _jpeg_segments(data)
+    has_metadata = False
+    for marker, start in segments:
+        has_metadata = has_metadata or marker == _APP1
         if marker in _FRAME_HEADERS:
             height, width = struct.unpack_from(">HH", data, start + 1)
-            return width, height
+            is_plain = not has_metadata and _is_plain(data, start, segments)
+            return ImageHeader("image/jpeg", width, height, is_plain)
     raise ImageUndecodable("JPEG without a frame header", field="image")
 
 
-def _says_nothing_else(data: bytes | memoryview) -> bool:
-    """Whether a JPEG is grey or of three channels and brings neither EXIF nor XMP.
+def _is_plain(data: bytes | memoryview, frame: int, rest: Iterator[tuple[int, int]]) -> bool:
+    """Return whether a JPEG needs no Pillow, which takes 0.3 ms to open it.
 
-    Then Pillow has nothing to decide, and opening it costs a lone picture 0.3 ms.
+    `frame` is the offset of the first frame header, `rest` are the segments after it.
     """
-    channels = 0
     try:
-        for marker, start in _jpeg_segments(data):
+        channels = data[frame + 5]
+        for marker, start in rest:
             if marker == _APP1:
                 return False
             if marker in _FRAME_HEADERS:
                 channels = data[start + 5]
-    except (ImageUndecodable, IndexError, struct.error):
-        return False  # Pillow forgives some
+    except (ImageUndecodable, IndexError):
+        return False  # Pillow accepts some broken segments
     return channels in (1, 3)
 
 
 def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """Markers and where their content begins, up to the pixels; reads no entropy.
-
-    Raises `ImageUndecodable` or `IndexError`.
-    """
+    """Yield each marker and the start of its content, up to the entropy-coded data."""
     at = 2
     while True:
         if data[at] != 0xFF:
             raise ImageUndecodable("broken JPEG segment", field="image")
         marker = data[at + 1]
-        if marker in _ALONE:
+        if marker in _WITHOUT_LENGTH:
             at += 1 if marker == 0xFF else 2  # fill byte, or a marker without a segment
             continue
         if marker in _PIXELS_OR_END:
@@ -194,7 +208,6 @@ def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Canvas size by the kind of the first chunk: extended, lossless or lossy."""
     kind = bytes(data[12:16])
     if kind == b"VP8X":
         low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, 24)
@@ -209,22 +222,23 @@ def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Mode RGB; 16-bit grey is cut to its high byte, as Pillow does for 16-bit colour."""
-    image.info.pop("transparency", None)  # dropped like alpha, and never a colour to match
+    """Convert to RGB; 16-bit grey keeps its high byte, as in Pillow's 16-bit colour."""
+    image.info.pop("transparency", None)  # else Pillow matches it as a colour
     if image.mode.startswith("I"):
         samples_HW = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
         image = Image.fromarray(samples_HW.astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _decode_jpeg(data: bytes | memoryview, header: ImageHeader, take: Take) -> Pixels | None:
-    """Pillow's own pixels without its copies; None where Pillow has to decide.
+def _decode_jpeg(
+    data: bytes | memoryview, header: ImageHeader, allocate: Allocate
+) -> Pixels | None:
+    """Decode to the same pixels as Pillow, without its copies; return None if libjpeg warns.
 
-    That is for files that make libjpeg complain: some of them Pillow shows, the truncated ones it
-    refuses. The buffer has the size of the checked header, so a file cannot grow while it is
-    decoded.
+    Pillow then decides: it shows some of these files and refuses truncated ones. The buffer has the
+    size of the checked header, so a file that changes in the meantime cannot overrun it.
     """
-    pixels_HWC = take((header.height, header.width, 3))
+    pixels_HWC = allocate((header.height, header.width, 3))
     try:
         decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
     except ValueError:
@@ -235,7 +249,7 @@ def _decode_jpeg(data: bytes | memoryview, header: ImageHeader, take: Take) -> P
 def _orientation(source: Image.Image) -> int:
     try:
         orientation: int = source.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good picture
+    except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good image
         return 1
     return orientation
 

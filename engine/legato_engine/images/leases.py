@@ -1,7 +1,7 @@
-"""Which pictures callers hold, and until when.
+"""Leases of images, which pin them in the cache until they expire or are dropped.
 
-Callers who hold the same picture share it, and each has a time and a quota of its own. A picture
-that nobody holds any more is gone at once, so that what a caller is told of its end is true.
+Several callers may lease one image, each with an expiry and a quota of its own. An image is removed
+with its last lease, so that the expiry sent to a caller is exact.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Held:
-    """A pinned picture's bytes, and until when each caller holds it (monotonic seconds)."""
+class _LeasedImage:
+    """A pinned image; `expiries` are by owner, in monotonic seconds."""
 
     num_bytes: int
-    until: dict[str, float] = dataclasses.field(default_factory=dict)
+    expiries: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class ImageLeases(Generic[T]):
-    """Pins pictures in `cache` for as long as callers hold them. Belongs to one thread."""
+    """Pins images in `cache` while they are leased. Belongs to one thread."""
 
     def __init__(
         self, cache: ImageCache[T], quota: ByteQuota, clock: Callable[[], float] = time.monotonic
@@ -36,54 +36,59 @@ class ImageLeases(Generic[T]):
         self._cache = cache
         self._quota = quota
         self._clock = clock
-        self._held: dict[str, _Held] = {}
+        self._leased: dict[str, _LeasedImage] = {}
         self.next_expiry = math.inf
-        """When `expire` is due, monotonic seconds; it may turn out that nothing ends then."""
+        """A monotonic time before which no lease expires."""
 
     def hold(self, image_id: str, value: T, num_bytes: int, owner: str, ttl: float) -> float:
-        """Until when `owner` holds the picture now: never shorter than it did already.
+        """Lease an image for `ttl` seconds, or extend the owner's lease; return its expiry.
 
-        Raises `BytesExceeded`.
+        Raises:
+            BytesExceeded: the owner's quota or the total is used up.
         """
-        held = self._held.get(image_id)
-        if held is None or owner not in held.until:
-            self._quota.take(owner, num_bytes if held is None else held.num_bytes)
-        if held is None:
-            held = self._held[image_id] = _Held(num_bytes)
+        leased = self._leased.get(image_id)
+        if leased is None or owner not in leased.expiries:
+            self._quota.reserve(owner, num_bytes if leased is None else leased.num_bytes)
+        if leased is None:
+            leased = self._leased[image_id] = _LeasedImage(num_bytes)
             self._cache.pin(image_id, value)
-        until = self._clock() + ttl
-        held.until[owner] = until = max(until, held.until.get(owner, until))
-        self.next_expiry = min(self.next_expiry, until)
-        return until
+        expiry = self._clock() + ttl
+        leased.expiries[owner] = expiry = max(expiry, leased.expiries.get(owner, expiry))
+        self.next_expiry = min(self.next_expiry, expiry)
+        return expiry
 
     def drop(self, image_id: str, owner: str) -> None:
-        """End `owner`'s hold, or forget a picture that nobody holds. Raises `ImageNotFound`."""
-        held = self._held.get(image_id)
-        if held is not None and owner in held.until:
+        """End the owner's lease, or remove a cached image without a lease.
+
+        Raises:
+            ImageNotFound: the image is unknown, or leased by others only.
+        """
+        leased = self._leased.get(image_id)
+        if leased is not None and owner in leased.expiries:
             self._release(image_id, owner)
-        elif held is not None or not self._cache.remove(image_id):
+        elif leased is not None or not self._cache.remove(image_id):
             raise ImageNotFound("this image is not held", resource=image_id)
 
     def expire(self) -> None:
-        """Let go what is over."""
+        """End the leases whose time is over."""
         now = self._clock()
         if now < self.next_expiry:
             return
-        over = [
+        expired = [
             (image_id, owner)
-            for image_id, held in self._held.items()
-            for owner, until in held.until.items()
-            if until <= now
+            for image_id, leased in self._leased.items()
+            for owner, expiry in leased.expiries.items()
+            if expiry <= now
         ]
-        for image_id, owner in over:
+        for image_id, owner in expired:
             self._release(image_id, owner)
-        ends = (until for held in self._held.values() for until in held.until.values())
-        self.next_expiry = min(ends, default=math.inf)
+        left = (expiry for leased in self._leased.values() for expiry in leased.expiries.values())
+        self.next_expiry = min(left, default=math.inf)
 
     def _release(self, image_id: str, owner: str) -> None:
-        held = self._held[image_id]
-        del held.until[owner]
-        self._quota.give_back(owner, held.num_bytes)
-        if not held.until:
-            del self._held[image_id]
+        leased = self._leased[image_id]
+        del leased.expiries[owner]
+        self._quota.release(owner, leased.num_bytes)
+        if not leased.expiries:
+            del self._leased[image_id]
             self._cache.remove(image_id)

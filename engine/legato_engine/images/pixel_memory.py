@@ -1,8 +1,8 @@
-"""Memory for pixels that is used again.
+"""Reused memory for decoded pixels.
 
-The first touch of memory costs the kernel a fault and a cleared page: for a picture of half a
-million pixels between a third and the whole of what decoding it costs. So pictures lie in a slab
-that the process keeps. Where it is page-locked the device reads them there, without a copy.
+The first access to new memory costs a third to the whole of the decoding time (page faults; half a
+million pixels), so the process keeps a slab. From a page-locked slab, the device reads images
+without a copy.
 
 Shape legend: H and W pixels, C channels, N bytes.
 """
@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 Pixels = npt.NDArray[np.uint8]
 
-Take = Callable[[tuple[int, int, int]], Pixels]
-"""Gives [H, W, C] of unknown content."""
+Allocate = Callable[[tuple[int, int, int]], Pixels]
+"""Returns an uninitialised array [H, W, C]."""
 
 PAGE = 4096
-"""Pictures begin at multiples of so many bytes."""
+"""Alignment of arrays in a slab, bytes."""
 
 
 class _Extent(NamedTuple):
@@ -36,44 +36,42 @@ class _Extent(NamedTuple):
 
 
 class PixelMemory:
-    """Arrays in a slab, whose parts come back by themselves. Safe for several threads.
+    """Allocates arrays in a slab and frees them with their last view; thread-safe.
 
-    What was used last is not preferred, but what lies lowest: a slab whose pages come with their
-    first touch takes no more of them than there were pictures at a time.
+    Takes the lowest free extent, so that the slab touches no more pages than were in use at once.
     """
 
     def __init__(self, slab_N: Pixels) -> None:
         self._slab = slab_N.data
         self._lock = threading.Lock()
-        self._free = [_Extent(0, len(self._slab))]  # rising, none touches the next
-        # Finalizers run wherever the last view goes, in the middle of anything: they take no lock.
-        self._returned: collections.deque[_Extent] = collections.deque()
+        self._free = [_Extent(0, len(self._slab))]  # ascending, never adjacent
+        # Finalizers may run inside any code that drops the last view, so they must take no lock.
+        self._freed: collections.deque[_Extent] = collections.deque()
 
-    def take(self, shape: tuple[int, int, int]) -> Pixels:
-        """[H, W, C] of unknown content, free again when no view of it is left.
+    def allocate(self, shape: tuple[int, int, int]) -> Pixels:
+        """Return an uninitialised array [H, W, C], freed with its last view.
 
-        Beside the slab when nothing in it is large enough.
+        Falls back to memory outside of the slab if no free extent is large enough.
         """
         num_bytes = math.prod(shape)
-        extent = self._find(-(-num_bytes // PAGE) * PAGE)
+        extent = self._take(-(-num_bytes // PAGE) * PAGE)
         if extent is None:
             return new_pixels(shape)
         part = self._slab[extent.start : extent.start + num_bytes]
-        bytes_N = np.frombuffer(part, np.uint8)  # the base of every view
-        weakref.finalize(bytes_N, self._returned.append, extent).atexit = False
+        bytes_N = np.frombuffer(part, np.uint8)  # base of all views
+        weakref.finalize(bytes_N, self._freed.append, extent).atexit = False
         return bytes_N.reshape(shape)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the slab without a picture."""
+        """Free bytes of the slab."""
         with self._lock:
-            self._gather()
+            self._merge_freed()
             return sum(extent.stop - extent.start for extent in self._free)
 
-    def _find(self, size: int) -> _Extent | None:
-        """Take the lowest free part that is large enough."""
+    def _take(self, size: int) -> _Extent | None:
         with self._lock:
-            self._gather()
+            self._merge_freed()
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
                     rest = [_Extent(start + size, stop)] if stop - start > size else []
@@ -81,10 +79,9 @@ class PixelMemory:
                     return _Extent(start, start + size)
             return None
 
-    def _gather(self) -> None:
-        """Join what came back with what is free beside it."""
-        while self._returned:
-            extent = self._returned.popleft()
+    def _merge_freed(self) -> None:
+        while self._freed:
+            extent = self._freed.popleft()
             at = bisect.bisect(self._free, extent)
             first, last = at, at
             if at > 0 and self._free[at - 1].stop == extent.start:
@@ -95,10 +92,10 @@ class PixelMemory:
 
 
 def new_pixels(shape: tuple[int, int, int]) -> Pixels:
-    """A `Take` of memory of its own."""
+    """Allocate memory outside of any slab."""
     return np.empty(shape, np.uint8)
 
 
 def host_slab(num_bytes: int) -> Pixels:
-    """Ordinary memory for a `PixelMemory`; a page is the process's once it is touched."""
+    """Return pageable memory for a `PixelMemory`; the kernel commits its pages at first access."""
     return np.frombuffer(mmap.mmap(-1, max(PAGE, num_bytes)), np.uint8)

@@ -1,4 +1,4 @@
-"""Bytes that callers take of something that all of them share."""
+"""Byte quotas per caller and in total."""
 
 from __future__ import annotations
 
@@ -9,45 +9,49 @@ from legato_engine.errors import BytesExceeded
 
 
 def image_quota(config: EngineConfig) -> ByteQuota:
-    """What prepared pictures that are held may take."""
+    """Return the quota of leased images."""
     return ByteQuota("images", per_caller=config.image_quota_bytes, total=config.image_hold_bytes)
 
 
 class ByteQuota:
-    """At most `per_caller` bytes for each caller, and `total` for all of them together."""
+    """At most `per_caller` bytes for each caller, and `total` bytes for all together."""
 
     def __init__(self, name: str, *, per_caller: int, total: int) -> None:
         self._name = name
         self._per_caller = per_caller
         self._total = total
-        self._used: collections.Counter[str] = collections.Counter()
+        self._reserved: collections.Counter[str] = collections.Counter()
         self.num_bytes = 0
 
-    def of(self, caller: str) -> int:
-        """Bytes that the caller has taken."""
-        return self._used[caller]
+    def reserved_by(self, caller: str) -> int:
+        """Return the bytes that the caller has reserved."""
+        return self._reserved[caller]
 
-    def take(self, caller: str, num_bytes: int) -> None:
-        """Raises `BytesExceeded`, and then nothing is taken."""
-        self._check(caller, "per_caller", self._used[caller] + num_bytes, self._per_caller)
+    def reserve(self, caller: str, num_bytes: int) -> None:
+        """Reserve all of `num_bytes` or nothing.
+
+        Raises:
+            BytesExceeded: the caller's limit or the total would be exceeded.
+        """
+        self._check(caller, "per_caller", self._reserved[caller] + num_bytes, self._per_caller)
         self._check(caller, "total", self.num_bytes + num_bytes, self._total)
-        self._used[caller] += num_bytes
+        self._reserved[caller] += num_bytes
         self.num_bytes += num_bytes
 
-    def give_back(self, caller: str, num_bytes: int) -> None:
-        """The caller needs no more than it has taken."""
-        assert num_bytes <= self._used[caller], "gives back what it never took"
-        self._used[caller] -= num_bytes
+    def release(self, caller: str, num_bytes: int) -> None:
+        """Return reserved bytes."""
+        assert num_bytes <= self._reserved[caller], f"{num_bytes} bytes were never reserved"
+        self._reserved[caller] -= num_bytes
         self.num_bytes -= num_bytes
-        if not self._used[caller]:
-            del self._used[caller]
+        if not self._reserved[caller]:
+            del self._reserved[caller]
 
-    def _check(self, caller: str, whose: str, actual: int, limit: int) -> None:
+    def _check(self, caller: str, limit_name: str, actual: int, limit: int) -> None:
         if actual > limit:
-            what = "a caller" if whose == "per_caller" else "all callers together"
+            subject = "a caller" if limit_name == "per_caller" else "all callers together"
             raise BytesExceeded(
-                f"{what} may take {limit} bytes of {self._name}, this would make it {actual}",
-                quota=f"{self._name}_bytes_{whose}",
+                f"{subject} may take {limit} bytes of {self._name}, this would make it {actual}",
+                quota=f"{self._name}_bytes_{limit_name}",
                 caller=caller,
                 limit=limit,
                 actual=actual,

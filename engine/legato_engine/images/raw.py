@@ -1,8 +1,8 @@
-"""Uncompressed pictures: what a layout needs, and its bytes as 8-bit RGB.
+"""Uncompressed images: layout checks, and conversion to 8-bit RGB.
 
-YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128): what UVC cameras and V4L2
-give by default, and OpenCV expects. A chroma sample is the colour of all the
-pixels it was taken for; what comes out below 0 or above 255 is cut.
+YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128), the default of UVC cameras
+and V4L2, and what OpenCV expects. A chroma sample applies to all pixels that it covers; results are
+clipped to 0..255.
 
 Pixels are uint8 RGB arrays. Shape legend: H and W pixels, C channels; h and w chroma samples,
 V values of a sample.
@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from legato_engine.core import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
-from legato_engine.images.pixel_memory import Pixels, Take, new_pixels
+from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 
 _Samples = npt.NDArray[np.int16]
 
-_CHANNELS = {  # bytes of a pixel, and which of them are red, green and blue
+_CHANNELS = {  # bytes of a pixel, and the indices of red, green and blue
     PixelFormat.RGB8: (3, (0, 1, 2)),
     PixelFormat.BGR8: (3, (2, 1, 0)),
     PixelFormat.RGBA8: (4, (0, 1, 2)),
@@ -27,25 +27,29 @@ _CHANNELS = {  # bytes of a pixel, and which of them are red, green and blue
     PixelFormat.MONO8: (1, (0, 0, 0)),
 }
 _EVEN_SIDES = {PixelFormat.YUYV: ("width",), PixelFormat.NV12: ("width", "height")}
-_FRACTION_BITS = 5  # of a channel's sum: as many as keep every sum within int16
-_ROWS_AT_A_TIME = 64  # even, and few enough for their sums to stay in the cache
+_FRACTION_BITS = 5  # the most that keep every channel's sum within int16
+_ROWS_AT_A_TIME = 64  # even, and few enough that the sums stay in the CPU cache
 
 
 def row_bytes(form: PixelFormat, width: int) -> int:
-    """Bytes of a row's own pixels; of NV12, of a row of either plane."""
+    """Return the bytes of a row without padding; for NV12, of a row of either plane."""
     if form is PixelFormat.NV12:
         return width
     return width * (2 if form is PixelFormat.YUYV else _CHANNELS[form][0])
 
 
 def num_bytes(form: PixelFormat, width: int, height: int, row_stride: int) -> int:
-    """Bytes of the whole picture, its last row without padding."""
+    """Return the bytes of the image, its last row without padding."""
     rows = height + height // 2 if form is PixelFormat.NV12 else height
     return (rows - 1) * row_stride + row_bytes(form, width)
 
 
 def check_layout(form: PixelFormat, width: int, height: int, row_stride: int) -> None:
-    """Raises `InvalidField` whose field is `width`, `height` or `row_stride_bytes`."""
+    """Check sides and stride.
+
+    Raises:
+        InvalidField: `width`, `height` or `row_stride_bytes` does not fit the format.
+    """
     even = _EVEN_SIDES.get(form, ())
     for name, value in (("width", width), ("height", height)):
         if value < 1:
@@ -60,9 +64,11 @@ def check_layout(form: PixelFormat, width: int, height: int, row_stride: int) ->
 
 
 def check_raw(raw: RawImage, *, max_pixels: int) -> None:
-    """Check a raw picture's layout against its size in bytes.
+    """Check the layout of a raw image.
 
-    Raises `InvalidField` or `ImageTooLarge`.
+    Raises:
+        InvalidField: it is wrong, or the blob is too small for it.
+        ImageTooLarge: it has more than `max_pixels`.
     """
     check_layout(raw.format, raw.width, raw.height, raw.row_stride)
     if raw.width * raw.height > max_pixels:
@@ -78,14 +84,15 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
         raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
 
 
-def decode_raw(view: bytes | memoryview, raw: RawImage, take: Take = new_pixels) -> Pixels:
-    """[H, W, C] of raw pixels in what `take` gave, independent of `view`.
+def decode_raw(view: bytes | memoryview, raw: RawImage, allocate: Allocate = new_pixels) -> Pixels:
+    """Return the pixels [H, W, C] in memory of `allocate`, independent of `view`.
 
-    Raises `InvalidField` when the layout does not fit the bytes.
+    Raises:
+        InvalidField: the layout does not fit the bytes.
     """
     check_raw(raw, max_pixels=raw.width * raw.height)
     bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
-    pixels_HWC = take((raw.height, raw.width, 3))
+    pixels_HWC = allocate((raw.height, raw.width, 3))
     if raw.format is PixelFormat.NV12:
         _decode_nv12(bytes_N, raw, pixels_HWC)
     elif raw.format is PixelFormat.YUYV:
@@ -101,12 +108,13 @@ def _reorder(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
     if order == (0, 1, 2) and channels == 3:
         pixels_HWC[:] = stored_HWC
         return
-    for channel, stored in enumerate(order):  # several times as fast as one indexing of all
+    for channel, stored in enumerate(
+        order
+    ):  # several times as fast as indexing all channels at once
         pixels_HWC[:, :, channel] = stored_HWC[:, :, stored]
 
 
 def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixels:
-    """A view of rows that may be padded."""
     return np.lib.stride_tricks.as_strided(bytes_N, shape, (row_stride, shape[2], 1))
 
 
@@ -114,13 +122,13 @@ def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixe
 
 
 def _level_table(scale: float, zero: int) -> _Samples:
-    """What a sample adds to a channel, in fractions."""
+    """Return what each sample value adds to a channel, scaled by `2 ** _FRACTION_BITS`."""
     levels_V = (np.arange(256) - zero) * scale * (1 << _FRACTION_BITS)
     table_V: _Samples = np.rint(levels_V).astype(np.int16)
     return table_V
 
 
-_RED, _GREEN, _BLUE = 0.299, 0.587, 0.114  # BT.601: what each gives to luma
+_RED, _GREEN, _BLUE = 0.299, 0.587, 0.114  # BT.601 weights of luma
 _CHROMA = 255 / 224 * 2
 _HALF = np.int16(1 << (_FRACTION_BITS - 1))  # rounds
 _LUMA = _level_table(255 / 219, 16) + _HALF
@@ -131,7 +139,7 @@ _GREEN_OF_V = _level_table(-_CHROMA * (1 - _RED) * _RED / _GREEN, 128)
 
 
 def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """A plane of Y, then one of U V pairs for 2 by 2 pixels each."""
+    """Decode a plane of Y and one of U V pairs, one pair per 2 by 2 pixels."""
     height, width = raw.height, raw.width
     luma_HW = _rows(bytes_N, (height, width, 1), raw.row_stride)[:, :, 0]
     chroma_N = bytes_N[height * raw.row_stride :]
@@ -140,29 +148,29 @@ def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
 
 
 def _decode_yuyv(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """Y U Y V for each pair of pixels in a row."""
+    """Decode Y U Y V for each pair of pixels in a row."""
     pairs_HwC = _rows(bytes_N, (raw.height, raw.width // 2, 4), raw.row_stride)
     luma_HW = _rows(bytes_N, (raw.height, raw.width, 2), raw.row_stride)[:, :, 0]
     _to_rgb(luma_HW, pairs_HwC[:, :, 1], pairs_HwC[:, :, 3], pixels_HWC)
 
 
 def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels, pixels_HWC: Pixels) -> None:
-    """Two columns to a chroma sample, and as many rows as there are to each."""
+    """Convert to RGB; a chroma sample covers two columns and one or two rows."""
     height = luma_HW.shape[0]
-    tall = height // u_hw.shape[0]
+    rows_per_sample = height // u_hw.shape[0]
     for top in range(0, height, _ROWS_AT_A_TIME):
         rows = slice(top, top + _ROWS_AT_A_TIME)
-        few = slice(top // tall, (top + _ROWS_AT_A_TIME) // tall)
-        u, v = u_hw[few], v_hw[few]
+        chroma_rows = slice(top // rows_per_sample, (top + _ROWS_AT_A_TIME) // rows_per_sample)
+        u, v = u_hw[chroma_rows], v_hw[chroma_rows]
         chroma = (
             _RED_OF_V.take(v),
             _GREEN_OF_U.take(u) + _GREEN_OF_V.take(v),
             _BLUE_OF_U.take(u),
         )
-        light = _LUMA.take(luma_HW[rows])
-        for channel, of_chroma in enumerate(chroma):
-            level = np.repeat(np.repeat(of_chroma, 2, axis=1), tall, axis=0)
-            level += light
+        luma_sums = _LUMA.take(luma_HW[rows])
+        for channel, chroma_sums in enumerate(chroma):
+            level = np.repeat(np.repeat(chroma_sums, 2, axis=1), rows_per_sample, axis=0)
+            level += luma_sums
             level >>= _FRACTION_BITS
             np.clip(level, 0, 255, out=level)
             pixels_HWC[rows, :, channel] = level

@@ -1,50 +1,42 @@
-"""How long who waits does without sleep, and an event loop that does."""
+"""Busy polling: an asyncio loop that does not sleep for a while.
+
+A core that slept for milliseconds has lost most of its next task's data from its caches. Busy
+polling avoids that at the price of a core, so it is brief and only for `LatencyPolicy.busy_poll`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
-EXPECTED = 0.002
-"""Seconds for a lone request that is about to come, for both processes, or may come."""
+EXPECTED_REQUEST = 0.002
+"""Seconds to poll for a lone request that is announced, or may follow the last result."""
 
-SHORT = 0.025
-"""Seconds for the end of one, if it is short."""
-
-_MANY_CORES = 8  # nobody misses one of so many that is awake for a moment
-
-
-def cores_abound() -> bool:
-    """Whether this process may keep a core awake that has nothing to do."""
-    return len(os.sched_getaffinity(0)) >= _MANY_CORES
+SHORT_REQUEST = 0.025
+"""Seconds to poll for the end of a lone request."""
 
 
 class BusyPoll:
-    """Keeps the running loop looking for news, without a sleep between two looks.
-
-    A core that slept for some milliseconds has forgotten most of what its next task needs of its
-    caches. This costs a core as long as it lasts, so it is for a moment, and where cores abound.
-    """
+    """Keeps the running loop from sleeping; belongs to that loop."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic seconds
-        self.looks = False
+        self.active = False
         """Whether the loop is kept from sleeping."""
 
-    def stay(self, seconds: float) -> None:
-        """So long from now on, at least."""
+    def extend(self, seconds: float) -> None:
+        """Poll until `seconds` from now."""
         self._until = time.monotonic() + seconds
-        if not self.looks:
-            self.looks = True
-            asyncio.get_running_loop().call_soon(self._look)
+        if not self.active:
+            self.active = True
+            asyncio.get_running_loop().call_soon(self._poll)
 
     def end(self) -> None:
-        """The loop may sleep; harmless when it does."""
+        """Let the loop sleep again. Idempotent."""
         self._until = 0.0
 
-    def _look(self) -> None:
-        """A callback that is due in the next turn, too; between two turns the loop looks."""
-        self.looks = time.monotonic() < self._until
-        if self.looks:
-            asyncio.get_running_loop().call_soon(self._look)
+    def _poll(self) -> None:
+        """Reschedule itself: with a callback due, the loop's selector does not block."""
+        self.active = time.monotonic() < self._until
+        if self.active:
+            asyncio.get_running_loop().call_soon(self._poll)

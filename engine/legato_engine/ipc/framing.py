@@ -1,4 +1,4 @@
-"""Messages on a byte stream: each is its length, four bytes little-endian, and its bytes."""
+"""Framing of messages on a byte stream: four bytes of length, little-endian, then the message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import struct
 _LENGTH = struct.Struct("<I")
 _READ_SIZE = 256 * 1024
 _WRITE_SIZE = 1024 * 1024  # joined for one system call
-_FEW = 32  # pieces that are joined without a look at their sizes
+_FEW_PIECES = 32  # joined without adding up their sizes
 
 
 class FrameWriter:
-    """Messages on their way out, in order."""
+    """A queue of messages to send, in order."""
 
     def __init__(self) -> None:
         self._pieces: collections.deque[bytes] = collections.deque()
@@ -24,13 +24,16 @@ class FrameWriter:
         self._pieces.append(message)
 
     def clear(self) -> None:
-        """Forget what was not sent."""
+        """Drop unsent bytes."""
         self._pieces.clear()
 
     def write_to(self, connection: socket.socket) -> bool:
-        """Send until the queue is empty or the non-blocking `connection` takes no more.
+        """Send until the queue is empty or the socket is full; return whether the queue is empty.
 
-        Whether the queue is empty now. Raises `OSError` when the other end is gone.
+        `connection` is non-blocking.
+
+        Raises:
+            OSError: the other end is closed.
         """
         while self._pieces:
             data = self._join()
@@ -44,8 +47,7 @@ class FrameWriter:
         return True
 
     def _join(self) -> bytes:
-        """Takes the first pieces off the queue."""
-        if len(self._pieces) <= _FEW:
+        if len(self._pieces) <= _FEW_PIECES:
             data = b"".join(self._pieces)
             self._pieces.clear()
             return data
@@ -58,20 +60,18 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Messages on their way in; `ended` once the other end closed.
-
-    `more` says that the last reading took all that it could, so that there may be more.
-    """
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
-        self._buffer: bytes | bytearray = b""  # what came and was not taken
-        self.ended = False
-        self.more = False
+        self._buffer: bytes | bytearray = b""  # received and not yet taken
+        self.ended = False  # the other end has closed
+        self.more = False  # the last read filled its buffer
 
     def read_from(self, connection: socket.socket) -> bool:
-        """Read once from the non-blocking `connection`; whether anything came.
+        """Read once from a non-blocking socket; return whether any bytes were received.
 
-        Raises `OSError` when the connection broke.
+        Raises:
+            OSError: the connection is broken.
         """
         if self.ended:
             return False
@@ -84,11 +84,11 @@ class FrameReader:
         if self._buffer:
             self._buffer += data
         else:
-            self._buffer = data  # nearly always: messages are read whole, and not copied before
+            self._buffer = data  # the usual case, without a copy: reads end with a message
         return bool(data)
 
     def take(self) -> list[bytes]:
-        """The messages that are complete, in order."""
+        """Remove and return the complete messages, in order."""
         frames: list[bytes] = []
         buffer, size = self._buffer, len(self._buffer)
         start = 0

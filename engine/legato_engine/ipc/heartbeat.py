@@ -1,4 +1,4 @@
-"""A thread that tells the service that the engine lives, and ends the engine with its service."""
+"""The engine's heartbeat thread, which also ends the engine process with its service."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 
 from legato_engine.ipc.messages import Heartbeat, Load
-from legato_engine.ipc.subscribers import Subscribers, Woken
+from legato_engine.ipc.subscribers import Subscribers, WakeReason
 
-_NOTICE = 0.01  # seconds that a busy main thread has to renew a beat before it leaves
+_REFRESH_TIME = 0.01  # seconds before a heartbeat in which a busy main thread renews it
 
 
 class Vitals:
-    """Written by the main thread, read by the heartbeat; each field is replaced, never changed.
+    """The next heartbeat, written by the main thread and sent by the heartbeat thread.
 
-    `due` is set shortly before every beat: a busy main thread renews `beat` only then, so that a
-    tick pays for no beat that nobody sends.
+    The heartbeat thread sets `due` shortly before it sends; a busy main thread renews `beat` only
+    then, so that steps between heartbeats cost nothing. Fields are replaced, never mutated.
     """
 
     __slots__ = ("beat", "due")
@@ -28,21 +28,22 @@ class Vitals:
 
 
 class HeartbeatThread:
-    """Beats every `interval` seconds until `stop`; calls `orphaned` when the parent is gone.
+    """Sends a heartbeat every `interval` seconds until `stop`.
 
-    Whoever knocks at `door`, a listening descriptor, hears a beat at once.
+    New connections to the listening socket `listener_fd` get one at once. Calls `orphaned` when
+    `parent` is no longer this process's parent.
     """
 
     def __init__(
         self,
-        door: int,
+        listener_fd: int,
         vitals: Vitals,
         *,
         interval: float,
         parent: int,
         orphaned: Callable[[], None],
     ) -> None:
-        self._audience = Subscribers(door)
+        self._subscribers = Subscribers(listener_fd)
         self._vitals = vitals
         self._interval = interval
         self._parent = parent
@@ -52,31 +53,31 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """End the thread and its connections."""
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
-        self._audience.close()
+        self._subscribers.close()
         os.close(self._stop_fd)
 
     def _run(self) -> None:
-        notice = min(_NOTICE, self._interval / 2)
+        refresh_time = min(_REFRESH_TIME, self._interval / 2)
         while True:
             if os.getppid() != self._parent:
                 self._orphaned()
-            self._audience.send(self._vitals.beat)
-            if self._stops_within(self._interval - notice):
+            self._subscribers.send(self._vitals.beat)
+            if self._stops_within(self._interval - refresh_time):
                 return
             self._vitals.due = True
-            if self._stops_within(notice):
+            if self._stops_within(refresh_time):
                 return
 
     def _stops_within(self, seconds: float) -> bool:
-        """Wait; newcomers are told meanwhile."""
+        """Wait, sending the heartbeat to new connections; return whether `stop` was called."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            match self._audience.wait(self._stop_fd, left):
-                case Woken.STOP:
+            match self._subscribers.wait(self._stop_fd, left):
+                case WakeReason.STOP:
                     return True
-                case Woken.NEWCOMER:
-                    self._audience.send(self._vitals.beat)
+                case WakeReason.CONNECTION:
+                    self._subscribers.send(self._vitals.beat)
         return False

@@ -1,10 +1,9 @@
-"""All that crosses the line between a service process and an engine process.
+"""Messages between a service process and the engine process, msgpack-encoded.
 
-Sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
-of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`;
-those before the last only when the request wants them. `HoldImage` and `DropImage` are answered
-once, by `ImageHeld`, `ImageDropped` or `Failed`.
-A request that was aborted gets no further report.
+Commands go to the engine, outputs come back. The outputs of a request are, in order: `Queued`?
+`Started` `Delta`*, then exactly one `Done` or `Failed`. Those before the last are sent only if the
+request wants them. The one output of `HoldImage` is `ImageHeld` or `Failed`, that of `DropImage` is
+`ImageDropped` or `Failed`. An aborted request has no further output.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from legato_engine.core import (
     ImageInfo,
     RawImage,
     Request,
+    RequestKey,
     TaskResult,
     Timings,
     TokenInfo,
@@ -34,59 +34,58 @@ class Submit(Value, frozen=True):
 
 
 class Abort(Value, frozen=True):
-    """Forget this request; unknown ids are ignored."""
+    """Forget a request; unknown ids are ignored."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class Stop(Value, frozen=True):
-    """End this request now with what it has: its `Done` says CANCELLED. Unknown ids are ignored."""
+    """End a request with its partial result: `Done` says CANCELLED. Unknown ids are ignored."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class HoldImage(Value, frozen=True):
-    """Prepare a picture and hold it for `owner`, `ttl` seconds from when it is prepared."""
+    """Prepare an image and hold it for `owner`, for `ttl` seconds after its preparation."""
 
-    request_id: str
+    request_id: RequestKey
     image: EncodedImage | RawImage
     owner: str
     ttl: float
-    sha256: str = ""  # of the blob's bytes in hex; empty: not checked
+    sha256: str = ""  # hex digest of the blob's bytes; empty: not checked
 
 
 class DropImage(Value, frozen=True):
-    """End `owner`'s hold of a picture; one that nobody holds is forgotten."""
+    """End the hold of `owner` on an image; an image without holds is freed."""
 
-    request_id: str
+    request_id: RequestKey
     image_id: str
     owner: str
 
 
 class StopElsewhere(Value, frozen=True):
-    """`Stop` the requests that `target` names, all when it is empty, of the other processes' only.
+    """`Stop` requests of the other service processes: all, or those that match `target`.
 
-    A target names a request by its caller's id, of one tenant where it has a tenant's `name/` in
-    front. Answered by `Stopped`.
+    The reply is `Stopped`.
     """
 
-    request_id: str
-    target: str = ""
+    request_id: RequestKey
+    target: RequestKey | None = None
 
 
 class Expect(Value, frozen=True):
-    """A `Submit` is about to follow: be awake for it. Not answered, and harmless when none does."""
+    """A `Submit` may follow: poll for it. Has no reply."""
 
 
 class Shutdown(Value, frozen=True):
-    """Finish nothing, exit 0."""
+    """Exit with code 0 and finish no request."""
 
 
 Command = Submit | Abort | Stop | HoldImage | DropImage | StopElsewhere | Expect | Shutdown
 
 
 class ModelInfo(Value, frozen=True):
-    """What the engine serves; sent once in `Ready`."""
+    """The served model."""
 
     name: str
     device: str
@@ -97,20 +96,20 @@ class ModelInfo(Value, frozen=True):
     max_waiting: int
     num_parameters: int
     dtype: str
-    adapters: bool = False  # whether requests may name some
-    kv_dtype: str = ""  # of keys and values, empty without a KV cache
-    kv_token_bytes: int = 0  # of KV cache that a position takes
+    adapters: bool = False  # whether requests may name adapters
+    kv_dtype: str = ""  # of keys and values; empty without a KV cache
+    kv_token_bytes: int = 0  # of KV cache per position
 
 
 class Loading(Value, frozen=True):
-    """Start-up progress, `fraction` in 0..1."""
+    """Progress of the start; `fraction` in 0..1."""
 
     stage: str
     fraction: float
 
 
 class Ready(Value, frozen=True):
-    """Weights are loaded and the model is warm."""
+    """The engine serves: weights are loaded and the model is warm."""
 
     model: ModelInfo
     pid: int
@@ -119,73 +118,74 @@ class Ready(Value, frozen=True):
 class PipelineStats(Value, frozen=True):
     """The engine's latest decode steps: medians in milliseconds over a sliding window.
 
-    `step_stats` fills it and says what each part is; it stays as it was while nothing decodes.
+    `telemetry.step_stats` fills it and defines each part. Unchanged while nothing decodes.
     """
 
-    num_steps: int  # that the window holds
-    num_tokens: int  # committed since the engine started, first tokens included
+    num_steps: int  # in the window
+    num_tokens: int  # committed since the start, first tokens included
     rows: float  # mean rows of a step
     step_ms: float  # from commit to commit
     forward_ms: float
     sampling_ms: float  # the copy back included
     bookkeeping_ms: float  # host: plan, launch, finalize, commit
-    wait_ms: float  # host, in front of the copy back
+    wait_ms: float  # host, for the copy back
     idle_ms: float  # device
-    blocking_ms: float  # the step as a blocking loop would run it, estimated
+    blocking_ms: float  # estimated step of a blocking loop
     zombie_ratio: float  # of the rows
-    predicted_gain: float  # over a blocking loop; 0.1 is a tenth more throughput
-    tokens_per_row: float = 1.0  # committed by a step for each row that is no zombie
-    proposed_per_row: float = 0.0  # tokens that such a row proposed
-    acceptance: float = 0.0  # of the proposed tokens
+    predicted_gain: float  # over a blocking loop; 0.1 is 10 % more throughput
+    tokens_per_row: float = 1.0  # committed by a step per row, zombies excluded
+    proposed_per_row: float = 0.0  # draft tokens per such row
+    acceptance: float = 0.0  # of the draft tokens
 
 
 class KVCacheStats(Value, frozen=True):
-    """Where the pages of the KV cache are, and its counters since the engine started."""
+    """Pages of the KV cache by state, and its counters since the engine started."""
 
     free: int
-    idle: int  # kept for whoever asks the same, evicted when needed
-    shared: int  # of the cache's, those that several requests hold
-    draft: int  # taken for what is only proposed
-    hit_rate: float  # of all prompt positions, those found instead of computed
-    fragmentation_ratio: float  # of all draft pages, those given back unaccepted
+    idle: int  # cached prefixes without a reference, evictable
+    shared: int  # cached and referenced by several requests
+    draft: int  # allocated for draft tokens
+    hit_rate: float  # of all prompt positions, those found in the cache
+    fragmentation_ratio: float  # of all draft pages, those freed without an accepted token
     preemptions: int
     recomputed_tokens: int  # positions computed again after a preemption
 
 
 class Load(Value, frozen=True):
-    """What the engine holds right now; all zero when idle.
+    """The engine's current load.
 
-    `prefix_pages`, `images_cached`, `decode_steps` and `kv` may stay.
+    When idle, all are zero but `prefix_pages`, `images_cached`, `decode_steps` and `kv`.
     """
 
     running: int = 0
     waiting: int = 0
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
-    pages_used: int = 0  # by live sequences, what they share counted once
-    prefix_pages: int = 0  # kept of prompts and answers that nobody holds, evictable
+    pages_used: int = 0  # by live sequences, shared pages counted once
+    prefix_pages: int = 0  # cached without a reference, evictable
     pages_total: int = 0
     adapters_used: int = 0  # adapter slots held by live sequences
     images_cached: int = 0
-    decode_steps: PipelineStats | None = None  # None until one decode step has followed another
+    decode_steps: PipelineStats | None = None  # None before the second decode step
     kv: KVCacheStats | None = None  # None without a KV cache
 
 
 class Heartbeat(Value, frozen=True):
-    """Sent every `heartbeat_interval` by a thread of its own, so a long step does not hide life.
+    """Sent every `heartbeat_interval` by a thread of its own, hence also during a long step.
 
-    `step` counts committed launches; pending work with a step that does not move is a stuck engine.
+    `step` counts committed launches; an engine with pending work whose `step` does not change is
+    stuck.
     """
 
     step: int
     load: Load
-    estimated_wait: float  # seconds a request arriving now would wait
+    estimated_wait: float  # seconds that a new request would wait
 
 
 class Queued(Value, frozen=True):
-    """The request had to wait; `position` 0 is next."""
+    """The request waits; `position` 0 is next."""
 
-    request_id: str
+    request_id: RequestKey
     position: int
     estimated_wait: float
 
@@ -193,7 +193,7 @@ class Queued(Value, frozen=True):
 class Started(Value, frozen=True):
     """Prefill was launched."""
 
-    request_id: str
+    request_id: RequestKey
     model: str
     input_tokens: int
     cached_tokens: int
@@ -202,16 +202,16 @@ class Started(Value, frozen=True):
 
 
 class Delta(Value, frozen=True):
-    """What one commit added."""
+    """Events of one commit."""
 
-    request_id: str
+    request_id: RequestKey
     events: tuple[Event, ...]
 
 
 class Done(Value, frozen=True):
-    """The whole result; repeats everything the deltas said."""
+    """The whole result, which includes all deltas."""
 
-    request_id: str
+    request_id: RequestKey
     result: TaskResult
     finish_reason: FinishReason
     usage: Usage
@@ -221,40 +221,40 @@ class Done(Value, frozen=True):
 
 
 class ImageHeld(Value, frozen=True):
-    """A picture is held until `until`, in `time.monotonic()` seconds."""
+    """An image is held until `until`, in `time.monotonic()` seconds."""
 
-    request_id: str
+    request_id: RequestKey
     image: ImageInfo
     until: float
 
 
 class ImageDropped(Value, frozen=True):
-    """A picture is held no more, by this owner."""
+    """This owner's hold has ended."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class Failed(Value, frozen=True):
-    """The request failed; nothing follows."""
+    """The request failed."""
 
-    request_id: str
+    request_id: RequestKey
     error: ErrorValue
 
 
 class Stopped(Value, frozen=True):
-    """How many requests a `StopElsewhere` stopped; several tasks of one call are one."""
+    """How many calls a `StopElsewhere` stopped; the parts of a call count once."""
 
-    request_id: str
+    request_id: RequestKey
     count: int
 
 
 EngineOutput = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Failed
-"""What concerns one request or picture."""
+"""An output of one request or image command."""
 
-LAST = (Done, Failed, ImageHeld, ImageDropped)  # nothing more comes of what has its id
+FINAL = (Done, Failed, ImageHeld, ImageDropped)  # the last outputs of their request id
 
-Report = Loading | Ready | Heartbeat | EngineOutput | Stopped
+EngineMessage = Loading | Ready | Heartbeat | EngineOutput | Stopped
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode

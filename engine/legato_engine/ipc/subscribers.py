@@ -1,4 +1,4 @@
-"""The engine's end of those who listen to its heartbeats; it belongs to the heartbeat's thread."""
+"""The service processes that receive this engine's heartbeats; used by the heartbeat thread."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import select
 import socket
 
 from legato_engine.ipc.framing import FrameWriter
-from legato_engine.ipc.links import inherited, pending_connections
 from legato_engine.ipc.messages import Heartbeat, encode
+from legato_engine.ipc.service_connections import inherited_listener, pending_connections
 
 
-class Woken(enum.Enum):
+class WakeReason(enum.Enum):
     """What ended a wait."""
 
     STOP = enum.auto()
-    NEWCOMER = enum.auto()
-    TIME = enum.auto()
+    CONNECTION = enum.auto()
+    TIMEOUT = enum.auto()
 
 
 class Subscribers:
-    """Everybody who listens to this engine's heartbeats."""
+    """Connections of the service processes to the heartbeat socket."""
 
-    def __init__(self, door: int) -> None:
-        self._door = inherited(door)
-        self._listeners: dict[socket.socket, FrameWriter] = {}
+    def __init__(self, listener_fd: int) -> None:
+        self._listener = inherited_listener(listener_fd)
+        self._connections: dict[socket.socket, FrameWriter] = {}
 
     def send(self, beat: Heartbeat) -> None:
-        """Tell all, newcomers included. Who has not read the beats before misses this one."""
-        for connection in pending_connections(self._door):
-            self._listeners[connection] = FrameWriter()
+        """Send to all, new connections included; skip those with unread heartbeats."""
+        for connection in pending_connections(self._listener):
+            self._connections[connection] = FrameWriter()
         frame = encode(beat)
-        for connection, unsent in list(self._listeners.items()):
+        for connection, unsent in list(self._connections.items()):
             try:
                 if unsent.write_to(connection):
                     unsent.add(frame)
                     unsent.write_to(connection)
             except OSError:
-                del self._listeners[connection]
+                del self._connections[connection]
                 connection.close()
 
-    def wait(self, stop_fd: int, seconds: float) -> Woken:
-        """Until `stop_fd` is readable, somebody knocks, or the time is up."""
-        door = self._door.fileno()
-        readable, _, _ = select.select((door, stop_fd), (), (), seconds)
+    def wait(self, stop_fd: int, seconds: float) -> WakeReason:
+        """Block until `stop_fd` is readable, a connection is pending, or the time is up."""
+        listener_fd = self._listener.fileno()
+        readable, _, _ = select.select((listener_fd, stop_fd), (), (), seconds)
         if stop_fd in readable:
-            return Woken.STOP
-        return Woken.NEWCOMER if readable else Woken.TIME
+            return WakeReason.STOP
+        return WakeReason.CONNECTION if readable else WakeReason.TIMEOUT
 
     def close(self) -> None:
-        """Hang up on all."""
-        for connection in self._listeners:
+        """Close all connections."""
+        for connection in self._connections:
             connection.close()
-        self._door.close()
+        self._listener.close()

@@ -1,13 +1,13 @@
-"""How service processes reach the engine process: where they knock, and their end of a link.
+"""Sockets between the service processes and the engine process, as the service uses them.
 
-Each service process holds two connections to the engine: `requests` carries commands there and the
-reports of these commands back, `vitals` carries heartbeats. The doors belong to the process that
-runs the engines, and every engine inherits them: who knocks between two engines waits for the next.
-The engine's end is in `links`.
+Each service process has two connections to the engine: `requests` carries commands to the engine
+and its outputs back, `vitals` carries heartbeats. The first service process owns the listening
+sockets, and every engine inherits them: a connection made while no engine runs waits for the next.
+The engine's end is in `service_connections`.
 
-Who sends writes to the kernel itself, without a thread between, so that a message costs the wake-up
-of its reader and nothing else. Queues are unbounded on purpose: a bound would drop a report or
-block a scheduler tick, and what can pile up is bounded by admission already.
+Senders write to the kernel themselves, without a thread between, so that a message costs no more
+than its reader's wake-up. Queues are unbounded, because a bound would drop an output or block a
+step of the engine; admission control bounds what can accumulate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Callable
 
 from legato_engine.ipc.framing import FrameReader, FrameWriter
-from legato_engine.ipc.links import pending_connections
-from legato_engine.ipc.messages import Command, Report, decode_report, encode
+from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
+from legato_engine.ipc.service_connections import pending_connections
 
 _READS_PER_TURN = 16  # then other callbacks of the event loop get their turn
 _REQUESTS, _VITALS = "requests", "vitals"
@@ -38,21 +38,21 @@ class ListeningSockets:
 
     @property
     def filenos(self) -> tuple[int, ...]:
-        """What an engine inherits: the door for requests, then the one for vitals."""
+        """The descriptors that an engine inherits: of `requests`, then of `vitals`."""
         return tuple(each.fileno() for each in self._sockets)
 
-    def turn_away(self) -> None:
-        """For when there is no engine: hang up on all who wait, so that the dead do not pile up.
+    def reject_pending(self) -> None:
+        """Close the connections that wait while there is no engine, dead ones among them.
 
-        Who lives knocks again, at the end of its requests. So the doors are gone through against
-        the order in which they are knocked at: nobody loses vitals and keeps requests.
+        Live processes reconnect when `requests` is closed. They connect to `requests` first, so the
+        sockets are emptied in reverse order: none keeps `requests` and loses `vitals`.
         """
-        for door in reversed(self._sockets):
-            for waiting in pending_connections(door):
-                waiting.close()
+        for listener in reversed(self._sockets):
+            for connection in pending_connections(listener):
+                connection.close()
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Stop listening. Idempotent."""
         for each in self._sockets:
             each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -64,22 +64,27 @@ class ListeningSockets:
         return listener
 
 
-class EngineLink:
-    """A service process's end of its link to one engine, driven by a running asyncio loop.
+class EngineTransport:
+    """A service process's two connections to one engine, driven by the running asyncio loop.
 
-    `on_end` is called once, when the engine hung up and all that it had said was delivered; not
-    after `close`.
+    `on_end` is called once, after the engine has closed `requests` and all its messages were
+    delivered; not after `close`.
     """
 
     def __init__(
-        self, endpoint: str, on_report: Callable[[Report], None], on_end: Callable[[], None]
+        self, endpoint: str, on_message: Callable[[EngineMessage], None], on_end: Callable[[], None]
     ) -> None:
-        self._on_report = on_report
+        """Connect.
+
+        Raises:
+            OSError: nothing listens at `endpoint`.
+        """
+        self._on_message = on_message
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._unsent = FrameWriter()
         self._flush_due = False
-        self._is_full = False  # the kernel takes no more, and says when it does
+        self._is_full = False  # the socket is full; the loop calls `_write` when it is not
         self._requests = _connect(endpoint, _REQUESTS)
         self._incoming = {
             self._requests: FrameReader(),
@@ -90,9 +95,9 @@ class EngineLink:
         self._closed = False
 
     def send(self, command: Command, *, at_once: bool = False) -> None:
-        """Enqueue a command; never blocks. Those of one turn of the loop leave together.
+        """Enqueue a command; never blocks. Commands of one turn of the loop are sent together.
 
-        With `at_once` it leaves now, with all before it: for one that no other will follow.
+        `at_once` sends it now, with all commands before it.
         """
         if self._closed:
             return
@@ -104,9 +109,9 @@ class EngineLink:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Deliver reports that already arrived, then hang up. Idempotent.
+        """Deliver messages that have arrived, then disconnect. Idempotent.
 
-        Commands leave as far as the engine takes them now.
+        Commands are sent as far as the sockets take them now.
         """
         if self._closed:
             return
@@ -115,15 +120,14 @@ class EngineLink:
         for connection in list(self._incoming):
             while self._read(connection):
                 pass
-            self._hang_up(connection)
+            self._disconnect(connection)
 
     def _flush(self) -> None:
         self._flush_due = False
         self._write()
 
     def _write(self) -> None:
-        """Send what the kernel takes, and the rest when it says that it takes more."""
-        if self._requests not in self._incoming:  # hung up on
+        if self._requests not in self._incoming:  # disconnected
             return
         try:
             is_full = not self._unsent.write_to(self._requests)
@@ -139,34 +143,33 @@ class EngineLink:
             self._loop.remove_writer(self._requests)
 
     def _drain(self, connection: socket.socket) -> None:
-        """The loop calls again while there is more, which costs less than asking whether."""
+        # The loop calls again while there is more, which costs less than another `recv` here.
         frames = self._incoming.get(connection)
         for _ in range(_READS_PER_TURN):
             if frames is None or not (self._read(connection) and frames.more):
                 return
 
     def _read(self, connection: socket.socket) -> bool:
-        """Deliver what one reading gives; whether that was anything."""
         frames = self._incoming.get(connection)
         if frames is None:
             return False
         try:
-            came = frames.read_from(connection)
+            received = frames.read_from(connection)
         except OSError:
-            came, frames.ended = False, True
+            received, frames.ended = False, True
         for frame in frames.take():
-            self._on_report(decode_report(frame))
+            self._on_message(decode_engine_message(frame))
         if frames.ended:
-            self._on_hang_up(connection)
-        return came
+            self._on_closed(connection)
+        return received
 
-    def _on_hang_up(self, connection: socket.socket) -> None:
-        self._hang_up(connection)
+    def _on_closed(self, connection: socket.socket) -> None:
+        self._disconnect(connection)
         if connection is self._requests and not self._closed:
             self.close()
             self._on_end()
 
-    def _hang_up(self, connection: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         if self._incoming.pop(connection, None) is not None:
             self._loop.remove_reader(connection)
             self._loop.remove_writer(connection)
@@ -174,7 +177,6 @@ class EngineLink:
 
 
 def _connect(endpoint: str, name: str) -> socket.socket:
-    """A connection to a door; raises `OSError` when there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"{endpoint}/{name}")

@@ -1,18 +1,18 @@
-"""What the device needs to know to cut one picture: sizes, order of the passes and weights.
+"""The plan by which the device cuts one image: sizes, order of the resize passes, and weights.
 
-It all goes in one block of int32 words, so one small copy brings it there and the kernels' launches
-are the same for every picture. The words, by index:
+A plan is one block of int32 words, so that one small copy brings it to the device and the kernels'
+launches are the same for every image. The words, by index:
 
-    0 rows of tiles, 1 columns of tiles, 2 width of the picture, 3 crops;
-    from `HEADER_WORDS`: the target "whole picture", and `TARGET_WORDS` later the target "canvas".
+    0 rows of tiles, 1 columns of tiles, 2 width of the image, 3 crops;
+    from `HEADER_WORDS`: the target "whole image", and `TARGET_WORDS` later the target "canvas".
 
-A target is the picture resized by two passes:
+A target is the image resized by two passes:
 
-    0, 1 height and width between the passes (0, 0: there is no such target), 2 whether the first
-    pass resizes the height; 3, 4 where the first pass's table starts and how many pixels it makes,
-    5 its weights per pixel; 6, 7, 8 the same for the second pass.
+    0, 1 height and width between the passes (0, 0: no such target), 2 whether the first pass
+    resizes the height; 3, 4 the first pass's table and its number of pixels, 5 its weights per
+    pixel; 6, 7, 8 the same for the second pass.
 
-A table is starts, then counts, then weights, as in `kernels.lanczos.Table`.
+A table holds starts, then counts, then weights, see `kernels.lanczos.Table`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ HEADER_WORDS = 4
 TARGET_WORDS = 9
 
 MAX_PIXELS = 4096 * 4096
-"""The largest picture, and the most pixels between the passes of both targets together."""
+"""The largest image, and the most pixels between the passes of both targets together."""
 
 MAX_WORDS = 1 << 18
-"""The largest plan; weights grow with the longer side of a picture."""
+"""The largest plan; weights grow with the longer side of an image."""
 
 _TABLES_AT = HEADER_WORDS + 2 * TARGET_WORDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CropGeometry:
-    """Sizes of a crop in pixels, of a patch in pixels, and of the tiles' overlap in patches."""
+    """Sizes of a crop and a patch in pixels, and the overlap of tiles in patches."""
 
     crop_size: int
     patch_size: int
@@ -51,14 +51,14 @@ class CropGeometry:
         return self.crop_size // self.patch_size
 
     def canvas_size(self, tiles: int) -> int:
-        """Pixels that so many tiles span side by side."""
+        """Pixels that so many adjacent tiles span."""
         margins = 2 * self.margin * self.patch_size
         return tiles * (self.crop_size - margins) + margins
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """One resize of the whole picture."""
+    """One resize of the whole image."""
 
     height: int
     width: int
@@ -72,21 +72,21 @@ class Target:
 
     @property
     def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Sizes before and after, of the axis that each pass resizes."""
+        """Sizes before and after each pass, of the axis that it resizes."""
         rows, columns = (self.height, self.to_height), (self.width, self.to_width)
         return (rows, columns) if self.rows_first else (columns, rows)
 
     @property
-    def between(self) -> tuple[int, int]:
+    def intermediate_size(self) -> tuple[int, int]:
         """Height and width between the passes."""
         return (self.to_height, self.width) if self.rows_first else (self.height, self.to_width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutPlan:
-    """A picture of `height` by `width` pixels, cut to itself and (rows, columns) `tiling`.
+    """An image of `height` by `width` pixels, cut to itself and (rows, columns) of tiles.
 
-    With a tiling of (1, 1) there is the whole picture alone.
+    A tiling of (1, 1) leaves the whole image alone.
     """
 
     height: int
@@ -96,13 +96,13 @@ class CutPlan:
 
     @property
     def num_crops(self) -> int:
-        """The whole picture and its tiles."""
+        """Crops: the whole image and its tiles."""
         rows, columns = self.tiling
         return 1 if self.tiling == (1, 1) else 1 + rows * columns
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The whole picture, and the canvas if there are tiles to cut from it."""
+        """The whole image, and the canvas if there are tiles to cut from it."""
         side = self.geometry.crop_size
         sizes = [(side, side)]
         if self.tiling != (1, 1):
@@ -121,13 +121,15 @@ class CutPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for it."""
-        pixels = sum(height * width for height, width in (t.between for t in self.targets))
+        """Whether the plan and its pixels fit the device's buffers."""
+        pixels = sum(
+            height * width for height, width in (t.intermediate_size for t in self.targets)
+        )
         largest = max(self.height * self.width, pixels)
         return largest <= MAX_PIXELS and self.num_words <= MAX_WORDS
 
     def write(self, words_N: npt.NDArray[np.int32]) -> int:
-        """Fill the first `num_words` of `words_N`; returns their number."""
+        """Fill the first words of `words_N` and return `num_words`."""
         own_N = _words(self)
         words_N[: own_N.size] = own_N
         return own_N.size
@@ -135,12 +137,12 @@ class CutPlan:
 
 @functools.lru_cache(maxsize=64)
 def _words(plan: CutPlan) -> npt.NDArray[np.int32]:
-    """What the device is told of a plan: a camera's pictures all have the same."""
+    """The plan's words, cached because a camera's images share one plan."""
     words_N = np.zeros(plan.num_words, np.int32)
     words_N[:HEADER_WORDS] = (*plan.tiling, plan.width, plan.num_crops)
     at = _TABLES_AT
     for index, target in enumerate(plan.targets):
-        words = [*target.between, int(target.rows_first)]
+        words = [*target.intermediate_size, int(target.rows_first)]
         for size_in, size_out in target.passes:
             table = lanczos.table(size_in, size_out)
             words += [at, size_out, table.weights_OK.shape[1]]

@@ -1,4 +1,4 @@
-"""What the operations on experts are given: their weights, and who goes where.
+"""Weights of experts, and the routes of tokens to them.
 
 Shape legend as in `ops`.
 """
@@ -12,9 +12,8 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One linear layer of every expert, without a bias.
-
-    Weights have the model's dtype, or e4m3 and a float32 scale for each output.
+    """One bias-free linear layer of every expert: the model's dtype, or e4m3 with a scale per
+    output.
     """
 
     weight_XOI: torch.Tensor
@@ -23,7 +22,7 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """The K experts of each token (int64), and how much each counts, in the model's dtype."""
+    """The K experts of each token (int64), and their shares in the model's dtype."""
 
     expert_TK: torch.Tensor
     share_TK: torch.Tensor

@@ -1,6 +1,7 @@
-"""Pillow's Lanczos resize of 8-bit pictures, to the bit: tables of fixed-point weights, two passes.
+"""Pillow's Lanczos resize of 8-bit images, bit for bit: fixed-point weights, two passes.
 
-What lies between the passes is rounded to 8 bits, so their order shows. It is that of Pillow 13.
+Pixels between the passes are rounded to 8 bits, so the order of the passes matters. It is that of
+Pillow 13.
 
 Shape legend: H, W and C rows, columns and channels of pixels, O pixels of an axis after the resize,
 K weights of each (as many as the widest needs).
@@ -26,10 +27,10 @@ _CACHED_TABLES = 256
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """How one axis is resized: pixel o is the sum of `counts_O[o]` pixels from `starts_O[o]` on.
+    """The resize of one axis: pixel o is the sum of `counts_O[o]` pixels from `starts_O[o]` on.
 
-    All int32 and read-only, for tables are shared. `weights_OK` has `PRECISION_BITS` fraction bits
-    and is zero from `counts_O` on.
+    All arrays are int32, and read-only because tables are shared. `weights_OK` has `PRECISION_BITS`
+    fraction bits and is zero from `counts_O` on.
     """
 
     starts_O: npt.NDArray[np.int32]
@@ -38,7 +39,7 @@ class Table:
 
 
 def num_weights(size_in: int, size_out: int) -> int:
-    """K of `table(size_in, size_out)`, without making it."""
+    """K of `table(size_in, size_out)`."""
     if size_in == size_out:
         return 1
     return 2 * math.ceil(_SUPPORT * max(size_in / size_out, 1.0)) + 1
@@ -46,9 +47,9 @@ def num_weights(size_in: int, size_out: int) -> int:
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
 def table(size_in: int, size_out: int) -> Table:
-    """The weights from `size_in` pixels to `size_out`, both at least 1.
+    """The weights from `size_in` to `size_out` pixels, both at least 1.
 
-    Equal sizes take every pixel as it is, which is what skipping the pass would do.
+    Equal sizes copy every pixel, like a skipped pass.
     """
     starts_O = np.arange(size_out)
     counts_O = np.ones(size_out, np.int64)
@@ -64,15 +65,12 @@ def table(size_in: int, size_out: int) -> Table:
 
 
 def rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Whether the height is resized before the width; what Pillow finds cheaper."""
+    """Whether Pillow resizes the height before the width, because that is cheaper."""
     return height - to_height > max(0, 2 * (width - to_width))
 
 
 def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
-    """[height, width, C]: what `PIL.Image.resize` with `LANCZOS` gives for 8-bit channels.
-
-    The reference of the device kernels.
-    """
+    """Resize to [height, width, C] as `PIL.Image.resize` with `LANCZOS` does; the reference."""
     from_height, from_width = image_HWC.shape[:2]
     if rows_first(from_height, from_width, height, width):
         return _resize_width(_resize_height(image_HWC, height), width)
@@ -82,7 +80,7 @@ def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
 def _weights(
     size_in: int, size_out: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Starts, counts and normalised weights; the order of operations is a part of the result."""
+    """Starts, counts and normalised weights; the order of operations affects the bits."""
     scale = size_in / size_out
     stretch = max(scale, 1.0)
     support = _SUPPORT * stretch
@@ -112,7 +110,7 @@ def _resize_width(image_HWC: Pixels, width: int) -> Pixels:
 
 
 def _resize_height(image_HWC: Pixels, height: int) -> Pixels:
-    """One pass; sums are int32 as they are in Pillow and on the device."""
+    """One pass; sums are int32, as in Pillow and on the device."""
     weights = table(image_HWC.shape[0], height)
     last = image_HWC.shape[0] - 1
     shape = (height, *image_HWC.shape[1:])

@@ -1,4 +1,4 @@
-"""What operations are told of adapters: who reads which, and those of experts.
+"""Low-rank adapters in slots: which tokens read which slot, and the slots' matrices.
 
 Shape legend: T tokens, S slots, X experts, R ranks, I and O a map's inputs and outputs.
 """
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from legato_engine.kernels.parameters import Affine
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterRows:
-    """Which adapter slot each of T tokens reads, all int64; slot 0 is none.
+    """The adapter slot of each of T tokens, int64; slot 0 is none.
 
-    `slot_T` of one element speaks for all tokens. `rank_S` are the slots' own ranks, and `rank` is
-    at least that of every slot named: known on the host, so that a step's cost is.
+    A `slot_T` of one element applies to all tokens. `rank_S` are the slots' own ranks. `rank` is at
+    least that of every slot named, and is known on the host because shapes depend on it.
     """
 
     slot_T: torch.Tensor
@@ -24,16 +26,40 @@ class AdapterRows:
     rank: int
 
 
+class LowRankMap(NamedTuple):
+    """A layer's slots for one map: B(A x) is added to the map's result."""
+
+    a_SRI: torch.Tensor
+    b_SRO: torch.Tensor
+
+
 class ExpertMap(NamedTuple):
-    """A layer's slots for one map of every expert: B(A x) is added to what the map gives."""
+    """A layer's slots for one map of every expert: B(A x) is added to the map's result."""
 
     a_SXRI: torch.Tensor
     b_SXRO: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MlpSlots:
+    """A layer's slots for both maps of its MLP, and the norm that the MLP reads."""
+
+    norm: Affine
+    fc1: LowRankMap
+    fc2: LowRankMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExpertSlots:
+    """A layer's slots for both maps of its experts; ranks are those of one expert."""
+
+    up: ExpertMap
+    down: ExpertMap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertAdapters:
-    """One layer's adapters of experts and the tokens that read them; ranks are an expert's."""
+    """A layer's expert adapters and the tokens that read them."""
 
     up: ExpertMap
     down: ExpertMap

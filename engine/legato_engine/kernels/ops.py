@@ -1,14 +1,14 @@
-"""Linear maps, and attention on paged keys and values: one signature each, whoever implements it.
+"""Linear maps, and attention on paged keys and values: one signature for CPU and GPU.
 
-Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
-L its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts,
-K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer; C
-sequences.
-Caches are one layer's, [N, H, S, E]: of the dtype of what is computed, or of e4m3 in units of
-`scale_2` (float32: the keys', the values'). Then a token's keys and values are what is read back,
-whether they come from its own pass or from the cache. Keys and values may have fewer heads than
-queries, by a whole factor: each of their heads then serves that many heads of queries which follow
-each other. Of adapters: S slots, R ranks, I and O a layer's inputs and outputs.
+A cache is one layer's, [N, H, S, E], in the computation's dtype or in e4m3 in units of `scale_2`
+(float32: of keys, of values). With e4m3 a token reads the rounded keys and values also in the pass
+that computes them. Keys and values may have fewer heads than queries: each then serves as many
+consecutive query heads.
+
+Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence, L
+its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts, K
+experts of a token, J = T * K pairs of the two, I and O inputs and outputs of a map; C sequences. Of
+adapters: S slots, R ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
 
-_ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are several times slower
+_ALIGNMENT = 16  # bytes of a matrix row's start; libraries are several times slower without it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Where T tokens stand: cosines and sines of their angles, and int64 (page, slot) of each."""
+class AttentionMetadata:
+    """Positions of T tokens: cosines and sines of their angles, int64 page and slot of each."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
@@ -39,10 +39,10 @@ class Places:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Where the tokens of some sequences stand, which follow each other from `start` in each.
+    """Consecutive positions, from `start` on, of C sequences with equally many tokens.
 
-    The sequences have equally many of them and lie one behind another. `pages_CM` (int64, without
-    gaps in a row) covers them and all before; the tables, float32 [P, R/2], every position.
+    The tokens of one sequence follow those of the one before. `pages_CM` (int64, contiguous rows)
+    covers them and all earlier positions; the tables, float32 [P, R/2], cover every position.
     """
 
     start: int
@@ -50,18 +50,23 @@ class Span:
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
-    def places(self, count: int, page_size: int) -> Places:
-        """The first of them one by one, `count` of all sequences together."""
+    def metadata(self, count: int, page_size: int) -> AttentionMetadata:
+        """The metadata of the first `count` tokens of all sequences together."""
         num_sequences = len(self.pages_CM)
         stop = self.start + count // num_sequences
         positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
         positions_T = positions_P.repeat(num_sequences)
-        return Places(
+        return AttentionMetadata(
             self.cos_PR[positions_T][:, None],
             self.sin_PR[positions_T][:, None],
             self.pages_CM[:, positions_P // page_size].flatten(),
             positions_T % page_size,
         )
+
+
+def tile_counters(count: int, device: torch.device) -> torch.Tensor:
+    """Zeroed memory for `count` products: one row each, to be cleared before its next product."""
+    return gemm.counters(count, device)
 
 
 def linear_counted(
@@ -72,9 +77,10 @@ def linear_counted(
     *,
     gelu: bool = False,
 ) -> torch.Tensor | None:
-    """`linear` or its gelu (tanh form, nothing rounded before it), tiles counted in `counter`.
+    """Compute `linear`, or its gelu (tanh form, not rounded before it), with a tile counter.
 
-    None where there is no counter (see `products`), or where such products do not run.
+    The library's kernels hand out tiles by `counter`, one of `tile_counters`. Return None if there
+    is no counter or no such kernel.
     """
     if bias is None or counter is None or not gemm.can_multiply(x, weight, bias):
         return None
@@ -85,10 +91,10 @@ def linear_counted(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., out] of [..., in] by a weight [out, in]; inputs that x does not have are zeros.
+    """Map [..., in] to [..., out] by a weight [out, in]; missing inputs of x count as zeros.
 
-    On the CPU the bits of a row depend on nothing but that row: not on its neighbours, its place
-    or how many rows there are.
+    On the CPU the bits of a row depend on that row only: not on other rows, its index or their
+    number.
     """
     if (missing := weight.shape[-1] - x.shape[-1]) > 0:
         x = F.pad(x, (0, missing))
@@ -102,9 +108,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_onto(
     to: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`to` [..., out] and `linear` of x, in one term where the product adds them as it rounds.
+    """Add `linear` of x to `to` [..., out]: one tensor, rounded once, if the product can add it.
 
-    One term is stored where `to` was; `to` is not used any more.
+    That tensor reuses the storage of `to`, which the caller must not read again. Otherwise return
+    both terms.
     """
     if bias is None or not to.is_contiguous() or not gemm.can_multiply(x, weight, bias, to):
         return to, linear(x, weight, bias)
@@ -120,10 +127,10 @@ def add_low_rank(
     b_SRO: torch.Tensor,
     rows: AdapterRows,
 ) -> torch.Tensor:
-    """[T, O]: `out` plus B(A x) of each token's slot; the storage of `out` may be reused.
+    """Add B(A x) of each token's slot to `out` [T, O]; the storage of `out` may be reused.
 
-    Beyond a slot's own rank both matrices are zero. On the CPU a row's bits depend on nothing but
-    that row and its adapter; elsewhere nothing is read on the host, so the call can be captured.
+    Beyond a slot's own rank both matrices are zero. On the CPU a row's bits depend on that row and
+    its adapter only. A GPU reads nothing on the host, so the call can be captured.
     """
     if out_TO.device.type == "cpu":
         slots, ranks = rows.slot_T, rows.rank_S
@@ -132,7 +139,7 @@ def add_low_rank(
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """The sum of three tensors of one shape, left to right; rounded once or twice."""
+    """Add three tensors of one shape from left to right, rounded once or twice."""
     if prefill.can_add(x, y, z):
         return prefill.add3(x, y, z)
     return x + y + z
@@ -140,16 +147,16 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def rotate_and_cache(
     qkv_TGE: torch.Tensor,
-    where: Places | Span,
+    where: AttentionMetadata | Span,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries, rotated keys, and values [T, H, E]; keys and values also go to their slots.
+    """Rotate queries and keys, write keys and values to their slots, and return all three [T, H,
+    E].
 
-    `qkv_TGE` is the heads of queries, then those of keys, then those of values, as many of each as
-    the caches have. The caches are two of one kind. The three results may be views of `qkv_TGE`,
-    changed in place.
+    `qkv_TGE` has the heads of queries, then of keys, then of values, as many of the latter as the
+    caches. Both caches have one dtype. The results may be views of `qkv_TGE`, changed in place.
     """
     num_kv = k_NHSE.shape[1]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
@@ -157,10 +164,10 @@ def rotate_and_cache(
     if isinstance(where, Span):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
-            places = where.cos_PR, where.sin_PR, where.start, where.pages_CM
-            prefill.rotate_and_cache(qkv_CP3HE, *places, k_NHSE, v_NHSE, scale_2)
+            rotation = where.cos_PR, where.sin_PR, where.start, where.pages_CM
+            prefill.rotate_and_cache(qkv_CP3HE, *rotation, k_NHSE, v_NHSE, scale_2)
             return q_THE, k_THE, v_THE
-        where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
+        where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
     k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
     k_scale, v_scale = pages.units(scale_2)
@@ -170,9 +177,12 @@ def rotate_and_cache(
 
 
 def _write_and_read(
-    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, where: Places, scale: torch.Tensor | None
+    cache_NHSE: torch.Tensor,
+    new_THE: torch.Tensor,
+    where: AttentionMetadata,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What is read back of T keys or values that are written."""
+    """Write T keys or values, and return them as they are read back."""
     stored_THE = pages.quantise(new_THE, scale)
     write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
     return pages.dequantise(stored_THE, scale, new_THE.dtype)
@@ -181,12 +191,12 @@ def _write_and_read(
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """Put each of T keys or values, of the cache's dtype, at its (page, slot), both int64."""
+    """Write T keys or values, of the cache's dtype, to their int64 (page, slot)."""
     pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """Give pages what others have, in all of some layers (L).
+    """Copy pages in all layers (L).
 
     The pairs are int64 (source, destination) on the caches' device. No source is another pair's
     destination; a page may be copied onto itself.
@@ -198,31 +208,31 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """[length, H, E]: the first `length` positions of the pages, copied as they are stored."""
+    """Copy the first `length` positions of the pages, as stored, to [length, H, E]."""
     return pages.gather_pages(cache_NHSE, pages_M, length)
 
 
 def gather_cached(
     cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [length, H, E] as they are read: of `dtype` if they are stored as e4m3."""
+    """Read keys and values [length, H, E], converted to `dtype` if stored as e4m3."""
     return pages.gather_cached(cache, pages_M, length, dtype)
 
 
 def full_attention(
     q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
 ) -> torch.Tensor:
-    """[B, T, H, E]: every token of a row sees every token of that row."""
+    """Attention [B, T, H, E] of every token to every token of its row."""
     if fused_attention.can_attend(q_BTHE, k_BTHE, v_BTHE):
         return fused_attention.attend(q_BTHE, k_BTHE, v_BTHE)
     return reference.full_attention(q_BTHE, k_BTHE, v_BTHE)
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """[T, H, E]: the last T of L positions, each seeing itself and all before it.
+    """Attention [T, H, E] of the last T of L positions to themselves and all before.
 
-    On the CPU a token has the bits that `decode_attention` gives it, so a sequence goes on as it
-    would have, wherever its pages end that somebody else computed.
+    On the CPU a token has the bits of `decode_attention`, so results do not depend on how much of
+    the sequence was cached.
     """
     if q_THE.device.type == "cpu":
         return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
@@ -237,11 +247,11 @@ def decode_attention(
     page_table_BM: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, H, E]: one token per row, seeing positions 0..positions_B[b] of its pages.
+    """Attention [B, H, E] of one token per row to positions 0..positions_B[b] of its pages.
 
-    A row whose first page is 0 is padding and gives zeros on the CPU, anything finite elsewhere.
-    On the CPU a row's bits depend on nothing but that row; elsewhere nothing is read on the host,
-    so the call can be captured.
+    A row whose first page is 0 is padding: zeros on the CPU, any finite values on a GPU. On the CPU
+    a row's bits depend on that row only. A GPU reads nothing on the host, so the call can be
+    captured.
     """
     cache, where = LayerCache(k_NHSE, v_NHSE, scale_2), (positions_B, page_table_BM)
     if q_BHE.device.type == "cpu":
@@ -250,7 +260,7 @@ def decode_attention(
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """The likeliest experts of each token, and their shares: a softmax over these alone."""
+    """The likeliest experts of each token, and their shares: a softmax over these experts only."""
     return reference_experts.route(logits_TX, num_active)
 
 
@@ -263,12 +273,12 @@ def experts(
     capturable: bool,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """[T, D]: each token through its experts, summed by their shares.
+    """Sum each token's experts by their shares, [T, D].
 
     An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`.
-    Adapters change both maps, each token's by its slot. On the CPU a row's bits depend on nothing
-    but that row and its adapter. Elsewhere, with `capturable`, nothing is read on the host and no
-    shape depends on the routes.
+    Adapters change both maps, each token's by its slot. On the CPU a row's bits depend on that row
+    and its adapter only. On a GPU a `capturable` call reads nothing on the host, and no shape
+    depends on the routes.
     """
     if grouped.can_group(x_TD, up, down):
         return grouped.experts(x_TD, routes, up, down, adapters)

@@ -1,7 +1,7 @@
-"""Keys and values in pages, in plain torch: written, and read back.
+"""Paged keys and values in plain torch: written, copied and read.
 
-They are stored as they are, or as e4m3 in units of a scale; what is read then is of the dtype of
-what is computed, rounded once, whoever reads it.
+They are stored as computed, or as e4m3 in units of a scale. e4m3 is read back in the computation's
+dtype, rounded once.
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T tokens, L positions of a
 sequence, B rows, M pages per row, K copies.
@@ -20,7 +20,7 @@ _E4M3_MAX = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """In e4m3 units of `scale`: the nearest, the largest for all beyond it; NaN stays."""
+    """Round to e4m3 units of `scale`; larger values become the largest, NaN stays."""
     if scale is None:
         return x
     return (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
@@ -29,12 +29,12 @@ def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def dequantise(
     stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What is read back."""
+    """Convert stored values back to `dtype`."""
     return stored if scale is None else (stored.float() * scale).to(dtype)
 
 
 def units(scale_2: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """Those of keys and of values, None where they have none."""
+    """The scales of keys and of values, or two None."""
     return (None, None) if scale_2 is None else scale_2.unbind()
 
 
@@ -70,7 +70,7 @@ def gather_cached(
 
 
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index_select` along the first dimension, of any dtype."""
+    """`index_select` along the first dimension, for any dtype."""
     return indexable(x).index_select(0, index).view(x.dtype)
 
 
@@ -80,11 +80,11 @@ def all_pages(
     scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[B, M * S, H, E]: what each row's pages hold."""
+    """The contents of each row's pages, [B, M * S, H, E]."""
     stored = indexable(cache_NHSE)[page_table_BM].view(cache_NHSE.dtype)
     return dequantise(stored.transpose(2, 3).flatten(1, 2), scale, dtype)
 
 
 def indexable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory: e4m3 tensors are not indexed on every device, their bits are."""
+    """The same memory as bytes, because some devices cannot index e4m3 tensors."""
     return x.view(torch.uint8) if x.dtype is E4M3 else x

@@ -1,4 +1,4 @@
-"""The operations of `ops` in plain torch: what they mean, and what runs where nothing faster is.
+"""The operations of `ops` in plain torch: their definition, and the fallback without a kernel.
 
 Shape legend as in `ops`.
 """
@@ -21,8 +21,8 @@ _ROW_BLOCK = 8
 def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.linear`.
 
-    CPU libraries run rows in blocks and finish with other code what does not fill a block, which
-    rounds differently; whole blocks give every row the same code.
+    CPU libraries process rows in blocks, and the remainder with code that rounds differently, so
+    rows are padded to whole blocks.
     """
     rows_TD = x.reshape(-1, x.shape[-1])
     out = F.linear(whole_blocks(rows_TD), weight, bias)[: rows_TD.shape[0]]
@@ -30,7 +30,7 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def whole_blocks(rows_TD: torch.Tensor) -> torch.Tensor:
-    """The rows, with zeros behind them up to a whole block."""
+    """The rows, padded with zeros to a whole block."""
     padding = -rows_TD.shape[0] % _ROW_BLOCK
     return F.pad(rows_TD, (0, 0, 0, padding)) if padding else rows_TD
 
@@ -62,7 +62,7 @@ def add_low_rank_gathered(
     slot_T: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """See `ops.add_low_rank`; every row with a copy of its slot's first `rank` ranks."""
+    """See `ops.add_low_rank`; every row gets a copy of its slot's first `rank` ranks."""
     a_TRI = a_SRI[:, :rank].index_select(0, slot_T)
     b_TRO = b_SRO[:, :rank].index_select(0, slot_T)
     if slot_T.shape[0] == 1:
@@ -72,9 +72,9 @@ def add_low_rank_gathered(
 
 
 def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys by the pairs (i, i + R/2) of their first R dims.
+    """Rotate queries or keys by the pairs (i, i + R/2) of their first R dims.
 
-    Tables are float32 [T, 1, R/2]; float32 inside, one cast back.
+    Tables are float32 [T, 1, R/2]; the result is computed in float32 and rounded once.
     """
     half = cos_T1R.shape[-1]
     first, second = x_THE[..., :half], x_THE[..., half : 2 * half]
@@ -95,7 +95,7 @@ def full_attention(
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """See `ops.suffix_attention`; a suffix with nothing before it needs no mask in memory."""
+    """See `ops.suffix_attention`; a whole sequence needs no mask in memory."""
     num_queries, length = q_THE.shape[0], k_LHE.shape[0]
     k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
     if num_queries == length:
@@ -127,7 +127,7 @@ def decode_attention_rows(
 ) -> torch.Tensor:
     """See `ops.decode_attention`; row by row over exactly the row's context.
 
-    It is gathered anew for each sequence, whose rows stand beside each other.
+    The context is gathered once for consecutive rows of one sequence.
     """
     out_BHE = torch.zeros_like(q_BHE)
     lengths, tables = (positions_B + 1).tolist(), page_table_BM.tolist()
@@ -149,10 +149,9 @@ def decode_attention_padded(
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.decode_attention`; all pages of the table, masked, without a host read.
+    """See `ops.decode_attention`; over all pages of the table, masked, without a host read.
 
-    What lies behind a row's position may be anything, NaN included, so it is zeroed and not only
-    masked.
+    Positions after a row's own are zeroed as well as masked, because they may hold NaN.
     """
     num_kv_heads, page_size = cache.k_NHSE.shape[1:3]
     context = page_table_BM.shape[1] * page_size
@@ -162,7 +161,7 @@ def decode_attention_padded(
         pages.all_pages(cache_NHSE, page_table_BM, scale, q_BHE.dtype).masked_fill(hidden_BL11, 0.0)
         for cache_NHSE, scale in zip(cache[:2], pages.units(cache.scale_2), strict=True)
     )
-    # Queries that share a head of keys stand beside each other as if they were several tokens.
+    # Queries that share a key head are treated as several tokens.
     num_rows, head_dim = q_BHE.shape[0], q_BHE.shape[-1]
     q_BGHE = q_BHE.reshape(num_rows, num_kv_heads, -1, head_dim).transpose(1, 2)
     out_BGHE = _attention(q_BGHE, k_BLHE, v_BLHE, visible_BL[:, None])
@@ -170,13 +169,13 @@ def decode_attention_padded(
 
 
 def _spread(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[..., H, E] of keys or values with a head for each of the queries' `num_heads`."""
+    """Keys or values [..., H, E], repeated to the queries' `num_heads`."""
     group = num_heads // x.shape[-2]
     return x if group == 1 else x.repeat_interleave(group, dim=-2)
 
 
 def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """[H, E]: one token that sees everything; G of its heads share one of keys."""
+    """Attention of one token to everything, [H, E]; G of its heads share a key head."""
     q_1HGE = q_HE.reshape(1, k_LHE.shape[1], -1, q_HE.shape[-1])
     k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
     return F.scaled_dot_product_attention(q_1HGE, k_1HLE, v_1HLE)[0].flatten(0, 1)

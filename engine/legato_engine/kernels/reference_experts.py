@@ -1,4 +1,4 @@
-"""Experts and what adapters change of them, in torch's own operations: the truth for their kernels.
+"""Experts and their adapters in plain torch: the reference for their kernels.
 
 Shape legend as in `ops`.
 """
@@ -27,9 +27,9 @@ def experts_sorted(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; one product for each expert that has tokens, their numbers on the host.
+    """See `ops.experts`; one product per expert with tokens, whose counts are read on the host.
 
-    An expert runs whole blocks of rows, as `linear_rows` does, and the sum is in the order of the
+    An expert runs whole blocks of rows, like `linear_rows`, and terms are added in the order of
     shares.
     """
     expert_J = routes.expert_TK.flatten()
@@ -60,7 +60,7 @@ def experts_gathered(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; a copy of the weights for each token, so for few tokens only."""
+    """See `ops.experts`; copies the weights for each token, so it suits few tokens only."""
     out_TKD = []
     for expert_T in routes.expert_TK.unbind(1):
         both_TO = _own_expert(x_TD, up, expert_T)
@@ -79,17 +79,17 @@ def experts_gathered(
 def own_low_rank(
     x_JI: torch.Tensor, change: ExpertMap, slot_J: torch.Tensor, expert_J: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """[J, O]: B(A x) of each row's slot and expert, of which every row has a copy."""
+    """B(A x) of each row's slot and expert, [J, O], with a copy of both for every row."""
     index_J = slot_J * change.a_SXRI.shape[1] + expert_J
     a_JRI, b_JRO = (each.flatten(0, 1)[:, :rank].index_select(0, index_J) for each in change)
     return torch.bmm(torch.bmm(x_JI[:, None], a_JRI.transpose(1, 2)), b_JRO)[:, 0]
 
 
 def gate(z: torch.Tensor) -> torch.Tensor:
-    """[..., I] of [..., 2 I]; float32 inside, one cast back.
+    """The gated unit, [..., 2 I] to [..., I], in float32 and rounded once.
 
-    The gelu's input is copied: where it is strided, or cut among threads, torch rounds what does
-    not fill a vector differently.
+    The gelu's input is copied first: torch rounds the remainder of a vector differently in strided
+    or split tensors.
     """
     u, g = z.float().chunk(2, dim=-1)
     return (F.gelu(u.contiguous()) * (g + 1.0)).to(z.dtype)
@@ -103,7 +103,6 @@ def _change_rows(
     rows: AdapterRows,
     tokens: torch.Tensor,
 ) -> None:
-    """Add one expert's low-rank change to rows that are these tokens'."""
     slot_T = rows.slot_T if len(rows.slot_T) == 1 else rows.slot_T[tokens]
     a_SRI, b_SRO = change.a_SXRI[:, expert], change.b_SXRO[:, expert]
     add_low_rank_rows(out_TO, x_TI, a_SRI, b_SRO, slot_T, rows.rank_S)
@@ -115,7 +114,6 @@ def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.
 
 
 def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
-    """Each row through its own expert."""
     weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
     out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
     return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])
@@ -126,7 +124,7 @@ def _scaled(out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_out(out_TKD: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """[T, D] by shares: float32 one after another, one cast back."""
+    """Sum by shares to [T, D]: in float32, in order, rounded once."""
     share_TK1 = routes.share_TK.float()[:, :, None]
     terms = (share_TK1 * out_TKD.float()).unbind(1)
     total_TD = terms[0]

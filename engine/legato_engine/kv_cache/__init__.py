@@ -1,1 +1,1 @@
-"""Pages, rows and shared prefixes: who holds what, and who waits."""
+"""KV pages, batch rows, adapter slots and the prefix cache."""

@@ -1,4 +1,4 @@
-"""What a KV cache has found, computed and thrown away since its start."""
+"""Counters of the KV cache since its start."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
-    """Counters of positions, of pages, and of preemptions."""
+class KVCacheCounters:
+    """Positions found and computed, draft pages taken and rejected, preemptions."""
 
-    found: int = 0  # positions of sequences admitted for the first time
-    computed: int = 0  # positions likewise
-    recomputed: int = 0  # positions of sequences that had been preempted
-    drafted: int = 0  # pages
-    discarded: int = 0  # pages of those drafted
+    found_positions: int = 0  # by first admissions
+    computed_positions: int = 0  # for first admissions
+    recomputed_positions: int = 0  # after preemptions
+    draft_pages: int = 0
+    rejected_pages: int = 0
     preemptions: int = 0
 
-    def admitted(self, sequence: Sequence, num_found: int) -> None:
-        """A sequence has pages, `num_found` positions of them computed already; it is told so."""
-        sequence.num_cached = num_found
-        if sequence.num_preemptions:
-            self.recomputed += sequence.length - num_found
+    def count_admission(self, sequence: Sequence, num_found: int) -> None:
+        """Count a sequence whose first `num_found` positions were in the cache."""
+        sequence.pages.cached_length = num_found
+        if sequence.pages.num_preemptions:
+            self.recomputed_positions += sequence.length - num_found
             return
-        sequence.cached_tokens = num_found
-        self.found += num_found
-        self.computed += sequence.length - num_found
+        sequence.pages.cached_tokens = num_found
+        self.found_positions += num_found
+        self.computed_positions += sequence.length - num_found
 
-    def preempted(self, sequence: Sequence) -> None:
-        """A sequence gave its pages back and will be admitted again; it is told so."""
+    def count_preemption(self, sequence: Sequence) -> None:
+        """Count a sequence that gave its pages back and will be admitted again."""
         self.preemptions += 1
-        sequence.num_preemptions += 1
+        sequence.pages.num_preemptions += 1
 
-    def report(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
-        """The counters beside how many pages are free, idle, shared and drafts now."""
-        prompt = self.found + self.computed
+    def stats(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
+        """Return the counters together with the current numbers of pages by state."""
+        prompt = self.found_positions + self.computed_positions
         return KVCacheStats(
             free=free,
             idle=idle,
             shared=shared,
             draft=draft,
-            hit_rate=self.found / prompt if prompt else 0.0,
-            fragmentation_ratio=self.discarded / self.drafted if self.drafted else 0.0,
+            hit_rate=self.found_positions / prompt if prompt else 0.0,
+            fragmentation_ratio=self.rejected_pages / self.draft_pages if self.draft_pages else 0.0,
             preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed,
+            recomputed_tokens=self.recomputed_positions,
         )

@@ -1,4 +1,4 @@
-"""Who gives up pages when they run out: one rule, for what is kept and for who holds."""
+"""Eviction order for KV pages, shared by cached prefixes and running requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rank = tuple[int, float, int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """Somebody who holds pages: a request, or what is kept of requests that are done."""
+    """A request that holds pages, or a cached prefix."""
 
     candidate_id: int
     priority: int
@@ -19,10 +19,7 @@ class EvictionCandidate:
 
 
 def eviction_rank(candidate: EvictionCandidate) -> Rank:
-    """The lowest goes first: the least priority, the worst speculator, the longest unused.
-
-    The id settles what is left.
-    """
+    """Order by priority, draft acceptance, last use, then id; the lowest is evicted first."""
     return (
         candidate.priority,
         candidate.ema_acceptance_rate,
@@ -32,9 +29,5 @@ def eviction_rank(candidate: EvictionCandidate) -> Rank:
 
 
 def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Who goes first, by `eviction_rank`.
-
-    Whose pages are all borrowed frees none and is no candidate: a page is never evicted while
-    somebody borrows it.
-    """
+    """Sort candidates by `eviction_rank`; a request whose pages are all borrowed is none."""
     return sorted(candidates, key=eviction_rank)

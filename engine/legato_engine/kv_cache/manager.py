@@ -1,4 +1,4 @@
-"""Who holds which pages, which batch row and which adapter slot."""
+"""The KV cache manager: pages, rows and adapter slots of sequences."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import dataclasses
 
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
-from legato_engine.kv_cache.counters import Tally
+from legato_engine.kv_cache.counters import KVCacheCounters
 from legato_engine.kv_cache.page_budget import PageBudget
+from legato_engine.kv_cache.page_ownership import PageOwnership, check_ownership
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.kv_cache.prefix_cache import PrefixCache
-from legato_engine.kv_cache.radix_tree import RadixTree
-from legato_engine.kv_cache.sequence_pages import SequencePages, check_owners
+from legato_engine.kv_cache.radix_tree import Match, RadixTree
 from legato_engine.kv_cache.slot_pool import SlotPool
 from legato_engine.sequence import Sequence
 
 
 class KVCacheManager:
-    """Gives a sequence pages as it grows, shares what is equal, and takes back what it held.
+    """Allocates pages as sequences grow, shares equal content, and takes pages back.
 
-    A page is free, or the tree's, or private to one sequence, or a draft of one sequence; `check`
-    asserts it. The tree has the pages whose content is known and enqueued: a prompt's full pages
-    from its launch on, an answer's as they fill, and at the end the last one, which may be partial.
+    A page is free, owned by the tree, or owned by one sequence; `check` asserts it. Pages move to
+    the tree when their content is known and enqueued: full pages of a prompt when its prefill is
+    launched, those of the answer as they fill, and a partial last page at release.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class KVCacheManager:
         *,
         num_adapter_slots: int = 0,
     ) -> None:
-        """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
+        """`num_pages` includes the scratch page; `max_context` is the model's, in positions."""
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
-        self._room = PageBudget(self._pool, self._tree, page_size)
-        self._sharing = PrefixCache(self._tree, self._pool, page_size)
+        self._budget = PageBudget(self._pool, self._tree, page_size)
+        self._prefix_cache = PrefixCache(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
-        self._held: dict[Sequence, SequencePages] = {}
-        self._tally = Tally()
+        self._owned: dict[Sequence, PageOwnership] = {}
+        self._counters = KVCacheCounters()
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
 
@@ -51,239 +51,255 @@ class KVCacheManager:
 
     @property
     def num_rows(self) -> int:
-        """Rows in all: the largest batch."""
+        """All rows: the largest batch."""
         return self._rows.num_slots
 
     @property
     def rows_free(self) -> int:
-        """Rows that a new sequence could take."""
+        """Rows available to new sequences."""
         return self._rows.num_free
 
     @property
     def rows_used(self) -> int:
-        """Rows held by live sequences and zombies."""
+        """Rows of live sequences and zombies."""
         return self._rows.num_used
 
     @property
     def adapters_used(self) -> int:
-        """Adapter slots held by live sequences and zombies."""
-        return self._adapters.num_held
+        """Adapter slots of live sequences and zombies."""
+        return self._adapters.num_used
 
     @property
     def pages_total(self) -> int:
-        """Pages in all, without the scratch page."""
+        """All pages but the scratch page."""
         return self._pool.num_usable
 
     @property
     def pages_used(self) -> int:
-        """Pages held by live sequences and zombies, what they share counted once."""
-        return self._pool.num_usable - self._room.num_pages
+        """Pages of live sequences and zombies, shared pages counted once."""
+        return self._pool.num_usable - self._budget.num_available
 
     @property
     def prefix_pages(self) -> int:
-        """Pages kept for whoever comes with the same tokens; they are evicted when needed."""
+        """Cached pages that no sequence uses; they are evicted when needed."""
         return self._tree.idle_pages
 
-    def report(self) -> KVCacheStats:
-        """The pool as it is, and its counters since the start."""
-        return self._tally.report(
+    def stats(self) -> KVCacheStats:
+        """Return the current numbers of pages and the counters since the start."""
+        return self._counters.stats(
             free=self._pool.num_free,
             idle=self._tree.idle_pages,
             shared=self._tree.shared_pages,
-            draft=sum(len(holding.draft) for holding in self._held.values()),
+            draft=sum(len(ownership.draft) for ownership in self._owned.values()),
         )
 
     # ------------------------------------------------------------ admission
 
     def fits_ever(self, sequence: Sequence) -> bool:
-        """Whether the sequence fits an empty pool and the context."""
+        """Whether the sequence fits an empty pool and the model's context."""
         if sequence.max_length > self.max_length:
             return False
-        tail = (
+        copies = (
             sequence.prefix_key is not None and sequence.image_prefix_length % self._page_size > 0
         )
-        return self._room.pages_for(sequence.max_length) + tail <= self._pool.num_usable
+        return self._budget.pages_for(sequence.max_length) + copies <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether `admit` would succeed now, and leave a page for everybody who still grows.
+        """Whether `admit` would succeed now and leave a page to each sequence that still grows.
 
-        A sequence whose picture another one is about to compute waits: next time it is a hit. One
-        that did not fit is looked at again when there is more room: to look takes long.
+        A sequence waits while another one is about to compute its image prefix. After a refusal it
+        is not matched again until more pages are available, because matching is slow.
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
-        available = self._room.num_pages - self._num_growing()
-        if available <= sequence.refused_at:
+        available = self._budget.num_available - self._num_growing()
+        if available <= sequence.pages.refused_at:
             return False
-        match = self._sharing.match(sequence)
+        match = self._prefix_cache.match(sequence)
         if match is not None and not match.node.ready:
             return False
-        fits = self._room.fits(sequence, match, available) or (
+        fits = self._budget.fits(sequence, match, available) or (
             match is not None
-            and self._room.fits(sequence, self._sharing.uncopied(match), available)
+            and self._budget.fits(sequence, self._prefix_cache.without_copy(match), available)
         )
         if not fits:
-            sequence.refused_at = available
+            sequence.pages.refused_at = available
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
-        """Whether its adapter has no slot now and can have none until a holder goes."""
-        return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
+        """Whether its adapter has no slot and gets none until another sequence is released."""
+        return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
     def finds_image_prefix(self, sequence: Sequence) -> bool:
-        """Whether `admit` would find its picture, if it has one: its prefill computes none."""
-        return not sequence.image_prefix_length or self._sharing.knows_unit(sequence)
+        """Whether the prefill of an admission now would not compute an image."""
+        return not sequence.image_prefix_length or self._prefix_cache.has_image_prefix(sequence)
 
     def admit(self, sequence: Sequence) -> PrefillWork:
-        """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.
+        """Give the sequence a row, pages and its adapter's slot, having checked `can_admit`.
 
-        The pages hold what is to be fed and, if there will be more, the token sampled from it.
+        The pages hold the known tokens and the next one.
         """
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
-        if not sequence.adapter_key:
+        sequence.row = self._rows.allocate()
+        if not sequence.adapter.key:
             return work
-        adapter = self._adapters.acquire(sequence.adapter_key)
-        sequence.adapter_slot = adapter.slot
+        adapter = self._adapters.acquire(sequence.adapter.key)
+        sequence.adapter.slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
     def _admit_pages(self, sequence: Sequence) -> PrefillWork:
-        match, holding = self._sharing.match(sequence), SequencePages()
+        """Set `pages.ids` to full pages of the tree, then private pages.
+
+        The first private page begins with a copy of the tree's partial page, if there is one.
+        """
+        ownership = PageOwnership()
+        match = self._affordable_match(sequence)
         if match is not None:
-            fits = self._room.fits(sequence, match, self._room.num_pages)
-            match = match if fits else self._sharing.uncopied(match)
-            self._sharing.hold(holding, match)
-        self._tree.make_room(self._room.missing_pages(sequence, match))
+            self._prefix_cache.acquire(ownership, match)
+        self._tree.evict_until_free(self._budget.missing_pages(sequence, match))
         if match is None and sequence.prefix_key is not None:
-            self._sharing.hold(holding, self._sharing.open(sequence))
-        shared = () if holding.node is None else self._sharing.full_pages(holding.node)
-        private = self._pool.allocate(self._room.first_pages(sequence) - len(shared))
-        holding.private.update(private)
-        self._held[sequence] = holding
-        sequence.row = self._rows.allocate()
-        sequence.refused_at = 0
-        sequence.page_ids = shared + private
-        sequence.capacity = len(sequence.page_ids) * self._page_size
-        self._tally.admitted(sequence, 0 if match is None else match.length)
+            self._prefix_cache.acquire(ownership, self._prefix_cache.add_root(sequence))
+        shared = self._prefix_cache.full_pages(ownership.node)
+        private = self._pool.allocate(self._budget.first_pages(sequence) - len(shared))
+        ownership.private.update(private)
+        self._owned[sequence] = ownership
+        pages = sequence.pages
+        pages.refused_at = 0
+        pages.ids = shared + private
+        pages.capacity = len(pages.ids) * self._page_size
+        self._counters.count_admission(sequence, 0 if match is None else match.length)
         compute: tuple[int, ...] = ()
-        if sequence.num_cached == 0:
-            unit = holding.node.pages if holding.node is not None else ()
-            compute = unit or sequence.page_ids[: self._room.pages_for(sequence.prefix_length)]
-        source = holding.source
+        if pages.cached_length == 0:
+            image = ownership.node.pages if ownership.node is not None else ()
+            compute = image or pages.ids[: self._budget.pages_for(sequence.prefix_length)]
+        source = ownership.source
         return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
+    def _affordable_match(self, sequence: Sequence) -> Match | None:
+        match = self._prefix_cache.match(sequence)
+        if match is None or self._budget.fits(sequence, match, self._budget.num_available):
+            return match
+        return self._prefix_cache.without_copy(match)
+
     def planned(self, sequence: Sequence) -> None:
-        """Its prefill is planned: those planned behind it, in the same launch too, may find its
-        picture.
+        """Note that the prefill is planned.
+
+        Sequences planned later, for the same launch too, may use its image prefix.
         """
-        self._sharing.planned(self._held[sequence])
+        self._prefix_cache.planned(self._owned[sequence])
 
     def launched(self, sequence: Sequence) -> None:
-        """The launch that fills its pages is enqueued: those enqueued later may read them.
-
-        So they may its adapter, which the same launch has written where it had to be.
-        """
-        self._sharing.launched(sequence, self._held[sequence])
-        if sequence.adapter_key:
-            self._adapters.launched(sequence.adapter_key)
+        """Note that the prefill is enqueued: later launches may read its pages and its adapter."""
+        self._prefix_cache.launched(sequence, self._owned[sequence])
+        if sequence.adapter.key:
+            self._adapters.launched(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
     def grow(self, sequence: Sequence) -> bool:
-        """One page more behind those it has; False when none is free or idle."""
-        holding = self._held[sequence]
-        if holding.draft:
-            page = holding.draft.pop(0)
-        elif self._room.num_pages > 0 or self._sharing.merge(sequence, holding):
-            (page,) = self._room.take(1)
-            sequence.page_ids += (page,)
+        """Extend the capacity by one page; return False when none is available."""
+        ownership = self._owned[sequence]
+        if ownership.draft:
+            page = ownership.draft.pop(0)
+        elif self._budget.num_available > 0 or self._prefix_cache.deduplicate(sequence, ownership):
+            (page,) = self._budget.allocate(1)
+            sequence.pages.ids += (page,)
         else:
             return False
-        holding.private.add(page)
-        sequence.capacity += self._page_size
-        self._sharing.publish(sequence, holding)
+        ownership.private.add(page)
+        sequence.pages.capacity += self._page_size
+        self._prefix_cache.publish(sequence, ownership)
         return True
 
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
-        """Hold pages for `length` positions, those behind `capacity` as drafts; all or nothing.
+        """Allocate draft pages for positions `[capacity, length)`, all or none.
 
-        What is kept gives way to a proposal, what runs does not, nor the next page of anybody else
-        who still grows. `length` is at most `sequence.max_length`.
+        Draft tokens evict cached pages, but leave a page to each sequence that still grows.
         """
-        assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
-        missing = self._room.pages_for(length) - len(sequence.page_ids)
+        max_length = sequence.max_length
+        assert length <= max_length, f"{length} positions of at most {max_length}"
+        missing = self._budget.pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
-        if missing + self._num_growing(besides=sequence) > self._room.num_pages:
+        if missing + self._num_growing(besides=sequence) > self._budget.num_available:
             return False
-        pages = self._room.take(missing)
-        self._held[sequence].draft.extend(pages)
-        sequence.page_ids += pages
-        self._tally.drafted += missing
+        pages = self._budget.allocate(missing)
+        self._owned[sequence].draft.extend(pages)
+        sequence.pages.ids += pages
+        self._counters.draft_pages += missing
         return True
 
     def commit_to(self, sequence: Sequence, length: int, *, reserved: int = 0) -> None:
-        """Positions before `length` stand; draft pages with any of them are the sequence's own.
+        """Keep the draft pages of committed positions and free those of rejected ones.
 
-        Of the others those with positions before `reserved` stay drafts, the rest go back. Whatever
-        is enqueued already may still write to these; whatever takes them is enqueued later. The
-        caller plans nothing behind what is left until it reserves again.
+        - `[0, length)`: committed; the sequence keeps these pages
+        - `[length, reserved)`: may be committed by launches in flight; the pages stay drafts
+        - `[reserved, end)`: rejected; the pages are free
+
+        Launches in flight may still write to freed pages: launches that reuse them come later. The
+        caller reserves again before it plans positions beyond `reserved`.
         """
-        draft = self._held[sequence].draft
-        num_committed = len(sequence.page_ids) - len(draft)
-        kept = max(0, self._room.pages_for(length) - num_committed)
-        assert kept <= len(draft), f"{length} positions stand without a page"
-        for _ in range(kept):
+        draft, pages = self._owned[sequence].draft, sequence.pages
+        num_committed = len(pages.ids) - len(draft)
+        num_accepted = max(0, self._budget.pages_for(length) - num_committed)
+        assert num_accepted <= len(draft), f"{length} positions exceed {len(pages.ids)} pages"
+        for _ in range(num_accepted):
             self.grow(sequence)
-        held = max(num_committed + kept, self._room.pages_for(reserved))
-        rejected = sequence.page_ids[held:]
-        self._tally.discarded += len(rejected)
-        sequence.page_ids = sequence.page_ids[:held]
-        self._pool.free(rejected)
+        num_kept = max(num_committed + num_accepted, self._budget.pages_for(reserved))
+        rejected = pages.ids[num_kept:]
+        pages.ids = pages.ids[:num_kept]
         del draft[len(draft) - len(rejected) :]
+        self._pool.free(rejected)
+        self._counters.rejected_pages += len(rejected)
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ release
 
     def frees_pages(self, sequence: Sequence) -> bool:
-        """Whether a page would be free or idle without this sequence; borrowed ones would not."""
-        holding = self._held[sequence]
-        return bool(holding.private) or (holding.node is not None and holding.node.holders == 1)
+        """Whether releasing the sequence would make a page available."""
+        ownership = self._owned[sequence]
+        if ownership.private:
+            return True
+        return ownership.node is not None and ownership.node.ref_count == 1
 
-    def forget(self, sequence: Sequence, length: int = 0) -> None:
-        """Let nobody find what it has behind `length` positions; that goes with its last holder."""
-        self._sharing.forget(self._held[sequence], length)
+    def invalidate(self, sequence: Sequence, length: int = 0) -> None:
+        """Remove its positions `[length, end)` from lookup, because their values may be wrong.
+
+        The pages are freed with their last reference.
+        """
+        self._prefix_cache.invalidate(self._owned[sequence], length)
 
     def release(self, sequence: Sequence) -> None:
-        """Take back the row, all pages and the share of the adapter.
+        """Take back the row, all pages and the reference on the adapter's slot.
 
-        What may be asked again is kept until it is evicted.
+        Known content stays cached until it is evicted.
         """
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
         self.commit_to(sequence, 0)
-        holding = self._held.pop(sequence)
-        self._sharing.release(sequence, holding)
-        self._pool.free(holding.private)
-        if sequence.adapter_key:
-            self._adapters.release(sequence.adapter_key)
+        ownership = self._owned.pop(sequence)
+        self._prefix_cache.release(sequence, ownership)
+        self._pool.free(ownership.private)
+        sequence.pages.ids = ()
+        sequence.pages.capacity = 0
+        if sequence.adapter.key:
+            self._adapters.release(sequence.adapter.key)
+            sequence.adapter.slot = NO_ADAPTER
         self._rows.free(sequence.row)
-        sequence.adapter_slot = NO_ADAPTER
-        sequence.row = sequence.last_position = -1
-        sequence.page_ids = ()
-        sequence.capacity = 0
+        sequence.row = -1
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a sequence that will be admitted again."""
         self.release(sequence)
-        self._tally.preempted(sequence)
+        self._counters.count_preemption(sequence)
 
     def check(self) -> None:
-        """Assert that every page has one owner and every table is made of what is held."""
-        check_owners(self._pool, self._tree, self._held, self._page_size)
+        """Assert that every page has one owner and that page tables agree with the owners."""
+        check_ownership(self._pool, self._tree, self._owned, self._page_size)
 
     def _num_growing(self, besides: Sequence | None = None) -> int:
-        """Who may need one more page."""
+        """Return how many live sequences may need one more page."""
         return sum(
-            each.capacity < each.max_length
-            for each in self._held
+            each.pages.capacity < each.max_length
+            for each in self._owned
             if not each.finalized and each is not besides
         )

@@ -1,4 +1,4 @@
-"""What admission leaves for the prefill to do."""
+"""What an admission leaves to the prefill, before its first input token."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """What a sequence's launches must do before the first token that is fed.
+    """The prefix to compute, the page to copy and the adapter to write.
 
-    `compute_pages` are the pages to fill by running the prefix (image miss, or no image), empty on
-    a hit. `copy_tail` is (source page, destination page): what is shared ends inside that page, so
-    the sequence continues in a private copy; None when it ends on a page border.
-
-    `first_crop` counts the picture's crops that earlier launches have encoded. An encode goes on to
-    `stop_crop` (not included) and no further; a prefill encodes all that are left, and its
-    `stop_crop` is 0.
-
-    `write_adapter`: the sequence's adapter is not in its slot yet, its prefill writes it first.
+    Crops `[0, first_crop)` were encoded by earlier launches. An encode continues with
+    `[first_crop, stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
     """
 
-    compute_pages: tuple[int, ...] = ()
-    copy_tail: tuple[int, int] | None = None
+    compute_pages: tuple[int, ...] = ()  # of a prefix (BOS and image) that is not cached
+    copy_tail: tuple[int, int] | None = None  # source and destination page of a partial hit
     first_crop: int = 0
     stop_crop: int = 0
     write_adapter: bool = False
 
 
-NO_PREFIX_WORK = PrefillWork()
-"""A decode's, and a prefill's behind a hit that ends on a page border."""
+NO_PREFILL_WORK = PrefillWork()
+"""For decodes, and for prefills whose cache hit ends on a page boundary."""

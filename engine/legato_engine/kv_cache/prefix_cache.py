@@ -1,146 +1,155 @@
-"""What a sequence has in common with the tree: found, held, published, and given up."""
+"""The prefix cache: what a sequence shares with the radix tree."""
 
 from __future__ import annotations
 
+from legato_engine.kv_cache.page_ownership import PageOwnership
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.radix_tree import Match, Namespace, Node, RadixTree
-from legato_engine.kv_cache.sequence_pages import SequencePages
 from legato_engine.sequence import Sequence
 
 
 class PrefixCache:
-    """The tree as sequences see it. Nothing here takes a page that `open` does not name."""
+    """Finds, acquires and publishes cached pages. Only `add_root` allocates pages."""
 
     def __init__(self, tree: RadixTree, pool: PagePool, page_size: int) -> None:
         self._tree = tree
         self._pool = pool
         self._page_size = page_size
 
-    # ------------------------------------------------------------ finding
+    # ------------------------------------------------------------ lookup
 
     def match(self, sequence: Sequence) -> Match | None:
-        """What the tree has of it, all but the last position, which must be fed to sample."""
+        """Find the cached part of a sequence, without the last position, which is sampled from."""
         if sequence.prefix_key is None:
             return None
         root = self._tree.root(_namespace(sequence))
         if root is None:
             return None
-        assert root.length == sequence.image_prefix_length, f"{root.namespace} has two lengths"
+        length = sequence.image_prefix_length
+        assert root.length == length, f"{root.namespace} has two lengths: {root.length}, {length}"
         return self._tree.match(root, sequence, sequence.length - 1)
 
-    def knows_unit(self, sequence: Sequence) -> bool:
-        """Whether the tree has its unit, whatever else `match` would find."""
+    def has_image_prefix(self, sequence: Sequence) -> bool:
+        """Whether the image prefix is cached, or will be computed by a sequence admitted before."""
         return sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
 
-    def uncopied(self, match: Match) -> Match:
-        """The same without the page to copy, which needs room beside the copy."""
+    def without_copy(self, match: Match) -> Match:
+        """Return the match without an optional copy, whose source needs a page beside the copy."""
         tail = match.node.length % self._page_size > 0
         return Match(match.node, match.node.length, match.node if tail else None)
 
-    def open(self, sequence: Sequence) -> Match:
-        """A root where there is none yet; the sequence will compute its unit."""
-        length = sequence.image_prefix_length
-        num_pages = -(-length // self._page_size)
-        root = self._tree.open_root(_namespace(sequence), length, num_pages)
-        return Match(root, length, root if length % self._page_size else None)
-
-    def hold(self, holding: SequencePages, match: Match) -> None:
-        """Hold what was found, and what is to be copied."""
-        holding.node, holding.source = match.node, match.source
-        for node in (match.node, match.source):
-            if node is not None:
-                self._tree.hold(node)
-
-    def full_pages(self, node: Node) -> tuple[int, ...]:
-        """The pages of a path, without one that a unit fills in part."""
+    def full_pages(self, node: Node | None) -> tuple[int, ...]:
+        """Return the pages of a node's path, without an image prefix's partial last page."""
+        if node is None:
+            return ()
         *below, root = node.path
         full = root.pages[: root.length // self._page_size]
         return full + tuple(page for each in reversed(below) for page in each.pages)
 
+    # ------------------------------------------------------------ admission
+
+    def add_root(self, sequence: Sequence) -> Match:
+        """Add a root for the sequence's image prefix, which the sequence will compute."""
+        length = sequence.image_prefix_length
+        num_pages = -(-length // self._page_size)
+        root = self._tree.add_root(_namespace(sequence), length, num_pages)
+        return Match(root, length, root if length % self._page_size else None)
+
+    def acquire(self, ownership: PageOwnership, match: Match) -> None:
+        """Take references on the matched node and on the source of the copy."""
+        ownership.node, ownership.source = match.node, match.source
+        for node in (match.node, match.source):
+            if node is not None:
+                self._tree.acquire(node)
+
     # ------------------------------------------------------------ publishing
 
-    def planned(self, holding: SequencePages) -> None:
-        """The prefill that computes its unit is planned: whoever is planned now may find it."""
-        if holding.node is not None:
-            for node in holding.node.path:
+    def planned(self, ownership: PageOwnership) -> None:
+        """Note that the prefill is planned: sequences planned later may use its image prefix."""
+        if ownership.node is not None:
+            for node in ownership.node.path:
                 node.ready = True
 
-    def launched(self, sequence: Sequence, holding: SequencePages) -> None:
-        """The launch that fills its pages is enqueued, its copy and its picture's included."""
-        if holding.source is not None:
-            self._tree.drop(holding.source, sequence.request.priority)
-            holding.copied, holding.source = holding.source, None
-        self.planned(holding)
-        self.publish(sequence, holding)
+    def launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
+        """Note that the prefill is enqueued, its copy included, and publish its pages."""
+        if ownership.source is not None:
+            self._tree.release(ownership.source, sequence.request.priority)
+            ownership.copied, ownership.source = ownership.source, None
+        self.planned(ownership)
+        self.publish(sequence, ownership)
 
-    def publish(self, sequence: Sequence, holding: SequencePages, *, partial: bool = False) -> None:
-        """Put pages whose content is known and enqueued into the tree.
+    def publish(
+        self, sequence: Sequence, ownership: PageOwnership, *, partial: bool = False
+    ) -> None:
+        """Move full pages whose content is known and enqueued to the tree.
 
-        Where the tree has the same content already, and others hold that, both keep their page.
+        If others reference a page with the same content, both pages stay. `partial` includes a last
+        page that is not full.
         """
-        node, size = holding.node, self._page_size
-        if node is None or not node.attached or holding.forgotten:
+        node, size = ownership.node, self._page_size
+        if node is None or not node.attached or ownership.invalid:
             return
-        # What is launched stands up to `last_position` at least, and its drafts are not its own.
-        known = min(sequence.length, sequence.last_position, sequence.capacity)
+        # Launches have written [0, last_position). Draft pages start at `capacity`.
+        known = min(sequence.length, sequence.progress.last_position, sequence.pages.capacity)
         while node.length < known:
             stop = (node.length // size + 1) * size
             if stop > known and not partial:
                 break
             stop = min(stop, known)
-            page = sequence.page_ids[node.length // size]
+            page = sequence.pages.ids[node.length // size]
             child = self._tree.extend(node, sequence.keys(node.length, stop), page)
-            self._tree.hold(child, above=node)
-            holding.node = node = child
+            self._tree.acquire(child, above=node)
+            ownership.node = node = child
             if child.pages == (page,):
-                holding.private.discard(page)
-            elif child.holders == 1:
-                self._swap(holding, child, page)
+                ownership.private.discard(page)
+            elif child.ref_count == 1:
+                self._replace_page(ownership, child, page)
 
-    def merge(self, sequence: Sequence, holding: SequencePages) -> bool:
-        """Free the pages that it computed although the tree had them; whether there was one.
+    def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
+        """Free tree pages that only this sequence references and has computed itself.
 
-        So whoever is alone needs no more pages than its positions fill, see `fits_ever`.
+        Return whether there were any. Without them, `KVCacheManager.fits_ever` counts all pages of
+        a sequence that runs alone.
         """
-        path = [] if holding.node is None else list(holding.node.path)[:-1]
-        doubles = [
+        path = [] if ownership.node is None else list(ownership.node.path)[:-1]
+        duplicates = [
             (node, page)
             for node in path
-            if node.holders == 1
-            and (page := sequence.page_ids[(node.length - 1) // self._page_size]) not in node.pages
+            if node.ref_count == 1
+            and (page := sequence.pages.ids[(node.length - 1) // self._page_size]) not in node.pages
         ]
-        for node, page in doubles:
-            self._swap(holding, node, page)
-        return bool(doubles)
+        for node, page in duplicates:
+            self._replace_page(ownership, node, page)
+        return bool(duplicates)
 
-    # ------------------------------------------------------------ giving up
+    # ------------------------------------------------------------ release
 
-    def forget(self, holding: SequencePages, length: int) -> None:
-        """Let nobody find what is held behind `length` positions, now or later.
+    def invalidate(self, ownership: PageOwnership, length: int) -> None:
+        """Remove the sequence's positions `[length, end)` from lookup, now and later.
 
-        With all of it goes the page that its own begins as a copy of: what is wrong may be there.
+        With `length` 0 this includes the copied page, where the invalid values may come from.
         """
-        holding.forgotten, node = True, holding.node
-        if length == 0 and holding.copied is not None:
-            self._tree.forget(holding.copied)
-        behind = [] if node is None else [each for each in node.path if each.length > length]
-        if behind:
-            self._tree.forget(behind[-1])
+        ownership.invalid, node = True, ownership.node
+        if length == 0 and ownership.copied is not None:
+            self._tree.detach(ownership.copied)
+        invalid = [] if node is None else [each for each in node.path if each.length > length]
+        if invalid:
+            self._tree.detach(invalid[-1])
 
-    def release(self, sequence: Sequence, holding: SequencePages) -> None:
-        """Publish all that is known, then hold nothing any more."""
-        self.publish(sequence, holding, partial=True)
-        for node in (holding.source, holding.node):
+    def release(self, sequence: Sequence, ownership: PageOwnership) -> None:
+        """Publish all known content and give the references back."""
+        self.publish(sequence, ownership, partial=True)
+        for node in (ownership.source, ownership.node):
             if node is not None:
-                self._tree.drop(node, sequence.request.priority)
+                self._tree.release(node, sequence.request.priority)
 
-    def _swap(self, holding: SequencePages, node: Node, page: int) -> None:
-        """Give the tree the holder's own page in place of one with the same content."""
-        holding.private.remove(page)
+    def _replace_page(self, ownership: PageOwnership, node: Node, page: int) -> None:
+        """Give the tree the sequence's own page in exchange for one with the same content."""
+        ownership.private.remove(page)
         self._pool.free(node.pages)
         node.pages = (page,)
 
 
 def _namespace(sequence: Sequence) -> Namespace:
-    assert sequence.prefix_key is not None, "what shares nothing has no namespace"
-    return Namespace(sequence.adapter_key, sequence.prefix_key)
+    assert sequence.prefix_key is not None, f"sequence {sequence.seq_id} shares nothing"
+    return Namespace(sequence.adapter.key, sequence.prefix_key)

@@ -1,4 +1,4 @@
-"""What is kept of prompts and answers: pages of KV, found again by the tokens that they hold."""
+"""A radix tree of KV pages, found by the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -12,36 +12,33 @@ from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.sequence import Keys, Sequence
 
 MIN_COPIED = 2
-"""Positions that a copy of a page has to save, beyond a unit's; one is not worth a copy."""
+"""Fewest positions worth copying a page for, beyond those of an image prefix."""
 
-MAX_LOOKED_AT = 16
-"""Pages that are looked at, newest first, for the one that agrees longest with a prompt's rest."""
+MAX_SCANNED_CHILDREN = 16
+"""How many children, newest first, are compared with a prompt to find the best page to copy."""
 
 
 class Namespace(NamedTuple):
-    """What must agree before tokens are compared: `image` is a picture's key, "" without one."""
+    """A separate key space of the tree; `image` is the image's key, "" without one."""
 
     adapter: str
     image: str
 
 
 class Node:
-    """KV of the positions behind its parent's, up to `length`, in pages that the tree owns.
+    """KV of the positions `[parent.length, length)`, in pages that the tree owns.
 
-    A root holds a unit: the positions that see each other in both directions (BOS and a picture) in
-    all of their pages, or none at all where there is no picture. Every other node is one page, and
-    only a leaf's may be filled in part. Nothing writes to a page of the tree but the launches that
-    were enqueued before it came here.
+    A root has the pages of an image prefix, or none without an image. Every other node has one
+    page, which may be partial in a leaf. Only launches enqueued before a page was added write it.
 
-    `holders` counts the sequences whose table goes through here; so it is never less than a
-    child's. `ready` is False while the prefill that computes a unit is not planned. `attached` is
-    False once it must not be found any more; it goes with its last holder then.
+    `ref_count` is never less than a child's. `ready` is False until the prefill that computes an
+    image prefix is planned. `attached` is False once the node is removed from lookup; its pages are
+    then freed with the last reference.
     """
 
     __slots__ = (
         "attached",
         "children",
-        "holders",
         "keys",
         "last_used",
         "length",
@@ -51,6 +48,7 @@ class Node:
         "parent",
         "priority",
         "ready",
+        "ref_count",
     )
 
     def __init__(
@@ -69,7 +67,7 @@ class Node:
         self.pages = pages
         self.length = length
         self.children: dict[Keys, Node] = {}
-        self.holders = 0
+        self.ref_count = 0
         self.priority = 0
         self.last_used = 0
         self.ready = True
@@ -77,7 +75,7 @@ class Node:
 
     @property
     def path(self) -> Iterator[Node]:
-        """This node and all above it."""
+        """This node and its ancestors, deepest first."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -85,9 +83,9 @@ class Node:
 
 
 class Match(NamedTuple):
-    """What the tree has of a sequence: all of `node`'s path, and `source`'s page to copy.
+    """The cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied.
 
-    `length` positions are there in all, the copied ones included.
+    The positions `[0, length)` are found, the copied ones included.
     """
 
     node: Node
@@ -97,15 +95,14 @@ class Match(NamedTuple):
 
 class _IdleLeaf(NamedTuple):
     rank: Rank
-    serial: int  # no two are equal, so nodes are never compared
+    serial: int  # unique, so that nodes are never compared
     node: Node
 
 
 class RadixTree:
-    """Nodes by namespace and content; those that nobody holds stay until their pages are needed.
+    """Nodes by namespace and content; unreferenced ones stay until their pages are needed.
 
-    An edge is a page's worth of tokens, so sharing ends on page borders, and what two prompts have
-    in common beyond is copied.
+    An edge is one page of tokens. A common prefix that ends inside a page is copied.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -114,19 +111,19 @@ class RadixTree:
         self._roots: dict[Namespace, Node] = {}
         self._ids = itertools.count()
         self._time = 0
-        self._idle_leaves: list[_IdleLeaf] = []  # a heap; what is no idle leaf any more stays in it
+        self._idle_leaves: list[_IdleLeaf] = []  # a heap, stale entries included
         self._num_nodes = 0
-        self.idle_pages = 0  # of nodes that nobody holds
-        self.shared_pages = 0  # of nodes that several hold
+        self.idle_pages = 0  # of nodes without a reference
+        self.shared_pages = 0  # of nodes with several references
 
-    # ------------------------------------------------------------ finding
+    # ------------------------------------------------------------ lookup
 
     def root(self, namespace: Namespace) -> Node | None:
-        """A namespace's root, ready or not."""
+        """Return the namespace's root, ready or not."""
         return self._roots.get(namespace)
 
     def match(self, root: Node, sequence: Sequence, stop: int) -> Match:
-        """The longest that is kept of the sequence's positions before `stop`."""
+        """Find the longest cached part of the sequence's positions `[0, stop)`."""
         node = root
         while (end := self._page_end(node.length)) <= stop:
             child = node.children.get(sequence.keys(node.length, end))
@@ -136,12 +133,12 @@ class RadixTree:
         return self._with_copy(node, sequence, min(stop, end))
 
     def _with_copy(self, node: Node, sequence: Sequence, stop: int) -> Match:
-        """What one more page has in common with the positions from the node's end to `stop`."""
-        ends_in_page = node.length % self._page_size > 0  # only a unit does, or a leaf
+        """Add the page that shares the most positions of `[node.length, stop)`."""
+        ends_in_page = node.length % self._page_size > 0  # an image prefix or a leaf
         source, most = (node, 0) if ends_in_page else (None, MIN_COPIED - 1)
         if node.length < stop and node.children:
             keys = sequence.keys(node.length, stop)
-            for child in itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT):
+            for child in itertools.islice(reversed(node.children.values()), MAX_SCANNED_CHILDREN):
                 count = _num_common(child.keys, keys)
                 if count > most:
                     source, most = child, count
@@ -150,100 +147,96 @@ class RadixTree:
     def _page_end(self, position: int) -> int:
         return (position // self._page_size + 1) * self._page_size
 
-    # ------------------------------------------------------------ growing
+    # ------------------------------------------------------------ growth
 
-    def open_root(self, namespace: Namespace, length: int, num_pages: int) -> Node:
-        """A root for a unit that the caller will compute, or for none (0 positions, 0 pages)."""
-        assert namespace not in self._roots, f"{namespace} has a root"
+    def add_root(self, namespace: Namespace, length: int, num_pages: int) -> Node:
+        """Add a root for an image prefix that the caller will compute; 0 positions without one."""
+        assert namespace not in self._roots, f"{namespace} already has a root"
         pages = self._pool.allocate(num_pages)
         root = Node(next(self._ids), namespace, None, (), pages, length)
         root.ready = not pages
         self._roots[namespace] = root
-        self._count(root)
+        self._count_new(root)
         return root
 
     def extend(self, node: Node, keys: Keys, page: int) -> Node:
-        """The child with these tokens: one that is there, else a new one, which owns `page`."""
-        assert node.attached, "what is forgotten is not extended"
-        assert node.parent is None or node.length % self._page_size == 0, "extends a partial page"
+        """Return the child with these tokens; a new one takes ownership of `page`."""
+        assert node.attached, f"node {node.node_id} is detached"
+        partial = node.parent is not None and node.length % self._page_size
+        assert not partial, f"node {node.node_id} ends inside a page, at {node.length}"
         child = node.children.get(keys)
         if child is None:
             length = node.length + len(keys)
             child = Node(next(self._ids), node.namespace, node, keys, (page,), length)
             node.children[keys] = child
-            self._count(child)
+            self._count_new(child)
         return child
 
-    def _count(self, node: Node) -> None:
+    def _count_new(self, node: Node) -> None:
         self._num_nodes += 1
         self.idle_pages += len(node.pages)
 
-    # ------------------------------------------------------------ holding
+    # ------------------------------------------------------------ references
 
-    def hold(self, node: Node, above: Node | None = None) -> None:
-        """One more holder of a node and all above it, up to one that the caller holds already."""
+    def acquire(self, node: Node, above: Node | None = None) -> None:
+        """Add a reference to a node and its ancestors, up to `above`, which already has one."""
         for each in node.path:
             if each is above:
                 return
-            if each.holders == 0:
+            if each.ref_count == 0:
                 self.idle_pages -= len(each.pages)
-            elif each.holders == 1:
+            elif each.ref_count == 1:
                 self.shared_pages += len(each.pages)
-            each.holders += 1
+            each.ref_count += 1
 
-    def drop(self, node: Node, priority: int) -> None:
-        """One holder less of a node and all above it.
+    def release(self, node: Node, priority: int) -> None:
+        """Remove a reference from a node and its ancestors.
 
-        What nobody holds any more stays, with the priority of its last holder, unless it is
-        forgotten or was never computed.
+        An unreferenced node stays, with the priority of its last user, unless it is detached or was
+        never computed.
         """
         self._time += 1
         for each in node.path:
-            assert each.holders > 0, f"node {each.node_id} is dropped but nobody holds it"
-            each.holders -= 1
+            assert each.ref_count > 0, f"node {each.node_id} is released without a reference"
+            each.ref_count -= 1
             each.priority, each.last_used = priority, self._time
-            if each.holders == 1:
+            if each.ref_count == 1:
                 self.shared_pages -= len(each.pages)
-            elif each.holders == 0:
+            elif each.ref_count == 0:
                 self.idle_pages += len(each.pages)
                 if not (each.attached and each.ready):
                     self._remove(each)
                 else:
                     self._offer(each)
 
-    def forget(self, node: Node) -> None:
-        """Let nobody find a node and what is below it; their pages go with the last holder."""
+    def detach(self, node: Node) -> None:
+        """Remove a node and its descendants from lookup; free each with its last reference."""
         if not node.attached:
             return
         self._unlink(node)
-        below = [node]
-        for each in below:
+        subtree = [node]
+        for each in subtree:
             each.attached = False
-            below.extend(each.children.values())
-        for each in reversed(below):
-            if each.holders == 0:
+            subtree.extend(each.children.values())
+        for each in reversed(subtree):
+            if each.ref_count == 0:
                 self._remove(each)
 
     # ------------------------------------------------------------ eviction
 
-    def make_room(self, count: int) -> None:
+    def evict_until_free(self, count: int) -> None:
         """Evict idle leaves by `eviction_rank` until `count` pages are free."""
         while not self._pool.can_allocate(count):
-            assert self._idle_leaves, f"{count} pages asked, nothing left to evict"
+            assert self._idle_leaves, f"{count} pages requested, nothing left to evict"
             leaf = heapq.heappop(self._idle_leaves)
             if _is_current(leaf):
-                node = leaf.node
-                self._unlink(node)
-                node.attached = False
-                self._remove(node)
+                self._remove(leaf.node)
 
     def _offer(self, node: Node) -> None:
-        """Let a node be evicted if it is an idle leaf; a root without pages just goes."""
+        """Make an idle leaf evictable; remove an idle root without pages at once."""
         if not _is_idle_leaf(node):
             return
         if not node.pages:
-            self._unlink(node)
-            node.attached = False
             self._remove(node)
             return
         heapq.heappush(self._idle_leaves, _IdleLeaf(_rank(node), next(self._ids), node))
@@ -251,7 +244,7 @@ class RadixTree:
             self._idle_leaves = sorted(filter(_is_current, self._idle_leaves))
 
     def _unlink(self, node: Node) -> None:
-        """Take a node out of where it is found."""
+        """Remove a node from its parent, which may become an idle leaf."""
         parent = node.parent
         if parent is None:
             del self._roots[node.namespace]
@@ -260,7 +253,7 @@ class RadixTree:
         self._offer(parent)
 
     def _remove(self, node: Node) -> None:
-        """Free the pages of a node that nobody holds and nobody finds."""
+        """Detach an unreferenced node and free its pages."""
         if node.attached:
             self._unlink(node)
             node.attached = False
@@ -271,24 +264,24 @@ class RadixTree:
     # ------------------------------------------------------------ state
 
     def nodes(self) -> Iterator[Node]:
-        """All that can be found, parents first."""
-        below = list(self._roots.values())
-        for node in below:
+        """All attached nodes, parents first."""
+        nodes = list(self._roots.values())
+        for node in nodes:
             yield node
-            below.extend(node.children.values())
+            nodes.extend(node.children.values())
 
 
 def _num_common(one: Keys, other: Keys) -> int:
     count = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
             break
         count += 1
     return count
 
 
 def _is_idle_leaf(node: Node) -> bool:
-    return node.attached and node.holders == 0 and not node.children
+    return node.attached and node.ref_count == 0 and not node.children
 
 
 def _is_current(leaf: _IdleLeaf) -> bool:
@@ -296,5 +289,5 @@ def _is_current(leaf: _IdleLeaf) -> bool:
 
 
 def _rank(node: Node) -> Rank:
-    """What is kept proposes nothing: its acceptance rate says nothing and is 0."""
+    """Rank a cached node; it drafts nothing, so its acceptance rate is 0."""
     return eviction_rank(EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import row_ops
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.tau import Tau
 
@@ -16,10 +16,11 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
 
 class Attention(nn.Module):
-    """The projections; who sees whom is decided by what runs between `split` and `join`.
+    """The projections; the caller computes attention between `split` and `join`.
 
-    `tau` changes what `qkv` makes, by who runs it: `split` knows no positions. Keys and values may
-    be stored as e4m3: `k_scale` and `v_scale` (float32, one element) are its units.
+    `tau` scales queries and values after `qkv`; the caller applies it, because `split` knows no
+    positions. Keys and values may be stored as e4m3 in units of `k_scale` and `v_scale` (float32,
+    one element).
     """
 
     k_scale: torch.Tensor | None
@@ -35,13 +36,13 @@ class Attention(nn.Module):
         self.register_buffer("v_scale", None)
 
     def use_fp8_kv(self) -> None:
-        """Have scales for keys and values; they are to be loaded."""
+        """Allocate scales for keys and values, to be loaded."""
         empty_1 = torch.empty(1, dtype=torch.float32, device=self.qkv.weight.device)
         self.k_scale, self.v_scale = empty_1, empty_1.clone()
 
     @property
     def kv_scale_2(self) -> torch.Tensor | None:
-        """The scales of keys and of values, None where they have none."""
+        """The scales of keys and of values, if any."""
         if self.k_scale is None or self.v_scale is None:
             return None
         return torch.cat([self.k_scale, self.v_scale])
@@ -49,8 +50,8 @@ class Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        """The sum x + y, whose storage may be x's, and what `split` makes of its norm."""
-        x, normed = norm.add_norm(x, y, ln)
+        """Return the sum x + y and `split` of its norm; the sum may reuse the storage of x."""
+        x, normed = row_ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
     def split(self, x: torch.Tensor) -> Heads:
@@ -63,11 +64,11 @@ class Attention(nn.Module):
         return out
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        """The sum of x [..., D], not used any more, and what `join` makes of [..., H, E]."""
+        """Return x [..., D] plus `join` of [..., H, E]; x is not to be read again."""
         return self.proj.onto(x, heads.flatten(-2))
 
 
 def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:
-    """Views [..., H, E] of [..., 3 D], which kernels of attention read where they are."""
+    """Views [..., H, E] of [..., 3 D]; attention kernels read them in place."""
     heads = qkv.view(*qkv.shape[:-1], 3, num_heads, -1)
     return heads.select(-3, 0), heads.select(-3, 1), heads.select(-3, 2)

@@ -1,8 +1,7 @@
-"""Layers that multiply in e4m3: weights with a scale per output, activations with one per row.
+"""Linear layers in e4m3: weights with a scale per output, activations with a scale per row.
 
-Activations are quantised together with what comes before: a norm, a gelu or nothing. On a GPU
-nothing here synchronises, so it can be captured; on the CPU the same numbers are multiplied in
-float32.
+Activations are quantised together with the preceding operation: a norm, a gelu or nothing. On a GPU
+nothing synchronises, so all of it can be captured; the CPU multiplies the same numbers in float32.
 
 Shape legend: T rows, D width, H heads, E head dim, K inputs and O outputs of a layer; `...` any
 leading dimensions.
@@ -14,35 +13,36 @@ import torch
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm, quantise
-from legato_engine.kernels.cuda.quantise import Quantised
+from legato_engine.kernels import ops, reference_rows, row_ops
+from legato_engine.kernels.quantised import Quantised
 from legato_engine.layers.attention import Attention, Heads, split_heads
 from legato_engine.layers.linear import Sum
 from legato_engine.layers.mlp import MLP
 
-MULTIPLE = 16  # what inputs and outputs of a layer must be a multiple of
+MULTIPLE = 16  # of inputs and outputs of a layer
 
 
 class Fp8Linear(nn.Module):
-    """A loaded linear layer, quantised on its device: `weight` e4m3 [O, K], `scale` float32 [1, O].
-
-    Raises `InvalidField` where e4m3 cannot be multiplied, or not at these sizes, and on a GPU for a
-    layer that is not bfloat16.
-    """
+    """A loaded linear layer, quantised: `weight` e4m3 [O, K], `scale` float32 [1, O]."""
 
     def __init__(self, linear: nn.Linear) -> None:
+        """Quantise on the layer's device.
+
+        Raises:
+            InvalidField: the device cannot multiply e4m3, the sizes are no multiples of
+                `MULTIPLE`, or a layer on a GPU is not bfloat16.
+        """
         super().__init__()
         if problem := _problem(linear):
             raise InvalidField(f"fp8: {problem}", field="vision_dtype")
-        rows = quantise.reference(linear.weight)
+        rows = reference_rows.quantise(linear.weight)
         self.weight = _constant(rows.values)
         self.scale = _constant(rows.scale.t().contiguous())
         self.bias = _constant(linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., O] of [..., K]."""
-        return self.multiply(quantise.plain(x))
+        return self.multiply(row_ops.quantise(x))
 
     def multiply(self, x: Quantised) -> torch.Tensor:
         """[..., O] in the bias's dtype, on a GPU bfloat16."""
@@ -61,7 +61,7 @@ def multiplied(
     scale_1O: torch.Tensor,
     bias_O: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, O] bfloat16: one multiplication of e4m3 matrices; the bias is bfloat16."""
+    """Multiply e4m3 matrices to [T, O] bfloat16; the bias is bfloat16."""
     return torch._scaled_mm(
         values_TK,
         weight_OK.t(),
@@ -80,14 +80,14 @@ def emulated(
     scale_1O: torch.Tensor,
     bias_O: torch.Tensor,
 ) -> torch.Tensor:
-    """See `multiplied`; in float32, rounded to the bias's dtype."""
+    """Like `multiplied`, in float32 and rounded to the bias's dtype."""
     x_TK = values_TK.float() * scale_T1
     w_OK = weight_OK.float() * scale_1O.t()
     return ops.linear(x_TK, w_OK, bias_O.float()).to(bias_O.dtype)
 
 
 class Fp8Attention(nn.Module):
-    """The projections of a loaded `Attention`."""
+    """The projections of a loaded `Attention` in e4m3."""
 
     def __init__(self, attn: Attention, num_heads: int) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ class Fp8Attention(nn.Module):
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """See `Attention`."""
-        x, normed = norm.add_norm_quantised(x, y, ln)
+        x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] of [..., H, E]."""
-        return self.proj.multiply(quantise.plain(heads.flatten(-2)))
+        return self.proj.multiply(row_ops.quantise(heads.flatten(-2)))
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
         """See `Attention`."""
@@ -112,7 +112,7 @@ class Fp8Attention(nn.Module):
 
 
 class Fp8MLP(nn.Module):
-    """A loaded `MLP`."""
+    """A loaded `MLP` in e4m3."""
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
@@ -121,26 +121,26 @@ class Fp8MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., O] of [..., K]."""
-        return self._multiply(quantise.plain(x))
+        return self._multiply(row_ops.quantise(x))
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """See `MLP`."""
-        x, normed = norm.add_norm_quantised(x, y, ln)
+        x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, self._multiply(normed)
 
     def _multiply(self, x: Quantised) -> torch.Tensor:
-        return self.fc2.multiply(quantise.gelu(self.fc1.multiply(x)))
+        return self.fc2.multiply(row_ops.quantise_gelu(self.fc1.multiply(x)))
 
 
 def _problem(linear: nn.Linear) -> str | None:
     device, dtype = linear.weight.device, linear.weight.dtype
-    if not quantise.can_multiply(device):
-        return "this GPU has no arithmetic for it"
+    if not row_ops.can_multiply_e4m3(device):
+        return "this GPU has no e4m3 arithmetic"
     if device.type != "cpu" and dtype != torch.bfloat16:
-        return f"its results are bfloat16, and the rest of the tower is {dtype}"
+        return f"results are bfloat16, but the tower is {dtype}"
     if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
         sizes = f"{linear.in_features} to {linear.out_features}"
-        return f"the sizes of a layer must be multiples of {MULTIPLE}, not {sizes}"
+        return f"layer sizes must be multiples of {MULTIPLE}, not {sizes}"
     return None
 
 

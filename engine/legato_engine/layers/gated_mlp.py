@@ -1,4 +1,4 @@
-"""The perceptron whose inner values pass a gate."""
+"""The gated MLP."""
 
 from __future__ import annotations
 

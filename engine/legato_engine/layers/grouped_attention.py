@@ -1,4 +1,4 @@
-"""Self-attention on paged keys and values, a head of which may serve several of queries.
+"""Self-attention on paged keys and values, where several query heads may share a key head.
 
 Shape legend: T tokens, D width, G heads of queries, keys and values together, H heads, E head dim.
 """
@@ -17,15 +17,15 @@ from legato_engine.layers.linear import Linear, PackedLinear
 
 Heads = torch.Tensor
 Attend = Callable[[Heads, Heads, Heads, LayerCache], Heads]
-"""Queries, keys and values of the new tokens and one layer's cache, which holds them already."""
+"""Takes queries, keys and values of the new tokens and one layer's cache, already written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """How many heads there are and what is done to them.
+    """Numbers of heads, biases and norms.
 
-    `num_heads` of queries is a multiple of `num_kv_heads`. With a `norm_eps` queries and keys pass
-    an RMS norm over their head before they turn.
+    `num_heads` is a multiple of `num_kv_heads`. With a `norm_eps`, queries and keys are RMS-normed
+    per head before rotation.
     """
 
     num_heads: int
@@ -37,7 +37,7 @@ class HeadPlan:
 
 
 class GroupedAttention(nn.Module):
-    """The projections, the turn and the write; who sees whom is decided by `attend`."""
+    """Projections, rotation and the write to the cache; `attend` computes attention."""
 
     def __init__(self, dim: int, heads: HeadPlan) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class GroupedAttention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """[T, D] of [T, D]; writes the tokens' keys and values first."""
+        """Map [T, D] to [T, D]; keys and values are written before attention."""
         qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
         if self._heads.norm_eps is not None:
             self._norm(qkv_TGE)
@@ -66,7 +66,6 @@ class GroupedAttention(nn.Module):
         return out
 
     def _norm(self, qkv_TGE: torch.Tensor) -> None:
-        """Norm queries and keys where they are."""
         num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads
         q_THE, k_THE = qkv_TGE[:, :num_heads], qkv_TGE[:, num_heads : num_heads + num_kv]
         q_THE.copy_(self.q_norm(q_THE))

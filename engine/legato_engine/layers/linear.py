@@ -1,4 +1,4 @@
-"""The linear layer, and several of one input as one."""
+"""Linear layers, and several layers of one input run as one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import gemm
 
-Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two of one shape that are to be added
+Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
 
 _FUSES_GELU = hasattr(torch, "_addmm_activation")  # not part of torch's stable interface
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by way of `ops.linear`; `counter` belongs to `TileCounters`."""
+    """`nn.Linear` through `ops.linear`; `counter` is set by `TileCounters`."""
 
     counter: torch.Tensor | None = None
 
@@ -28,10 +27,7 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form) of this layer of [..., in]; not rounded before it where fused.
-
-        The layer has a bias.
-        """
+        """The gelu (tanh form) of this layer with a bias; fused kernels do not round before it."""
         counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
         if counted is not None:
             return counted
@@ -42,39 +38,33 @@ class Linear(nn.Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def widen(self, multiple: int) -> None:
-        """Take inputs of a multiple from now on, the last of which are nothing, once it is loaded.
-
-        Narrower ones go on as before.
-        """
+        """Pad the loaded weight to a multiple of inputs; narrower inputs stay valid."""
         if padding := -self.in_features % multiple:
             self.weight = nn.Parameter(F.pad(self.weight, (0, padding)), requires_grad=False)
             self.in_features += padding
 
     def onto(self, to: torch.Tensor, x: torch.Tensor) -> Sum:
-        """`to` plus this layer of x, in one term if the product adds it; `to` is not used any more.
+        """Add this layer of x to `to`: one tensor, rounded once, if the product can add it.
 
-        One term is stored where `to` was, and is rounded once.
+        That tensor reuses the storage of `to`, which the caller must not read again.
         """
         return ops.linear_onto(to, x, self.weight, self.bias)
 
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
-        """On CUDA only: elsewhere torch's fused gelu is not the tanh form."""
+        """Whether torch's fused gelu is the tanh form, which holds on CUDA only."""
         return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
 class TileCounters:
-    """What products of some layers deal out their tiles by, cleared for all of them at once.
-
-    See `kernels.cuda.products`.
-    """
+    """Tile counters of several layers' products, cleared together; see `ops.linear_counted`."""
 
     def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
         self._layers = layers
-        self._counters = gemm.counters(len(layers), device)
+        self._counters = ops.tile_counters(len(layers), device)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Each of the layers runs at most once meanwhile, and nothing else uses these counters."""
+        """Clear the counters; until the exit each layer runs at most once, with its own counter."""
         self._counters.zero_()
         for layer, counter in zip(self._layers, self._counters, strict=True):
             layer.counter = counter
@@ -86,9 +76,9 @@ class TileCounters:
 
 
 class PackedLinear(Linear):
-    """Layers over one input that run as one; checkpoints hold them apart.
+    """Layers over one input that run as one and are separate in checkpoints.
 
-    `parts` gives the outputs of each by its name, in the order of the rows of `weight`.
+    `parts` maps names to numbers of outputs, in the order of the rows of `weight`.
     """
 
     def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:

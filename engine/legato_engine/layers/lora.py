@@ -1,4 +1,4 @@
-"""Low-rank adapters of MLPs and experts in device slots at fixed addresses.
+"""Low-rank adapters of MLPs and experts, in device slots at fixed addresses.
 
 Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
 Q ranks of one expert.
@@ -14,15 +14,15 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 
 LEAST_RANK = 8
-"""Launches are captured for ranks that double from here."""
+"""Launches are captured for ranks that double from this one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """The adapters of all MLPs: B(A x) is added to what fc1 and fc2 give, without another factor.
+    """The adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
 
-    Of one adapter the tensors are without S. Of experts they are [L, S, X, Q, W], an expert's fc1
-    giving both halves of its gated unit.
+    An adapter's own tensors lack the dimension S. For experts the tensors are [L, S, X, Q, W], and
+    fc1 covers both halves of the gated unit.
     """
 
     fc1_a_LSRD: torch.Tensor
@@ -32,29 +32,29 @@ class MlpWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All four, in this order."""
+        """All four tensors."""
         return self.fc1_a_LSRD, self.fc1_b_LSRF, self.fc2_a_LSRF, self.fc2_b_LSRD
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """The adapters of a decoder: of its MLPs, and of the experts in the layers behind them."""
+    """A decoder's adapters: of its MLPs, and of the experts in the layers after them."""
 
     mlps: MlpWeights
     experts: MlpWeights | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those of the MLPs, then those of the experts."""
+        """The tensors of the MLPs, then those of the experts."""
         return (*self.mlps.tensors, *(self.experts.tensors if self.experts is not None else ()))
 
     @property
     def rank(self) -> int:
-        """Of one adapter; its experts have a share of it each."""
+        """The adapter's rank, which its experts divide among them."""
         return self.mlps.fc1_a_LSRD.shape[-2]
 
     def pinned(self) -> AdapterWeights:
-        """The same in page-locked memory."""
+        """A copy in page-locked memory."""
         mlps, experts = (
             None if each is None else MlpWeights(*(tensor.pin_memory() for tensor in each.tensors))
             for each in (self.mlps, self.experts)
@@ -65,7 +65,7 @@ class AdapterWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertBankSizes:
-    """The layers with experts; a token's `num_active` experts have a share of the rank each."""
+    """The layers with experts; a token's `num_active` experts share an adapter's rank."""
 
     num_layers: int
     num_experts: int
@@ -73,13 +73,13 @@ class ExpertBankSizes:
     inner_dim: int
 
     def rank(self, rank: int) -> int:
-        """Of one expert, in an adapter of that rank; at least 1, so that there is always room."""
+        """The rank of one expert in an adapter of that rank, at least 1."""
         return max(1, rank // self.num_active)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BankSizes:
-    """What adapters change: `num_layers` with an MLP, then those with experts."""
+    """The layers that adapters change: `num_layers` with an MLP, then those with experts."""
 
     num_layers: int
     dim: int
@@ -87,11 +87,11 @@ class BankSizes:
     experts: ExpertBankSizes | None = None
 
     def widths(self) -> tuple[int, int, int, int]:
-        """Of an MLP's tensors."""
+        """Widths of an MLP's tensors."""
         return self.dim, self.ff_dim, self.ff_dim, self.dim
 
     def expert_widths(self) -> tuple[int, int, int, int]:
-        """Of an expert's."""
+        """Widths of an expert's tensors."""
         assert self.experts is not None, "there are none"
         return self.dim, 2 * self.experts.inner_dim, self.experts.inner_dim, self.dim
 
@@ -104,11 +104,11 @@ class MlpAdapters:
     rows: AdapterRows
 
     def add_fc1(self, out_TF: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        """What fc1 gives for x, with the change to it."""
+        """Add the adapters' change for x to the result of fc1."""
         return ops.add_low_rank(out_TF, x_TD, self.weights[0], self.weights[1], self.rows)
 
     def add_fc2(self, out_TD: torch.Tensor, x_TF: torch.Tensor) -> torch.Tensor:
-        """What fc2 gives for x, with the change to it."""
+        """Add the adapters' change for x to the result of fc2."""
         return ops.add_low_rank(out_TD, x_TF, self.weights[2], self.weights[3], self.rows)
 
 
@@ -116,7 +116,7 @@ BlockAdapters = MlpAdapters | ExpertAdapters
 
 
 class AdapterBank:
-    """Room for `num_slots` adapters up to `max_rank`; slot 0 is none and stays zero.
+    """Slots for `num_slots` adapters up to `max_rank`; slot 0 means no adapter and stays zero.
 
     All methods run on the compute stream.
     """
@@ -134,12 +134,12 @@ class AdapterBank:
             routed = MlpWeights(*(like.new_zeros(*room, width) for width in sizes.expert_widths()))
         self.weights = AdapterWeights(mlps, routed)
         self.rank_S = like.new_zeros(slots, dtype=torch.int64)
-        """The slots' own ranks."""
+        """Each slot's own rank."""
         self.expert_rank_S = like.new_zeros(slots, dtype=torch.int64)
-        """Those of one expert."""
+        """Each slot's rank for one expert."""
         self.max_rank = max_rank
         self.ranks = _doubling(max_rank)
-        """The ranks of captured launches, rising."""
+        """The ranks of captured launches, ascending."""
         self._sizes = sizes
 
     @property
@@ -149,11 +149,11 @@ class AdapterBank:
 
     @property
     def values_per_slot(self) -> int:
-        """Numbers that an adapter of the highest rank has."""
+        """Values in an adapter of the highest rank."""
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
     def write(self, slot: int, adapter: AdapterWeights) -> None:
-        """Put an adapter into a slot that no launch before this reads."""
+        """Write an adapter into a slot that no earlier launch reads."""
         for slots, own in zip(self.weights.tensors, adapter.tensors, strict=True):
             room, rank = slots[:, slot], own.shape[-2]
             room[..., :rank, :].copy_(own, non_blocking=True)
@@ -163,11 +163,11 @@ class AdapterBank:
             self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
 
     def bucket(self, rank: int) -> int:
-        """The rank that a launch is captured for, 0 for none."""
+        """The captured rank for an adapter's rank, 0 for none."""
         return next(each for each in self.ranks if each >= rank) if rank else 0
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:
-        """The tokens of a launch by their slots, see `AdapterRows`; `rank` is of `ranks`."""
+        """The tokens of a launch by their slots; `rank` is one of `ranks`. See `AdapterRows`."""
         experts, rows = self._sizes.experts, AdapterRows(slot_T, self.rank_S, rank)
         if experts is None:
             return AdaptedRows(self.weights, rows, rows)
@@ -177,14 +177,14 @@ class AdapterBank:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """The tokens of a launch and the slots that they read; `expert_rows` have an expert's ranks."""
+    """The tokens of a launch by their slots; `expert_rows` have the ranks of one expert."""
 
     weights: AdapterWeights
     rows: AdapterRows
     expert_rows: AdapterRows
 
     def layer(self, index: int) -> BlockAdapters:
-        """One layer's part."""
+        """One layer's adapters."""
         dense = len(self.weights.mlps.fc1_a_LSRD)
         if index < dense:
             return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)

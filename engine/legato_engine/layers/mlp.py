@@ -1,4 +1,4 @@
-"""The two-layer perceptron that every part of Moondream uses."""
+"""The two-layer MLP."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import row_ops
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
 
 class MLP(nn.Module):
-    """`fc2(gelu(fc1(x)))` with the tanh approximation of gelu and biases on both."""
+    """`fc2(gelu(fc1(x)))` with biases and the tanh form of gelu."""
 
     def __init__(self, dim: int, inner_dim: int, out_dim: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.fc2 = Linear(inner_dim, out_dim)
 
     def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
-        """[..., dim] to [..., out_dim]; with adapters [T, dim], each token by its own."""
+        """Map [..., dim] to [..., out_dim]; with adapters [T, dim], each token by its own."""
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
             return out
@@ -28,6 +28,6 @@ class MLP(nn.Module):
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
-        """The sum x + y, whose storage may be x's, plus what this makes of its norm."""
-        x, normed = norm.add_norm(x, y, ln)
+        """Return x + y plus this MLP of its norm; the sum may reuse the storage of x."""
+        x, normed = row_ops.add_norm(x, y, ln)
         return self.fc2.onto(x, self.fc1.gelu(normed))

@@ -15,7 +15,7 @@ from legato_engine.layers.linear import Linear
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer of every expert, without a bias: `weight` [X, O, I]."""
+    """One bias-free linear layer of every expert: `weight` [X, O, I]."""
 
     scale: torch.Tensor | None
 
@@ -25,18 +25,18 @@ class ExpertLinear(nn.Module):
         self.register_buffer("scale", None)
 
     def use_fp8(self) -> None:
-        """Hold e4m3 weights and a float32 `scale` [X, O] instead; they are to be loaded."""
+        """Replace the weights by e4m3 ones with a float32 `scale` [X, O], to be loaded."""
         empty = torch.empty_like(self.weight, dtype=torch.float8_e4m3fn)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
 
     def weights(self) -> ExpertWeights:
-        """As operations take them."""
+        """The weights as operations take them."""
         return ExpertWeights(self.weight, self.scale)
 
 
 class MoE(nn.Module):
-    """Each token through `num_active` of the experts, see `ops.experts`.
+    """Routes each token through `num_active` experts, see `ops.experts`.
 
     `fc1` makes both halves of the gated unit; only the router has biases.
     """
@@ -51,7 +51,7 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
     ) -> torch.Tensor:
-        """[T, D]; `capturable`: nothing may be read on the host, unless that is the CPU."""
+        """Map [T, D] to [T, D]; a `capturable` call reads nothing on the host, except on a CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)

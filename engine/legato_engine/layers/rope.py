@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 Scaling = Callable[[torch.Tensor], torch.Tensor]
-"""Positions per radian of each pair [R/2], stretched for a context longer than the first one."""
+"""Maps positions per radian of each pair [R/2] to those for a longer context."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every pair turns `factor` times slower."""
+    """Every pair rotates `factor` times slower."""
 
     factor: float
 
@@ -29,9 +29,10 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Pairs that turn less than `low` times in `first_context` positions lose `factor`.
+    """Slows only pairs that rotate few times in `first_context` positions.
 
-    Those that turn more than `high` times keep their speed; between the two it changes smoothly.
+    Pairs with fewer than `low` turns slow down by `factor`, those with more than `high` keep their
+    speed, and the factor changes smoothly in between.
     """
 
     factor: float
@@ -47,10 +48,10 @@ class Llama3Scaling:
 
 
 class Rope(nn.Module):
-    """Pairs (i, i + R/2) of the first R dims turn by position * theta^(-2i/R); the rest stays.
+    """Rotates pairs (i, i + R/2) of the first R dims by position * theta^(-2i/R).
 
-    A `scaling` changes how fast each of them turns. Tables are float32 whatever the model's dtype,
-    and no part of its checkpoint.
+    A `scaling` changes the speed of each pair. The tables are float32 whatever the model's dtype,
+    and are not in its checkpoint.
     """
 
     cos_PR: torch.Tensor
@@ -69,7 +70,7 @@ class Rope(nn.Module):
         self.register_buffer("sin_PR", empty, persistent=False)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables, once the weights are on their device."""
+        """Compute the tables, after the weights are on their device."""
         exponent_R = torch.arange(0, self._rotary_dim, 2, dtype=torch.float32) / self._rotary_dim
         divisor_R = self._theta**exponent_R
         if self._scaling is not None:

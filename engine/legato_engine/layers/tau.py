@@ -1,4 +1,4 @@
-"""Tau attention: what a token and its position make of its queries and values.
+"""Tau attention: gains on queries and values, from the token and its position.
 
 Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E outputs of the fused projection,
 Z = 2 H gains.
@@ -14,10 +14,11 @@ from legato_engine.kernels import ops
 
 
 class Tau(nn.Module):
-    """Each head's queries and values times `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p + 1))`.
+    """Multiplies each head's queries and values by `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p
+    + 1))`.
 
-    Rows 0 to H of `wqwv` make the gains of queries, the others those of values; keys stay. The
-    table of the position's part is float32 whatever the model's dtype, and no part of a checkpoint.
+    The first H rows of `wqwv` make the gains of queries, the others those of values. The table of
+    the position's part is float32 whatever the model's dtype, and is not in the checkpoint.
     """
 
     gain_PH: torch.Tensor
@@ -33,13 +34,13 @@ class Tau(nn.Module):
         self.register_buffer("gain_PH", empty, persistent=False)
 
     def fill(self) -> None:
-        """Compute the table, once the weights are on their device."""
+        """Compute the table, after the weights are on their device."""
         positions_P = torch.arange(self._max_positions, dtype=torch.float32)
         log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
         self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
 
     def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """[T, 3, H, E], before rotation, of tokens at absolute positions (int64)."""
+        """Scale [T, 3, H, E], not yet rotated, at absolute int64 positions."""
         features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
         gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
         placed_TH = self.gain_PH[positions_T]

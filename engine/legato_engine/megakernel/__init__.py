@@ -1,5 +1,6 @@
-"""The specification of the persistent decode kernel: what CUDA is compared with.
+"""The specification of a persistent decode kernel, as a simulator in plain Python.
 
-One launch decodes until every request is done. Here it runs in plain Python, deterministic and in
-virtual time: the same descriptors, the same six stages in the same order, the same float32.
+One launch decodes until every request is done, in six stages, deterministic and in virtual time.
+Its block policies and float32 arithmetic are those of `speculative`, which the engine uses. The
+kernel itself does not exist yet, so no device code is checked against this specification.
 """

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from legato_engine.megakernel.float32 import f32
+from legato_engine.speculative.block_policy import INITIAL_RATE
 
 NO_GRAFT = -1
-"""`graft_source_id` of a request that borrows nothing."""
-
-OPTIMISTIC = f32(0.8)
-"""The acceptance rate that a request is believed to have before its first verify."""
+"""`graft_source_id` of a request that borrows no pages."""
 
 
 class State(enum.IntEnum):
-    """Where a request stands. DONE is final; a preempted request goes back to WAITING."""
+    """The state of a request. DONE is final; a preempted request goes back to WAITING."""
 
     WAITING = 0
     PREFILL_READY = 1
@@ -26,7 +23,7 @@ class State(enum.IntEnum):
 
 
 class Flag(enum.IntFlag):
-    """What else is true of a request."""
+    """Independent conditions of a request."""
 
     NONE = 0
     KV_PRESSURE = 1  # the pool is nearly full: propose little
@@ -35,12 +32,12 @@ class Flag(enum.IntFlag):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestDescriptor:
-    """A request: what it asks (never changed), and how far it has come.
+    """A request: its constant inputs, and its progress.
 
-    `tokens` holds the prompt and what was committed behind it. KV is valid for the first
-    `num_cached` of them; the newest token is fed with the next verify and has none yet.
-    `page_ids[p // page_size]` holds position p. `draft` and `sampled` live from one stage to the
-    next: what was proposed, and what the target gave for each fed position.
+    `tokens` are the prompt and the committed tokens. The first `num_cached` of them have valid KV;
+    the newest is computed with the next verification. `page_ids[p // page_size]` holds position p.
+    `draft` (proposed tokens) and `sampled` (the target's token for each scheduled position) are
+    valid between stages only.
     """
 
     request_id: int
@@ -60,21 +57,21 @@ class RequestDescriptor:
     sampled: tuple[int, ...] = ()
     accepted_prefix_len: int = 0
 
-    ema_acceptance_rate: float = OPTIMISTIC  # float32, as on the device
-    accepted_weight: float = 0.0  # tokens accepted and tried, older ones counting less
+    ema_acceptance_rate: float = INITIAL_RATE  # float32, as on the device
+    accepted_weight: float = 0.0  # tokens accepted and tried, older ones weighted less
     tried_weight: float = 0.0
     current_block_size: int = 0
     block_size_history: list[int] = dataclasses.field(default_factory=list)
-    last_used: int = -1  # iteration of its latest verify
+    last_used: int = -1  # iteration of its latest verification
 
     def __post_init__(self) -> None:
-        assert self.prompt, "a prefill needs a token to take its logits from"
+        assert self.prompt, "a prompt has at least one token"
         assert self.max_tokens > 0, "a request generates at least one token"
         self.tokens = list(self.prompt)
 
     @property
     def num_generated(self) -> int:
-        """Committed tokens behind the prompt."""
+        """Committed tokens after the prompt."""
         return len(self.tokens) - len(self.prompt)
 
     @property
@@ -84,14 +81,14 @@ class RequestDescriptor:
 
     @property
     def is_running(self) -> bool:
-        """Whether it holds a place in the batch."""
+        """Whether it is in the batch."""
         return self.state not in (State.WAITING, State.DONE)
 
     @property
     def under_pressure(self) -> bool:
-        """Whether the pool was nearly full when it was last looked at."""
+        """Whether the pool was nearly full at the last check."""
         return Flag.KV_PRESSURE in self.flags
 
     def set_flag(self, flag: Flag, *, on: bool) -> None:
-        """Raise or lower one flag."""
+        """Set or clear one flag."""
         self.flags = self.flags | flag if on else self.flags & ~flag

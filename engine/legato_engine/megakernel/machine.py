@@ -1,20 +1,22 @@
-"""Everything that the stages work on: the kernel's arguments and its shared state."""
+"""The state that the stages share: the kernel's arguments and its counters."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.megakernel.acceptance import AcceptancePolicy
-from legato_engine.megakernel.block_policy import BlockPolicy
 from legato_engine.megakernel.descriptor import RequestDescriptor, State
 from legato_engine.megakernel.models import Proposer
 from legato_engine.megakernel.pages import PageTable
+from legato_engine.speculative.acceptance import AcceptancePolicy
+from legato_engine.speculative.block_policy import BlockPolicy
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Machine:
-    """One launch. `num_fed` and `num_prefilled` count the positions of this iteration's forward,
-    `longest_block` the drafts among them of the request that has most.
+    """One launch.
+
+    `num_scheduled` and `num_prefilled` count positions of this iteration's forward, `longest_block`
+    is its longest draft.
     """
 
     requests: list[RequestDescriptor]
@@ -25,20 +27,20 @@ class Machine:
     max_running: int = 8
     iteration: int = 0
     now: float = 0.0  # virtual seconds
-    num_fed: int = 0
+    num_scheduled: int = 0
     longest_block: int = 0
     num_prefilled: int = 0
     num_preemptions: int = 0
 
     @property
     def done(self) -> bool:
-        """Whether every request is."""
+        """Whether every request is done."""
         return all(request.state is State.DONE for request in self.requests)
 
     def running(self) -> list[RequestDescriptor]:
-        """Those that hold a place, in the order of their ids."""
+        """The requests in the batch, by id."""
         return [request for request in self.requests if request.is_running]
 
     def find(self, request_id: int) -> RequestDescriptor | None:
-        """The request of this id."""
+        """The request with this id."""
         return next((each for each in self.requests if each.request_id == request_id), None)

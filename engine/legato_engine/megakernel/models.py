@@ -1,4 +1,4 @@
-"""What the simulated target and draft say, as pure functions of what they read."""
+"""The simulated target and its proposers, as pure functions of their inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from legato_engine.megakernel.descriptor import RequestDescriptor
 VOCABULARY = 50_000
 STOP_TOKEN = 0
 CONTEXT = 4
-"""Tokens before a position that its next token depends on, so that a wrong page shows."""
+"""Preceding tokens that a next token depends on, so that a wrong page is noticed."""
 
 
 _MASK = 2**64 - 1
 
 
 def _draw(*numbers: int) -> int:
-    """32 bits that look random, the same for the same numbers (SplitMix64, folded)."""
+    """32 pseudo-random bits from numbers (SplitMix64, folded)."""
     mixed = 0
     for number in numbers:
         mixed = (mixed ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -28,33 +28,33 @@ def _draw(*numbers: int) -> int:
 
 
 def next_token(seed: int, position: int, context: Sequence[int]) -> int:
-    """What the target samples for `position` behind `context`; keyed by seed and position alone."""
+    """The target's token for `position` after `context`, keyed by seed and position."""
     return 1 + _draw(seed, position, *context[-CONTEXT:]) % (VOCABULARY - 1)
 
 
 class Proposer(Protocol):
-    """Guesses what comes next."""
+    """Proposes draft tokens."""
 
     def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """At most `count` tokens behind what is committed; fewer, or none, if it has no guess."""
+        """At most `count` tokens after the committed ones."""
         ...
 
 
 AcceptanceProfile = Callable[[RequestDescriptor, int], float]
-"""Probability that the token at a position is proposed right."""
+"""The probability that the draft token at a position is right."""
 
 
 class SyntheticProposer:
-    """A draft that knows the target's token and says it with the profile's probability.
+    """A proposer that knows the target's tokens and is right with the profile's probability.
 
-    Whether it does is drawn from request and position, so it does not depend on the block.
+    The outcome is drawn from request and position, so it does not depend on block sizes.
     """
 
     def __init__(self, profile: AcceptanceProfile) -> None:
         self._profile = profile
 
     def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """Exactly `count` tokens, the first wrong one followed by more of the same."""
+        """Exactly `count` tokens; more follow the first wrong one."""
         tokens = list(request.tokens[-CONTEXT:])
         proposed: list[int] = []
         first = len(request.tokens)
@@ -68,13 +68,13 @@ class SyntheticProposer:
 
 
 class LookupProposer:
-    """Prompt lookup: what followed the latest earlier occurrence of the last `order` tokens."""
+    """Prompt lookup: the tokens after the latest earlier occurrence of the last `order` tokens."""
 
     def __init__(self, order: int = 2) -> None:
         self._order = order
 
     def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """The tokens behind that occurrence; none without one."""
+        """The tokens after that occurrence, if there is one."""
         tokens, order = request.tokens, self._order
         tail = tokens[-order:]
         for start in range(len(tokens) - order - 1, -1, -1):

@@ -1,9 +1,9 @@
-"""KV pages: who holds them, what is in them, and what was wasted.
+"""KV pages: owners, contents and waste.
 
-A page is committed or draft. Committed pages hold positions that stand and are protected; draft
-pages were taken for a proposal and go back at once if it is rejected. A page with several holders
-is shared: its owner goes on writing behind the part that the others read, a borrower copies it
-before its own first write.
+A page is committed or draft. Committed pages hold accepted positions. Draft pages are taken for
+draft tokens and freed at once if those are rejected. A page with several holders is shared: its
+owner goes on writing after the part that the others read, and a borrower copies it before its first
+write.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-PRESSURE_RATIO = 0.85
-"""Share of the pool in live pages above which it is under pressure."""
+from legato_engine.speculative.block_policy import PRESSURE_RATIO
 
 
 class PageState(enum.IntEnum):
-    """What a page holds."""
+    """The use of a page."""
 
     FREE = 0
     DRAFT = 1
@@ -27,21 +26,21 @@ class PageState(enum.IntEnum):
 class ResidencyReport:
     """The pool at one moment, and its counters since the start.
 
-    `fragmentation_ratio` is the share of all draft pages ever taken that were given back
-    unaccepted. `hit_rate` is the share of prompt positions whose KV was found instead of computed.
+    `fragmentation_ratio` is the share of all draft pages that were freed unaccepted. `hit_rate` is
+    the share of prompt positions whose KV was found instead of computed.
     """
 
     num_pages: int
     free: int
     draft: int
     committed: int
-    shared: int  # of the committed ones, those with more than one holder
+    shared: int  # committed pages with more than one holder
     fragmentation_ratio: float
     hit_rate: float
 
 
 class PageTable:
-    """The pool. `entries[page][slot]` is the token whose KV is there, None when unwritten."""
+    """The page pool; `entries[page][slot]` is the token whose KV is there, None when unwritten."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -51,19 +50,19 @@ class PageTable:
         self._holders: list[set[int]] = [set() for _ in range(num_pages)]
         self._owner = [-1] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self.num_drafted = self.num_discarded = 0  # draft pages taken, and given back unaccepted
+        self.num_drafted = self.num_discarded = 0  # draft pages taken, and freed unaccepted
         self.num_found = self.num_computed = 0  # prompt positions
 
     # ------------------------------------------------------------ state
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Free pages."""
         return len(self._free)
 
     @property
     def is_under_pressure(self) -> bool:
-        """Whether more than `PRESSURE_RATIO` of the pool is held."""
+        """Whether more than `PRESSURE_RATIO` of the pool is in use."""
         return self.num_pages - self.num_free > PRESSURE_RATIO * self.num_pages
 
     def pages_for(self, num_positions: int) -> int:
@@ -75,7 +74,7 @@ class PageTable:
         return frozenset(self._holders[page])
 
     def report(self) -> ResidencyReport:
-        """The pool as it is."""
+        """The pool's current state."""
         prompt = self.num_found + self.num_computed
         return ResidencyReport(
             num_pages=self.num_pages,
@@ -90,7 +89,7 @@ class PageTable:
     # ------------------------------------------------------------ holding
 
     def allocate(self, request_id: int, state: PageState) -> int:
-        """A free page; the caller has seen that there is one."""
+        """Take a free page, which must exist."""
         page = self._free.pop()
         assert not self._holders[page], f"page {page} is free and held"
         self._holders[page].add(request_id)
@@ -100,13 +99,13 @@ class PageTable:
         return page
 
     def borrow(self, request_id: int, page: int) -> None:
-        """One more holder of a committed page."""
+        """Add a holder to a committed page."""
         assert self._state[page] is PageState.COMMITTED, f"page {page} is not committed"
         assert request_id not in self._holders[page], f"page {page} is borrowed twice"
         self._holders[page].add(request_id)
 
     def release(self, request_id: int, page: int) -> None:
-        """One holder less; the last one frees the page."""
+        """Remove a holder; the last one frees the page."""
         self._holders[page].remove(request_id)
         if self._holders[page]:
             if self._owner[page] == request_id:
@@ -119,17 +118,17 @@ class PageTable:
         self._free.append(page)
 
     def commit(self, page: int) -> None:
-        """What it holds stands."""
+        """Mark a page's positions as accepted."""
         self._state[page] = PageState.COMMITTED
 
     def claim(self, request_id: int, page: int) -> bool:
-        """Whether a holder may write in place: it owns the page, or is the last to hold it."""
+        """Whether a holder may write in place, as the owner or the last holder."""
         if self._holders[page] == {request_id}:
             self._owner[page] = request_id
         return self._owner[page] == request_id
 
     def copy(self, request_id: int, page: int) -> int:
-        """A page of one's own with the same content, in place of a borrowed one."""
+        """Replace a borrowed page by an own copy."""
         own = self.allocate(request_id, PageState.COMMITTED)
         self.entries[own] = list(self.entries[page])
         self.release(request_id, page)
@@ -138,13 +137,13 @@ class PageTable:
     # ------------------------------------------------------------ content
 
     def write(self, request_id: int, page_ids: list[int], position: int, token: int) -> None:
-        """KV of `token` at `position` of a request's own page."""
+        """Write the KV of `token` to a page that the request owns."""
         page = page_ids[position // self.page_size]
         assert self._owner[page] == request_id, f"request {request_id} writes page {page}"
         self.entries[page][position % self.page_size] = token
 
     def read(self, page_ids: list[int], position: int) -> int:
-        """The token whose KV is at `position`; it must have been written."""
+        """The token whose KV is at `position`, which must have been written."""
         token = self.entries[page_ids[position // self.page_size]][position % self.page_size]
         assert token is not None, f"position {position} is read before it is written"
         return token

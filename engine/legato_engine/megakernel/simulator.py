@@ -1,37 +1,37 @@
-"""The device loop, in virtual time."""
+"""The device loop in virtual time."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.megakernel.costs import H200_MOONDREAM2, CostTable
 from legato_engine.megakernel.descriptor import State
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.pages import ResidencyReport
 from legato_engine.megakernel.stages import STAGES, stage_kv, stage_scheduler
+from legato_engine.speculative.costs import H200_MOONDREAM2, CostTable
 
 MAX_IDLE = 8
-"""Iterations without a token, beyond one for each request, before the machine is declared stuck."""
+"""Iterations without a token, beyond one per request, after which the machine is stuck."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one turn of the loop did, for those who draw it. Times are virtual seconds."""
+    """The record of one iteration; times are virtual seconds."""
 
     start: float
     end: float
-    block_sizes: dict[int, int]  # by request id, of those that verified
+    block_sizes: dict[int, int]  # of requests that verified, by id
     ema: dict[int, float]
     committed: dict[int, int]
     residency: ResidencyReport
 
 
 class Stuck(RuntimeError):
-    """The loop turns and nothing happens: a defect of the specification."""
+    """The loop makes no progress, which is a defect of the specification."""
 
 
 class Simulator:
-    """Runs a machine to its end, iteration by iteration."""
+    """Runs a machine to its end."""
 
     def __init__(self, machine: Machine, costs: CostTable = H200_MOONDREAM2) -> None:
         self.machine = machine
@@ -40,14 +40,18 @@ class Simulator:
         self._idle = 0
 
     def run(self) -> None:
-        """Iterate until every request is done. Raises `Stuck`."""
+        """Iterate until every request is done.
+
+        Raises:
+            Stuck: iterations commit no tokens.
+        """
         while not self.machine.done:
             self.step()
 
     def step(self) -> None:
-        """One iteration: both batch stages, then the four of every request, then the clock."""
+        """One iteration: both batch stages, the four stages of every request, then the clock."""
         machine = self.machine
-        machine.num_fed = machine.longest_block = machine.num_prefilled = 0
+        machine.num_scheduled = machine.longest_block = machine.num_prefilled = 0
         lengths = {each.request_id: len(each.tokens) for each in machine.requests}
         start = machine.now
         stage_scheduler(machine)
@@ -63,7 +67,7 @@ class Simulator:
     def _seconds(self) -> float:
         machine = self.machine
         return (
-            self.costs.step(machine.num_fed)
+            self.costs.step(machine.num_scheduled)
             + self.costs.prefill * machine.num_prefilled
             + self.costs.propose * machine.longest_block
         )
@@ -88,9 +92,9 @@ class Simulator:
         )
 
     def _watch(self) -> None:
-        """With nobody running, time passes up to the next arrival; complain when that helps nobody.
+        """Advance to the next arrival if the batch is empty; raise after too many idle iterations.
 
-        A prefill or a preemption is no progress by itself: both could repeat for ever, tokens not.
+        Only tokens count as progress, because prefills and preemptions could repeat for ever.
         """
         machine = self.machine
         if self.iterations[-1].committed:
@@ -98,7 +102,7 @@ class Simulator:
             return
         self._idle += 1
         if self._idle > MAX_IDLE + len(machine.requests):
-            raise Stuck(f"nothing moves at iteration {machine.iteration}")
+            raise Stuck(f"no token in {self._idle} iterations up to {machine.iteration}")
         arrivals = [each.arrival for each in machine.requests if each.state is State.WAITING]
         if arrivals and not machine.running():
             machine.now = max(machine.now, min(arrivals))

@@ -1,11 +1,11 @@
-"""The six stages, in the order in which one iteration of the device loop runs them.
+"""The six stages, in the order of one iteration of the device loop.
 
-    stage_scheduler   who gets a place
-    stage_kv          pressure flags; block sizes where requests are weighed against each other
+    stage_scheduler   admission to the batch
+    stage_kv          pressure flags; block sizes that depend on several requests
     stage_prefill     PREFILL_READY -> DECODE_READY: KV of the prompt, borrowed or computed
     stage_decode      DECODE_READY  -> VERIFY_READY: propose a block, take draft pages for it
     stage_spec_verify VERIFY_READY  -> COMMIT_READY: one forward over the block, accept a prefix
-    stage_commit      COMMIT_READY  -> DECODE_READY or DONE: keep what stands, discard the rest
+    stage_commit      COMMIT_READY  -> DECODE_READY or DONE: keep accepted tokens, free the rest
 
 All but the first two work on one request, and only they change its state.
 """
@@ -19,7 +19,7 @@ from legato_engine.megakernel.models import CONTEXT, next_token
 
 
 def stage_scheduler(machine: Machine) -> None:
-    """Give free places to those who wait: higher priority first, then who came first."""
+    """Admit waiting requests to the batch, by priority, then by arrival."""
     waiting = [
         request
         for request in machine.requests
@@ -27,13 +27,13 @@ def stage_scheduler(machine: Machine) -> None:
     ]
     waiting.sort(key=lambda each: (-each.priority, each.arrival, each.request_id))
     for request in waiting[: machine.max_running - len(machine.running())]:
-        if not storage.has_room(machine, request):
-            return  # whoever comes later must not starve it
+        if not storage.can_admit(machine, request):
+            return  # later requests must not overtake it
         request.state = State.PREFILL_READY
 
 
 def stage_kv(machine: Machine) -> None:
-    """Tell every request whether the pool is under pressure, and let the policy weigh them."""
+    """Update every request's pressure flag, and let the policy allot block sizes."""
     pressed = machine.pages.is_under_pressure
     for request in machine.requests:
         request.set_flag(Flag.KV_PRESSURE, on=pressed)
@@ -43,10 +43,10 @@ def stage_kv(machine: Machine) -> None:
 
 
 def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:
-    """KV of all tokens but the newest: borrowed where the graft source has it, else computed.
+    """Provide KV of all tokens but the newest, from the graft source where it has them.
 
-    After a preemption that includes what had been generated. A source that is about to compute the
-    shared prefix itself is waited for.
+    After a preemption that includes generated tokens. The request waits for a source that is about
+    to compute the shared prefix.
     """
     if request.state is not State.PREFILL_READY or storage.source_is_coming(machine, request):
         return
@@ -67,10 +67,10 @@ def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
-    """Propose a block, no longer than what is left to generate, and take pages for it.
+    """Propose a block of at most the tokens left, and take pages for it.
 
-    Without pages for the whole block a shorter one is tried; without any for a single token the
-    request has been preempted and waits.
+    Without pages for the whole block it is halved. Without a page for a single token the request
+    has been preempted.
     """
     if request.state is not State.DECODE_READY:
         return
@@ -87,33 +87,33 @@ def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
-    """One forward over the newest token and the draft; accept what the target agrees with.
+    """Run one forward over the newest token and the draft, and accept the target's prefix.
 
-    The policy learns here, as the last thing before the commit.
+    The policy is updated here, before the commit.
     """
     if request.state is not State.VERIFY_READY:
         return
-    fed = (request.tokens[-1], *request.draft)
+    scheduled = (request.tokens[-1], *request.draft)
     first = request.num_cached
     sampled = []
-    for position, token in enumerate(fed, start=first):
+    for position, token in enumerate(scheduled, start=first):
         machine.pages.write(request.request_id, request.page_ids, position, token)
         context = [
-            machine.pages.read(request.page_ids, behind)
-            for behind in range(max(0, position + 1 - CONTEXT), position + 1)
+            machine.pages.read(request.page_ids, earlier)
+            for earlier in range(max(0, position + 1 - CONTEXT), position + 1)
         ]
         sampled.append(next_token(request.seed, position + 1, context))
     request.sampled = tuple(sampled)
     request.accepted_prefix_len = machine.acceptance.accepted_prefix(request.draft, sampled)
     machine.block_policy.update(request, request.accepted_prefix_len, len(request.draft))
-    machine.num_fed += len(fed)
+    machine.num_scheduled += len(scheduled)
     machine.longest_block = max(machine.longest_block, len(request.draft))
     request.last_used = machine.iteration
     request.state = State.COMMIT_READY
 
 
 def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
-    """Commit the accepted tokens and the target's next; pages of the rejected ones go back."""
+    """Commit the accepted tokens and the target's next; free pages of rejected tokens."""
     if request.state is not State.COMMIT_READY:
         return
     tokens = machine.acceptance.committed(
@@ -130,4 +130,4 @@ def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
 
 
 STAGES = (stage_prefill, stage_decode, stage_spec_verify, stage_commit)
-"""Those that run for every request with a place."""
+"""The stages of every running request."""

@@ -1,4 +1,4 @@
-"""How requests get and lose pages: reservation, grafts, preemption, retirement."""
+"""Pages of requests: reservation, grafts, preemption, retirement."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.pages import PageState
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- reservation
 
 
-def has_room(machine: Machine, request: RequestDescriptor) -> bool:
-    """Whether a request may have a place: its tokens fit beside those who run, without preempting.
+def can_admit(machine: Machine, request: RequestDescriptor) -> bool:
+    """Whether a request fits the pool together with the running ones, without preemption.
 
-    Alone it always may, so that the first in the queue gets on whatever is kept.
+    A request always fits alone, so that the first in the queue makes progress.
     """
     running = [each for each in machine.running() if each is not request]
     kept = sum(len(each.page_ids) for each in running)
@@ -26,8 +26,8 @@ def reserve(
 ) -> bool:
     """Own pages for so many positions, writable from the first uncached one on.
 
-    Where the pool has none left, others give theirs up, who is done before who runs; False when
-    the request itself is the next in that order: it has then been preempted.
+    When the pool is exhausted other requests lose theirs, done ones first. Return False if the
+    request itself is the next victim: it has then been preempted.
     """
     state = PageState.COMMITTED if committed else PageState.DRAFT
     while not _extend(machine, request, num_positions, state):
@@ -43,7 +43,7 @@ def reserve(
 
 
 def reserve_free(machine: Machine, request: RequestDescriptor, num_positions: int) -> bool:
-    """The same from what is free; for what is only proposed nobody gives anything up."""
+    """Like `reserve`, from free pages only: draft tokens evict no request."""
     return _extend(machine, request, num_positions, PageState.DRAFT)
 
 
@@ -63,7 +63,7 @@ def _extend(
 
 
 def settle(machine: Machine, request: RequestDescriptor) -> None:
-    """After a commit: pages with committed positions stand, the rest of the draft's go back."""
+    """After a commit, keep pages with committed positions and free the rest of the draft's."""
     kept = machine.pages.pages_for(request.num_cached)
     for page in request.page_ids[:kept]:
         machine.pages.commit(page)
@@ -72,12 +72,13 @@ def settle(machine: Machine, request: RequestDescriptor) -> None:
     del request.page_ids[kept:]
 
 
-# ---------------------------------------------------------------- giving up
+# ---------------------------------------------------------------- eviction
 
 
 def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescriptor:
-    """The next in `eviction_order`: of those done while one of them frees a page, else of those who
-    run, `request` among them.
+    """The first in `eviction_order`, of done requests that free a page, else of running ones.
+
+    The running ones include `request` itself.
     """
     holding = [each for each in machine.requests if each.page_ids or each is request]
     useful = [each for each in holding if each is request or _frees_a_page(machine, each)]
@@ -90,12 +91,11 @@ def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescrip
 
 
 def _frees_a_page(machine: Machine, request: RequestDescriptor) -> bool:
-    """Whether it holds a page alone; a borrowed page outlives its source."""
     return any(len(machine.pages.holders(page)) == 1 for page in request.page_ids)
 
 
 def preempt(machine: Machine, request: RequestDescriptor) -> None:
-    """Take a request's pages and place; its tokens stay, their KV will be computed again."""
+    """Take a request's pages and its place in the batch; its KV will be computed again."""
     _drop(machine, request)
     request.draft = request.sampled = ()
     request.state = State.WAITING
@@ -103,7 +103,7 @@ def preempt(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def retire(machine: Machine, request: RequestDescriptor) -> None:
-    """A request is done: the KV of its prompt stays for grafts until its pages are needed."""
+    """Keep a done request's prompt KV for grafts until its pages are needed."""
     kept = machine.pages.pages_for(len(request.prompt))
     for page in request.page_ids[kept:]:
         machine.pages.release(request.request_id, page)
@@ -125,7 +125,7 @@ def _drop(machine: Machine, request: RequestDescriptor) -> None:
 def source_is_coming(machine: Machine, request: RequestDescriptor) -> bool:
     """Whether the graft source is about to compute the prefix that this request would borrow.
 
-    Only who came earlier is waited for, so nobody waits in a circle.
+    Only earlier requests are waited for, so there is no cycle.
     """
     source = machine.find(request.graft_source_id)
     return (
@@ -137,7 +137,7 @@ def source_is_coming(machine: Machine, request: RequestDescriptor) -> bool:
 
 
 def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
-    """Positions whose KV both need: equal tokens from the front, less the one still to be fed."""
+    """Leading positions whose KV both need, without the position still to be computed."""
     count = 0
     for ours, theirs in zip(request.tokens[:-1], source.prompt, strict=False):
         if ours != theirs:
@@ -147,7 +147,7 @@ def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
 
 
 def graft(machine: Machine, request: RequestDescriptor) -> None:
-    """Borrow the source's pages as far as both prompts agree and the source's KV is valid."""
+    """Borrow the source's pages as far as the prompts agree and its KV is valid."""
     source = machine.find(request.graft_source_id)
     if source is None or source is request:
         return

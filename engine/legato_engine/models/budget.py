@@ -1,4 +1,4 @@
-"""How a request samples and how many tokens it may take, all defaults filled in."""
+"""A request's sampling and its token budget, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 
 import msgspec
 
-from legato_engine.core import Request, SamplingParams, without_link
+from legato_engine.core import Request, RequestKey, SamplingParams
 from legato_engine.errors import InvalidField, PromptTooLong
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What text is sampled with when the request does not say."""
+    """Sampling of text for requests that leave it open."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -21,14 +21,18 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingParams:
-    """The request's sampling with every field set but `top_k`; raises `InvalidField`."""
+    """Fill in all fields but `top_k`.
+
+    Raises:
+        InvalidField: a field is out of range.
+    """
     asked = request.sampling
     sampling = SamplingParams(
         temperature=defaults.temperature if asked.temperature is None else asked.temperature,
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=defaults.top_k if asked.top_k is None else asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=_seed(without_link(request.request_id)) if asked.seed is None else asked.seed,
+        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
         stop=asked.stop,
     )
     _check(sampling)
@@ -36,30 +40,35 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
 
 
 def max_objects(asked: int | None, default: int) -> int:
-    """The bound on objects; raises `InvalidField` below 1."""
+    """Bound the number of objects.
+
+    Raises:
+        InvalidField: the bound is below 1.
+    """
     if asked is not None and asked < 1:
         raise InvalidField("max_objects is at least 1", field="max_objects")
     return default if asked is None else asked
 
 
 def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
-    """At most `wanted` tokens, fewer if the context ends before; raises `PromptTooLong` at none.
+    """Cut `wanted` tokens to those that fit the context; the last one needs no position.
 
-    The last token sampled is never fed back, so it needs no position of its own.
+    Raises:
+        PromptTooLong: not even one token fits.
     """
-    room = max_context - prompt_length + 1
-    if room < 1:
+    available = max_context - prompt_length + 1
+    if available < 1:
         raise PromptTooLong(
             f"the prompt takes {prompt_length} positions, the context has {max_context}",
             limit=max_context,
             actual=prompt_length,
         )
-    return min(wanted, room)
+    return min(wanted, available)
 
 
-def _seed(request_id: str) -> int:
-    """A retried request samples the same."""
-    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8]) >> 1
+def _seed(request_id: RequestKey) -> int:
+    """Derive the seed from the id, so that a retried request samples the same tokens."""
+    return int.from_bytes(hashlib.sha256(request_id.name.encode()).digest()[:8]) >> 1
 
 
 def _check(sampling: SamplingParams) -> None:

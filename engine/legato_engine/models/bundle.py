@@ -1,4 +1,4 @@
-"""What it takes to find a model, and what is found."""
+"""How a model is named, and a model that is found but not loaded."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from legato_engine.models.model import Model, ModelFrontend
+from legato_engine.models.frontend import ModelFrontend
 
 if TYPE_CHECKING:
-    import torch  # only `load` needs it, and only when called
+    import torch  # loaded by `load` alone
 
     from legato_engine.models.checkpoint import Progress
+    from legato_engine.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The name that was asked for and where its files are; what is empty is the family's choice.
-
-    `max_context` 0 leaves the positions of a sequence to the family, too.
-    """
+    """A model's name and files; the family chooses what is empty, and a `max_context` of 0."""
 
     name: str
     weights: str = ""
@@ -29,21 +27,21 @@ class ModelSource:
 
 
 class ModelBundle(Protocol):
-    """A model that is found but not loaded."""
+    """A model whose configuration is read and whose weights are not."""
 
     @property
     def frontend(self) -> ModelFrontend:
-        """Its half without a device."""
+        """The half without a device."""
         ...
 
     @property
     def adapters(self) -> Path | None:
-        """A folder of adapters that came with it."""
+        """The folder of adapters beside the weights."""
         ...
 
     @property
     def draft(self) -> Path | None:
-        """The file of a draft that came with it."""
+        """The draft file beside the weights."""
         ...
 
     @property
@@ -61,11 +59,13 @@ class ModelBundle(Protocol):
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> Model:
-        """The model on a device, its vision tower in fp8 if asked.
+        """Load the weights onto a device, with `vision_fp8` those of the vision encoder in fp8.
 
-        `kv_dtype`: keys and values are stored as `fp8`, as the `model` computes them, or (`auto`)
-        as fp8 where the weights have the scales for it. Raises `InvalidField` when the weights do
-        not fit the model, or not into `memory` bytes (None: that is not asked), or the device or
-        tower cannot be fp8, or scales are missing.
+        `kv_dtype`: keys and values are stored as `fp8`, in the dtype of the `model`, or (`auto`) as
+        fp8 if the weights have scales for it.
+
+        Raises:
+            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), the
+                device or model cannot run fp8, or scales are missing.
         """
         ...

@@ -1,10 +1,10 @@
-"""Vocabularies whose entries are bytes written as letters."""
+"""Byte-level vocabularies, whose entries write bytes as letters."""
 
 from __future__ import annotations
 
 
 def byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves, the others from U+0100 up."""
+    """Map letters to bytes: printable bytes are themselves, others count from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

@@ -1,8 +1,8 @@
-"""Checkpoints to networks: checked and planned first, then tensor by tensor.
+"""Loading of checkpoints and of random weights into networks.
 
-A network comes on the meta device, each parameter of the dtype that it runs in. Nothing is
-allocated before everything fits; then every tensor is mapped, moved and cast, and what of the file
-was read is let go again, so that the host never holds much more than what it keeps.
+A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
+allocated before all tensors are known to fit. Then each is mapped, moved and cast, and the mapping
+is dropped again, so that the host holds little more than the weights that stay there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.checkpoint_files import Header, opened
-from legato_engine.models.checkpoint_plan import Move, Place, Rename, dtype_name, plan
+from legato_engine.models.checkpoint_plan import Destination, Move, Rename, dtype_name, plan
 
-_MAPPED_BYTES = 16 * 2**20  # read of a file before it is mapped anew, unless one tensor is larger
+_MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger
 _GIB = 2**30
 
 Progress = Callable[[float], None]
-"""Told the fraction that is done: it grows, and ends with 1."""
+"""Called with the fraction done, which rises to 1."""
 
 
 def load(
@@ -33,10 +33,11 @@ def load(
     memory: int | None = None,
     progress: Progress = lambda fraction: None,
 ) -> None:
-    """Fill a network with the tensors of these headers; they are frozen copies on the device.
+    """Fill a network with frozen copies of the tensors on the device.
 
-    `memory` is what may be used of the device's, in bytes; None does not ask. Raises `InvalidField`
-    as `plan` and `require_memory` do, with the network as it was.
+    Raises:
+        InvalidField: the tensors do not fit the network (see `plan`), or the network does not fit
+            `memory` bytes (None: unlimited). The network is unchanged.
     """
     moves = plan(network, headers, rename)
     require_memory(network, device, memory)
@@ -44,7 +45,7 @@ def load(
     for part in _mappings(moves):
         with opened(part[0].header.file) as stored:
             for move in part:
-                _carry(network, move.place, stored(move.header.name), device)
+                _carry(network, move.destination, stored(move.header.name), device)
                 meter.add(move.header.num_bytes)
     meter.finish()
 
@@ -61,8 +62,11 @@ def randomise(
 ) -> None:
     """Fill a network with seeded noise, made on the device (CPU and GPU seeds differ).
 
-    `scale` is that of a tensor by name and shape; those whose names `gains` finds lie around 1.
-    Raises as `require_memory`.
+    `scale` gives the standard deviation of a tensor by name and shape. Tensors whose names match
+    `gains` have a mean of 1.
+
+    Raises:
+        InvalidField: the network does not fit `memory` bytes.
     """
     require_memory(network, device, memory)
     generator = torch.Generator(device).manual_seed(seed)
@@ -79,7 +83,11 @@ def randomise(
 
 
 def require_memory(network: nn.Module, device: torch.device, memory: int | None) -> None:
-    """Raise `InvalidField` if the network's tensors take more than `memory` bytes."""
+    """Check that the network's tensors fit `memory` bytes.
+
+    Raises:
+        InvalidField: they do not.
+    """
     tensors: dict[str, torch.Tensor] = network.state_dict()
     needed = sum(tensor.nbytes for tensor in tensors.values())
     if memory is None or needed <= memory:
@@ -95,7 +103,7 @@ def require_memory(network: nn.Module, device: torch.device, memory: int | None)
 
 
 def assign(network: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of the parameter or buffer `name`; parameters are frozen."""
+    """Replace the parameter or buffer `name`; a parameter is frozen."""
     path, _, leaf = name.rpartition(".")
     module = network.get_submodule(path)
     if isinstance(getattr(module, leaf), nn.Parameter):
@@ -104,7 +112,7 @@ def assign(network: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class Meter:
-    """Bytes done as fractions of all: one report for a percent that is full, and 1 at the end."""
+    """Reports progress once per full percent, and 1 at the end."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._total = max(total, 1)
@@ -113,7 +121,7 @@ class Meter:
         self._percent = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Count bytes that are done."""
         self._done += num_bytes
         percent = self._done * 100 // self._total
         if self._percent < percent < 100:
@@ -121,12 +129,12 @@ class Meter:
             self._progress(percent / 100)
 
     def finish(self) -> None:
-        """All are done."""
+        """Report the end."""
         self._progress(1.0)
 
 
 def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Moves that share a mapping of their file: what was read of it is let go when it ends."""
+    """Group moves that share a mapping of their file, which frees what was read when it ends."""
     part: list[Move] = []
     size = 0
     for move in moves:
@@ -139,15 +147,19 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
         yield part
 
 
-def _carry(network: nn.Module, place: Place, stored: torch.Tensor, device: torch.device) -> None:
-    """Move as stored and cast there, into the parameter or the rows of it."""
-    path, _, leaf = place.name.rpartition(".")
+def _carry(
+    network: nn.Module, destination: Destination, stored: torch.Tensor, device: torch.device
+) -> None:
+    """Copy a tensor to the device as stored, and cast it there into the parameter or its rows."""
+    path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
     if getattr(module, leaf).is_meta:
-        assign(network, place.name, torch.empty_like(getattr(module, leaf), device=device))
+        assign(network, destination.name, torch.empty_like(getattr(module, leaf), device=device))
     target: torch.Tensor = getattr(module, leaf)
-    source = stored.t() if place.transposed else stored.flatten() if place.flat else stored
-    if place.first_row is not None:
-        target = target[place.first_row : place.first_row + source.shape[0]]
+    source = (
+        stored.t() if destination.transposed else stored.flatten() if destination.flat else stored
+    )
+    if destination.first_row is not None:
+        target = target[destination.first_row : destination.first_row + source.shape[0]]
     with torch.no_grad():
         target.copy_(source.to(device))

@@ -1,4 +1,4 @@
-"""Files of weights: where they are, what is in them, and their tensors by stored name."""
+"""Weight files: their paths, headers and tensors."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What the tensor takes in its file."""
+        """Bytes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def headers(path: Path) -> tuple[Header, ...]:
-    """All tensors of a .safetensors or .pt file, or of a folder with one or an index of shards.
+    """List the tensors of a .safetensors or .pt file, or of a folder with one file or shards.
 
-    A .pt file holds a dict of tensors, and nothing else of it is unpickled. The same name may come
-    from two files. Raises `InvalidField` for files that are missing, truncated or of another kind.
+    Of a .pt file only a dict of tensors is unpickled. Two files may have the same name.
+
+    Raises:
+        InvalidField: a file is missing, truncated or of another kind.
     """
     return tuple(header for file in _files(path) for header in _headers(file))
 
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Stored tensors by name, mapped from the file; what of it was read counts as memory until the
-    last of them is gone.
-    """
+    """Map a file to read tensors by name; the mapping stays until the last tensor is gone."""
     if file.suffix in _PICKLED:
         yield _unpickled(file).__getitem__
     else:
@@ -79,7 +79,6 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names, all of them there."""
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = tuple(index.parent / Path(name).name for name in names)
@@ -112,7 +111,7 @@ def _open(file: Path) -> safe_open:
 
 
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:
-    """The file's tensors, mapped: their data is read when it is used."""
+    """Map the file's tensors; data is read on use."""
     try:
         content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

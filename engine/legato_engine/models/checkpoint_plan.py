@@ -1,7 +1,4 @@
-"""What goes where: stored tensors and a network's parameters, matched strictly and both ways.
-
-All that can be wrong with a checkpoint is found here, from headers.
-"""
+"""The strict match of stored tensors with a network's parameters, from headers alone."""
 
 from __future__ import annotations
 
@@ -17,15 +14,14 @@ from torch import nn
 from legato_engine.errors import InvalidField
 from legato_engine.models.checkpoint_files import Header
 
-_MAX_NAMED = 20  # problems an error spells out before it only counts
+_MAX_NAMED = 20  # problems that an error spells out; more are counted
 _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-class Place(NamedTuple):
-    """Where a stored tensor goes: a parameter, or as many of its rows as the tensor has.
+class Destination(NamedTuple):
+    """The parameter that a stored tensor fills, whole or from `first_row`.
 
-    `transposed`: the file has rows and columns the other way round. `flat`: it may have the
-    elements of this row in any shape.
+    `transposed`: the file has rows and columns swapped. `flat`: the file may have any shape.
     """
 
     name: str
@@ -34,47 +30,47 @@ class Place(NamedTuple):
     flat: bool = False
 
 
-Rename = Callable[[str], str | Place | None]
-"""A stored name to where its tensor goes; None: it is known, and not used."""
+Rename = Callable[[str], str | Destination | None]
+"""Maps a stored name to its destination; None: known and unused."""
 
 
 class Move(NamedTuple):
-    """One stored tensor on its way."""
+    """A stored tensor and its destination."""
 
     header: Header
-    place: Place
+    destination: Destination
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As its place wants it."""
-        if self.place.flat:
+        """The shape at its destination."""
+        if self.destination.flat:
             return (math.prod(self.header.shape),)
-        return self.header.shape[::-1] if self.place.transposed else self.header.shape
+        return self.header.shape[::-1] if self.destination.transposed else self.header.shape
 
     @property
     def source(self) -> str:
-        """The stored name and its file's."""
+        """The stored name and file name."""
         return f"{self.header.name} in {self.header.file.name}"
 
     @property
     def label(self) -> str:
-        """The stored name, with that of its place where more than a prefix tells them apart."""
-        stored, name = self.header.name, self.place.name
+        """The stored name, and the parameter's if they differ by more than a prefix."""
+        stored, name = self.header.name, self.destination.name
         return name if stored.endswith(name) else f"{stored} ({name})"
 
     def rows(self, full: Sequence[int]) -> range:
-        """The rows it fills of a parameter of shape `full`."""
-        if self.place.first_row is None:
+        """Return the rows it fills of a parameter of shape `full`."""
+        if self.destination.first_row is None:
             return range(*full[:1] or (1,))
-        return range(self.place.first_row, self.place.first_row + (*self.shape, 1)[0])
+        return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])
 
 
 def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
-    """Where each stored tensor goes, in the order of the headers.
+    """Assign each stored tensor its destination, in the order of the headers.
 
-    The network's parameters have the shapes and the dtypes that they run in. Raises `InvalidField`
-    that names every tensor that is missing, unknown (with the nearest name), mis-shaped, of a dtype
-    that is not cast, or given twice; twenty are spelled out, the others counted.
+    Raises:
+        InvalidField: tensors are missing, unknown (the nearest name is given), given twice, or of a
+            wrong shape or dtype. The text names up to 20 and counts the rest.
     """
     expected: dict[str, torch.Tensor] = network.state_dict()
     moves = tuple(_moves(headers, rename))
@@ -86,24 +82,25 @@ def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple
 
 def _moves(headers: Iterable[Header], rename: Rename) -> Iterator[Move]:
     for header in headers:
-        place = rename(header.name)
-        if place is not None:
-            yield Move(header, Place(place) if isinstance(place, str) else place)
+        destination = rename(header.name)
+        if destination is not None:
+            yield Move(
+                header, Destination(destination) if isinstance(destination, str) else destination
+            )
 
 
 def _problems(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    by_place: dict[str, list[Move]] = {name: [] for name in expected}
+    by_destination: dict[str, list[Move]] = {name: [] for name in expected}
     unknown: list[Move] = []
     for move in moves:
-        by_place.get(move.place.name, unknown).append(move)
+        by_destination.get(move.destination.name, unknown).append(move)
     found: list[str] = []
-    for name, given in sorted(by_place.items()):
+    for name, given in sorted(by_destination.items()):
         found += _of_parameter(name, given, expected[name])
     return found + list(_of_unknown(sorted(unknown), expected))
 
 
 def _of_parameter(name: str, given: list[Move], wanted: torch.Tensor) -> list[str]:
-    """What is wrong with the tensors that go to one parameter."""
     full = tuple(wanted.shape)
     if not given:
         return [f"{name}: missing, expected {list(full)}"]
@@ -122,12 +119,12 @@ def _of_parameter(name: str, given: list[Move], wanted: torch.Tensor) -> list[st
 
 def _misfit(move: Move, wanted: torch.Tensor) -> str | None:
     full = tuple(wanted.shape)
-    if move.place.first_row is None:
-        fits, shape = move.shape == full, list(full[::-1] if move.place.transposed else full)
+    if move.destination.first_row is None:
+        fits, shape = move.shape == full, list(full[::-1] if move.destination.transposed else full)
         expected = str(shape)
     else:
         fits = move.shape[1:] == full[1:] and move.rows(full).stop <= full[0]
-        expected = f"rows from {move.place.first_row} on of {list(full)}"
+        expected = f"rows from {move.destination.first_row} on of {list(full)}"
     if not fits:
         return f"{move.label}: shape {list(move.header.shape)}, expected {expected}"
     if move.header.dtype != wanted.dtype and not {move.header.dtype, wanted.dtype} <= _CAST:
@@ -138,8 +135,8 @@ def _misfit(move: Move, wanted: torch.Tensor) -> str | None:
 
 def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:
     for index, move in enumerate(moves):
-        if index < _MAX_NAMED:  # finding the nearest compares with every name
-            nearest = difflib.get_close_matches(move.place.name, expected, n=1, cutoff=0.0)[0]
+        if index < _MAX_NAMED:  # the search compares with every name
+            nearest = difflib.get_close_matches(move.destination.name, expected, n=1, cutoff=0.0)[0]
             yield f"{move.label}: unknown, the nearest expected name is {nearest}"
         else:
             yield f"{move.label}: unknown"

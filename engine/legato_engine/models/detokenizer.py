@@ -1,4 +1,4 @@
-"""Tokens to text as it may be shown: whole characters only, cut before a stop string."""
+"""Incremental detokenization: whole characters only, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Protocol
 
 
 class Pieces(Protocol):
-    """What a tokenizer says of its ids."""
+    """A vocabulary's bytes by token id."""
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, part of a character perhaps; none for special ids."""
+        """Return a token's bytes, which may be a part of a character; none for special ids."""
         ...
 
 
 class Detokenizer:
-    """Joins tokens into text.
+    """Joins tokens into text; the results of `push` and `close` add up to `text`.
 
-    What `push` and `close` return adds up to `text`. Bytes of an unfinished character wait for the
-    rest of it and are dropped if it never comes; text that may be the start of a stop string waits
-    until it is known. Whitespace before the first word is dropped.
+    Bytes of an unfinished character wait for the rest, and are dropped if there is none. Text that
+    may begin a stop string waits until that is decided. Leading whitespace is dropped.
     """
 
     def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
@@ -32,7 +31,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """Read a token; the text that can be shown now. Sets `stopped` at a stop string."""
+        """Read a token; return the text that is final now. Sets `stopped` at a stop string."""
         if self.stopped:
             return ""
         pending = self._held + self._decoder.decode(self._tokenizer.piece(token_id))
@@ -50,7 +49,7 @@ class Detokenizer:
         return self._show(pending[:shown])
 
     def close(self) -> str:
-        """The text still held back; nothing more comes."""
+        """Return the text still held back."""
         held, self._held = self._held, ""
         return self._show(held)
 
@@ -59,7 +58,7 @@ class Detokenizer:
         return text
 
     def _num_held(self, pending: str) -> int:
-        """Length of the longest end of `pending` that begins a stop string."""
+        """Return the length of the longest suffix of `pending` that begins a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if any(stop.startswith(pending[-length:]) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""Keys and values in pages, and where the tokens of a pass stand in them.
+"""Paged keys and values, and the positions of a pass in them.
 
 Shape legend: T tokens of one sequence, B rows of one token each, M pages of one.
 """
@@ -6,23 +6,20 @@ Shape legend: T tokens of one sequence, B rows of one token each, M pages of one
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import torch
 
 from legato_engine.kernels.layer_cache import LayerCache
-
-if TYPE_CHECKING:
-    import torch  # frontends come here by `model`, and never load torch
-
-    from legato_engine.layers.lora import AdaptedRows
+from legato_engine.layers.lora import AdaptedRows
 
 
 @dataclasses.dataclass(slots=True)
 class KVCache:
     """Paged keys and values of all layers.
 
-    `k_LNHSE`, `v_LNHSE`: layer, page, kv head, slot within page, head dim. Page 0 is scratch: rows
-    that pad a batch write there and nobody reads it. They are of the model's dtype, or of e4m3 in
-    units of `scale_L2` (float32): each layer's of keys and of values.
+    `k_LNHSE`, `v_LNHSE`: layer, page, kv head, position within the page, head dim; of the model's
+    dtype, or e4m3 in units of `scale_L2` (float32; per layer, of keys and of values). Page 0 is
+    scratch: padding rows write to it, and its contents are never used.
     """
 
     k_LNHSE: torch.Tensor
@@ -30,7 +27,7 @@ class KVCache:
     scale_L2: torch.Tensor | None = None
 
     def layer(self, index: int) -> LayerCache:
-        """One layer's."""
+        """Select one layer."""
         scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
         return LayerCache(self.k_LNHSE[index], self.v_LNHSE[index], scale_2)
 
@@ -42,10 +39,7 @@ class KVCache:
 
 @dataclasses.dataclass(slots=True)
 class DecodeBatch:
-    """Where B single-token rows stand: `positions_B` int64 and `page_table_BM` int64 page ids.
-
-    `adapters`: which of them each row reads; None where no row has one.
-    """
+    """The int64 positions and page ids of B single-token rows; `adapters` None: no row has one."""
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
@@ -54,9 +48,9 @@ class DecodeBatch:
 
 @dataclasses.dataclass(slots=True)
 class PrefillSpan:
-    """T consecutive positions of one sequence, from `start`; `pages_M` int64 covers 0..start+T.
+    """T consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 
-    `bidirectional`: all T positions see each other (image prefix, `start` 0); otherwise causal.
+    `bidirectional`: all T positions attend to each other (image prefix, `start` 0); else causal.
     """
 
     start: int

@@ -1,7 +1,6 @@
-"""Names to models: the table of families, each a folder that knows where its files are.
+"""The table of models by name.
 
-A family is a module with `find(source: ModelSource) -> ModelBundle`. None is imported before it is
-asked for.
+A family is a module with `find(source: ModelSource) -> ModelBundle`, imported on first use.
 """
 
 from __future__ import annotations
@@ -33,9 +32,11 @@ def resolve(
     random_weights: bool = False,
     max_context: int = 0,
 ) -> ModelBundle:
-    """Find a model by name; what its files are is told where its family is.
+    """Find a model by name, in the files that its family's `find` describes.
 
-    Raises `ModelNotFound` for an unknown name, `InvalidField` for files that are missing or wrong.
+    Raises:
+        ModelNotFound: the name is unknown.
+        InvalidField: a file is missing or wrong.
     """
     if name not in _FAMILIES:
         raise ModelNotFound(

@@ -1,4 +1,4 @@
-"""A decode step as kernels that a model may have, and what such a step is given.
+"""A decode step as CUDA kernels, and its inputs.
 
 Shape legend: B tokens of a step, R rows, M pages of a row, D text width, V vocabulary.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import torch  # frontends come here by `model`, and never load torch
+import torch
 
-    from legato_engine.kernels.cuda.sampling import RowTensors
+if TYPE_CHECKING:
+    from legato_engine.kernels.accelerated import RowTensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
-    """B tokens of a step, each in a row of its own or several of one row, at fixed addresses.
+    """B tokens of a step at fixed addresses; several may be of one row. int64 but for payloads.
 
-    All int64 but payloads (float32). Token b is `token_R[source_B[b]]` with its payload, the last
-    that its row sampled; where the source is -1 it is the prompt's, at index b. `row_B` names its
-    row of the page table, `fresh_B` the first position of its sequence that this very step writes:
-    one behind its own position marks padding, whose results mean nothing.
-    `adapter_slot_R` is each row's slot of the bank, None where no row has an adapter.
+    Token b is `token_R[source_B[b]]`, the newest sampled token of that row, with its payload; with
+    source -1 it is `prompt_token_B[b]`. `row_B` is its row of the page table. `fresh_B` is the
+    first position of its sequence that this step writes; a padding token has a `fresh_B` above its
+    position, and its results are undefined. `adapter_slot_R` is each row's adapter slot, None if
+    no row has an adapter.
 
-    Successive tokens of one row form groups that read their keys and values once. `num_groups` is
-    how many the step is laid out for: only its speed depends on that.
+    Adjacent tokens of one row form groups that read keys and values once. The step is laid out for
+    `num_groups` of them, which affects only speed.
     """
 
     source_B: torch.Tensor
@@ -41,7 +41,7 @@ class StepInputs:
     num_groups: int = 1 << 30
 
     def part(self, of: slice) -> StepInputs:
-        """Some of the tokens."""
+        """Select some of the tokens."""
         return dataclasses.replace(
             self,
             source_B=self.source_B[of],
@@ -54,15 +54,16 @@ class StepInputs:
 
 
 class StepKernels(Protocol):
-    """A whole decode step as a few kernels, for a device that has them; only fixed addresses.
+    """A whole decode step as a few kernels, over fixed addresses.
 
-    A token's results have the same bits in every batch. Steps share scratch memory.
+    Results are batch-invariant: a token's bits do not depend on the batch. Steps share scratch
+    memory, so two steps must not run at the same time.
     """
 
     def forward(
         self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
     ) -> None:
-        """Fill the final residual stream and the float32 logits, if wanted; writes K and V."""
+        """Fill the final residual stream and the float32 logits, if given; write K and V."""
         ...
 
     def payload(
@@ -73,5 +74,5 @@ class StepKernels(Protocol):
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write the values that go with sampled tokens, here and in their rows' state."""
+        """Write the values of sampled tokens to `payload_B2` and to their rows' state."""
         ...

@@ -1,4 +1,4 @@
-"""Free text on its way to the caller, cut before a stop string."""
+"""Generated text as events, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from legato_engine.core import Event, TextDelta
 from legato_engine.models.detokenizer import Detokenizer, Pieces
 
 
-class Answer:
-    """Tokens to `TextDelta`s."""
+class TextOutput:
+    """Turns tokens into `TextDelta` events."""
 
     def __init__(self, tokenizer: Pieces, stop: tuple[str, ...]) -> None:
         self._stream = Detokenizer(tokenizer, stop)
 
     @property
     def text(self) -> str:
-        """All text shown so far."""
+        """The text of all events so far."""
         return self._stream.text
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came."""
+        """Whether a stop string was found."""
         return self._stream.stopped
 
     def push(self, token_id: int) -> list[Event]:
@@ -28,6 +28,6 @@ class Answer:
         return [TextDelta(text=text)] if text else []
 
     def close(self) -> list[Event]:
-        """Show what was held back."""
+        """Emit the text held back."""
         text = self._stream.close()
         return [TextDelta(text=text)] if text else []

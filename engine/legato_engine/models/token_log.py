@@ -1,4 +1,4 @@
-"""Sampled tokens as they are told to callers who ask for them."""
+"""Sampled tokens in the form that requests may ask for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from legato_engine.tasks import SampledToken
 
 
 class TokenLog:
-    """Names each token of a sequence, in order: its text, or the value that it carries.
+    """Describes each token of a sequence, in order, by its text or its value.
 
-    Its log-probability is passed on only with `logprobs`: batch mates that ask have it computed for
-    all. `coord` and `size` are the ids that carry values, of a model that has such.
+    Without `logprobs` log-probabilities are dropped, because a launch computes them for all of its
+    rows. `coord` and `size` are the ids that carry values, if the model has any.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class TokenLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def read(self, token: SampledToken) -> TokenInfo:
-        """The next token; its text is what it completes, whether that is shown or not."""
+        """Describe the next token; its text is what it completes, shown or not."""
         return TokenInfo(
             token_id=token.token_id,
             text=self._decoder.decode(self._pieces.piece(token.token_id)),

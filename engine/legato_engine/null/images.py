@@ -1,11 +1,11 @@
-"""Pictures for an engine that looks at none of them: taken, hashed and sized, never decoded."""
+"""Images of an engine without a model: hashed and sized, never decoded."""
 
 from __future__ import annotations
 
 import msgspec
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import CachedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.images.cache import ImageCache
 from legato_engine.images.decoding import content_key, displayed_size, image_id
@@ -15,57 +15,59 @@ from legato_engine.images.raw import check_raw
 from legato_engine.ipc.messages import HoldImage, ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 
-_RGB = 3  # bytes of a pixel, as a picture counts against the cache
+_RGB = 3  # bytes of a pixel, by which an image counts against the cache
 
 
 class NullImages:
-    """What is known of pictures by their ids; those seen lately are hits, as with a real model."""
+    """The cache and the leases of images, as with a real model."""
 
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
         self._max_pixels = config.max_image_pixels
-        self._known = ImageCache[ImageInfo](config.image_cache_bytes)
-        self.holds = ImageLeases(self._known, image_quota(config))
+        self._cache = ImageCache[ImageInfo](config.image_cache_bytes)
+        self.leases = ImageLeases(self._cache, image_quota(config))
 
     def __len__(self) -> int:
-        """Pictures that can be named by id."""
-        return len(self._known)
+        """Images that a request can name by id."""
+        return len(self._cache)
 
-    def take(self, source: ImageSource | None, *, keep: bool) -> ImageInfo | None:
-        """The picture of a request, its blob taken; `keep` lets it be named by id later.
+    def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
+        """Return a request's image and take its blob; with `keep` the cache gets it.
 
-        Raises `ImageNotFound`, `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or
-        `InternalError`.
+        Raises:
+            ImageNotFound: the image is named by id and not cached.
+            ImageUndecodable, ImageTooLarge, InvalidField: it is broken or over a limit.
+            InternalError: the blob cannot be read.
         """
-        if source is None:
-            return None
         if isinstance(source, CachedImage):
-            found = self._hit(source.image_id)
-            if found is None:
-                raise ImageNotFound("no such image, or not any more", resource=source.image_id)
-            return found
-        raw = source if isinstance(source, RawImage) else None
-        view = self._blobs.take(source.blob)
-        name = image_id(content_key(view, raw))
-        return self._hit(name) or self._sized(name, view, raw, keep=keep)
+            cached = self._cached(source.image_id)
+            if cached is None:
+                raise ImageNotFound("image not found or expired", resource=source.image_id)
+            return cached
+        return self._load(source, self._blobs.take(source.blob), keep=keep)
 
     def hold(self, command: HoldImage) -> ImageHeld:
-        """Hold a picture. Raises as `take`, and `BytesExceeded`."""
-        raw = command.image if isinstance(command.image, RawImage) else None
+        """Lease an image. Raises as `find_or_load`, and `BytesExceeded`."""
         view = self._blobs.take(command.image.blob)
-        if command.sha256 not in ("", content_key(view)):
-            raise InvalidField("not the hash of the bytes", field="sha256")
-        name = image_id(content_key(view, raw))
-        image = self._hit(name) or self._sized(name, view, raw, keep=False)
+        if command.sha256 and command.sha256 != (actual := content_key(view)):
+            raise InvalidField(
+                "sha256 does not match the image bytes", field="sha256", actual=actual
+            )
+        image = self._load(command.image, view, keep=False)
         num_bytes = image.width * image.height * _RGB
-        until = self.holds.hold(name, image, num_bytes, command.owner, command.ttl)
+        until = self.leases.hold(image.image_id, image, num_bytes, command.owner, command.ttl)
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
-    def _hit(self, name: str) -> ImageInfo | None:
-        found = self._known.get(name)
-        return found and msgspec.structs.replace(found, cache_hit=True)
+    def _cached(self, name: str) -> ImageInfo | None:
+        """Return the cached image of this id, marked as a hit."""
+        cached = self._cache.get(name)
+        return cached and msgspec.structs.replace(cached, cache_hit=True)
 
-    def _sized(self, name: str, view: memoryview, raw: RawImage | None, *, keep: bool) -> ImageInfo:
+    def _load(self, source: EncodedImage | RawImage, view: memoryview, *, keep: bool) -> ImageInfo:
+        raw = source if isinstance(source, RawImage) else None
+        name = image_id(content_key(view, raw))
+        if (cached := self._cached(name)) is not None:
+            return cached
         if raw is None:
             width, height = displayed_size(view, max_pixels=self._max_pixels)
         else:
@@ -73,5 +75,5 @@ class NullImages:
             width, height = raw.width, raw.height
         image = ImageInfo(image_id=name, width=width, height=height, cache_hit=False)
         if keep:
-            self._known.put(name, image, width * height * _RGB)
+            self._cache.put(name, image, width * height * _RGB)
         return image

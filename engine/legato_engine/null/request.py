@@ -1,20 +1,20 @@
-"""A request to an engine without a model: its made-up answer, its times, and its figures."""
+"""A request to an engine without a model."""
 
 from __future__ import annotations
 
 import msgspec
 
 from legato_engine.core import ImageInfo, Request, Timings, Usage
-from legato_engine.null.answers import Answer
+from legato_engine.null.scripted_output import ScriptedOutput
 
 IMAGE_TOKENS = 729
 
 
 class NullRequest(msgspec.Struct, eq=False):
-    """A request with its answer; times are monotonic seconds, 0 until they come."""
+    """A request with its output; times are monotonic seconds, 0 until they are known."""
 
     request: Request
-    answer: Answer
+    output: ScriptedOutput
     image: ImageInfo | None
     arrival: float
     image_seconds: float
@@ -24,31 +24,31 @@ class NullRequest(msgspec.Struct, eq=False):
 
     @property
     def input_tokens(self) -> int:
-        """BOS, the picture, and a token for each word."""
-        return 1 + (IMAGE_TOKENS if self.image else 0) + self.answer.num_words
+        """BOS, the image, and a token for each word."""
+        return 1 + (IMAGE_TOKENS if self.image else 0) + self.output.num_words
 
     @property
     def cached_tokens(self) -> int:
-        """BOS and the picture, if that was seen lately."""
+        """BOS and the image, if that was cached."""
         return 1 + IMAGE_TOKENS if self.image and self.image.cache_hit else 0
 
     @property
     def queue_time(self) -> float:
-        """Seconds between its picture, taken, and its start."""
+        """Seconds from arrival to start without those of the image's preparation."""
         return max(0.0, self.started - self.arrival - self.image_seconds)
 
     def usage(self) -> Usage:
-        """Its tokens up to now."""
+        """Return the tokens so far."""
         return Usage(
             input_tokens=self.input_tokens,
             output_tokens=self.num_tokens,
             cached_tokens=self.cached_tokens,
             image_tokens=IMAGE_TOKENS if self.image else 0,
-            reasoning_tokens=min(self.num_tokens, self.answer.num_thoughts),
+            reasoning_tokens=min(self.num_tokens, self.output.num_thoughts),
         )
 
     def timings(self, now: float) -> Timings:
-        """Its times, if it ends now."""
+        """Return the timings of a request that ends at `now`."""
         first_token = self.first_token or now
         return Timings(
             queue=self.queue_time,

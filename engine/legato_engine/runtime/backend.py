@@ -1,55 +1,64 @@
-"""What a launch runs on the device, apart from staging, events and copies."""
+"""The device work of a launch, apart from staging, events and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class Backend(Protocol):
-    """The device work of every kind of launch, enqueued on the compute stream.
+    """Enqueues the work of each kind of launch on the compute stream.
 
-    `torch_program` runs a model's own operations, `fused_program` its kernels. Steps read what the
-    runner has staged in their slot; a prefill and an encode stage their own.
+    `TorchBackend` runs a model's torch operations, `KernelBackend` its CUDA kernels. `prefill` and
+    `encode` stage their own inputs; the other methods read what the runner has staged in the slot.
     """
 
-    buckets: tuple[int, ...]  # the batch sizes that exist, rising
-    limits: BatchLimits  # of a launch that prompts share
-    encodes_pictures: bool  # those left whole, too; else the frontend has to cut every picture
+    buckets: tuple[int, ...]  # batch sizes in tokens, ascending
+    limits: BatchLimits  # of a prefill that sequences share
+    encodes_images: bool  # takes uncropped images; otherwise the frontend crops every image
 
     def warm_up(self) -> None:
-        """Capture (or once run) every shape, so that no launch pays for it later."""
+        """Capture every shape, or run it once, so that no launch is the first of its shape."""
         ...
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """One forward over the staged tokens; adapters of at most `rank`, none if that is 0.
+        """Enqueue one forward over the staged tokens, with adapters up to `rank` (0: none).
 
-        `num_rows` is how many rows the tokens are of: nothing but speed depends on it.
+        `num_rows` counts the sequences that the tokens belong to; it affects only speed.
         """
         ...
 
     def grow(self, slot: int) -> None:
-        """Add pages to rows of the table, ahead of the forward that writes to them."""
+        """Add the staged pages to the page table, before the forward that writes to them."""
         ...
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """Choose a token per row; `sampled` if any row is not greedy, `payload` if any has one."""
-        ...
+        """Choose a token per row.
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Behind `sample`, with its `payload`: how likely what it chose was."""
-        ...
-
-    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row], rank: int) -> None:
-        """Prompts of some sequences, and others that decode along with them.
-
-        Of the decodes and then of the prompts' last positions the outputs become the slot's first
-        rows. More than one prompt, or any decode, only within `limits`; `rank` is the decodes'.
+        `sampled`: some row is not greedy. `payload`: some row has a task with values.
         """
         ...
 
-    def encode(self, slot: int, row: Row) -> None:
-        """The crops of a row's picture that its prefix work names."""
+    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
+        """Compute the log-probabilities of what `sample` chose, after it and with its `payload`."""
+        ...
+
+    def prefill(
+        self,
+        slot: int,
+        prompts: Many[ScheduledSequence],
+        decodes: Many[ScheduledSequence],
+        rank: int,
+    ) -> None:
+        """Enqueue prompts, and decodes that share the launch, with adapters up to `rank`.
+
+        The slot's first rows become the outputs of the decodes, followed by those of each prompt's
+        last position. `limits` bounds a launch of more than one prompt, or with any decode.
+        """
+        ...
+
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
+        """Encode the crops of the row's image that its prefill work names."""
         ...

@@ -1,20 +1,9 @@
-"""One of the two ping-pong working sets: pinned buffers at both ends, device buffers between.
+"""The buffers of one in-flight launch: pinned at both ends, device memory between.
 
-All buffers are allocated once, at fixed addresses. A slot belongs to one launch from staging until
-the commit that reads `outputs.host`; nobody else may touch it in between.
+They are allocated once, at fixed addresses. A launch owns its slot from staging until the commit
+that reads `outputs.host`; no other code may access the slot in between.
 
-`staged` says of each token of a step where it stands: its `row` and `position`, its `source` (the
-row whose last token it is, or -1: the `token` and `payload` beside it), and `fresh`, the first
-position of its sequence that the step writes: one behind its `position` marks padding; and of the
-token sampled from it the `sample_row`, which is the scratch row where none is, and the
-`sample_position`. `prompt` has a place for each prompt of a launch; their tokens lie one behind
-another, and `copied` are the page that each continues a copy of, and the copy: page 0 twice where
-there is none. `grown` names entries of the page table, row * M + index, that its launch fills
-first. With speculation `lane` counts the tokens of its row in front of it: a decode stages rows and
-lanes, and the device fills in the rest.
-
-Shape legend: R tokens of a full batch, K prompts, M pages of a full context, D text width,
-V vocabulary.
+Shape legend: R tokens of a full batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,25 +14,42 @@ from legato_engine.device.base import Device
 from legato_engine.runtime.staging import StagingBuffer
 
 MAX_PASSES = 10
-"""Steps that one launch may cut its tokens into; each has staging of its own. A longer prompt takes
-less time in one piece, by the library.
+"""Steps that a launch's tokens may be cut into, each with its own staging. A longer prompt is
+faster in one piece, by the matrix library.
 """
 
 SHARED_PASSES = 4
-"""Of these as many as a shared launch may have: whoever rides waits for all of them."""
+"""Steps of a shared launch, because its decodes wait for all of them."""
 
 
-STEP_FIELDS = ("row", "source", "position", "fresh", "sample_row", "sample_position")
+STEP_FIELDS = (
+    "row",  # of the page table and the row state
+    "source",  # the row whose newest token is fed; -1: the staged `token` and `payload`
+    "position",
+    "fresh",  # the row's first position that this step writes; above `position`: padding
+    "sample_row",  # of the token sampled from it; the scratch row: none is
+    "sample_position",
+)
+"""Fields of each token of a step. With speculation there is also its `draft_index`, 0 for a row's
+newest token: then the host stages rows and draft indices, and the device the other fields.
+"""
 
 
 class DecodeSlot:
-    """Buffers for one launch of at most `max_rows` tokens, or of at most `max_prompts` prompts that
-    are `max_prompt` tokens together. With `max_pictures` computed in a launch, each but the first
-    is a prompt more.
+    """Buffers for one launch of up to `max_rows` tokens, or of up to `max_prompts` prompts.
 
-    `outputs` has a token and a payload for each. What `speculates` has more: of a prefill the row's
-    `history`, its ids by position, and the `limit`, the last position that it may feed; and at the
-    first token of a decode's row the `count` of those that stand and of those `proposed`.
+    All prompts together have up to `max_prompt` tokens. Of `max_images` images computed in a
+    launch, all but the first are additional prompts.
+
+    - `staged`: `STEP_FIELDS` of each token.
+    - `grown`: entries of the page table (row * pages of a row + index) and their new pages.
+    - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
+      is a shared page and the copy of it (0 and 0: none).
+    - `outputs`: token, payload and log-probability of each token.
+
+    With speculation a prompt also has its `history` (ids by position) and its `limit` (the last
+    position that may be fed), and an output its row's counts of returned (`count`) and of fed draft
+    tokens (`proposed`), valid at the row's first token.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class DecodeSlot:
         max_pages: int,
         max_prompt: int,
         max_prompts: int = 1,
-        max_pictures: int = 1,
+        max_images: int = 1,
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -63,15 +69,16 @@ class DecodeSlot:
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
-        fields = dict.fromkeys((*STEP_FIELDS, "lane") if speculates else STEP_FIELDS, rows)
-        most = max_prompts + max_pictures - 1
-        one, pages = ((most,), torch.int64), ((most, max_pages), torch.int64)
-        number = ((most,), torch.float32)
-        drafting = {"history": ((most, max_prompt + 1), torch.int64), "limit": one}
+        names = (*STEP_FIELDS, "draft_index") if speculates else STEP_FIELDS
+        fields = dict.fromkeys(names, rows)
+        num_prompts = max_prompts + max_images - 1
+        one, pages = ((num_prompts,), torch.int64), ((num_prompts, max_pages), torch.int64)
+        number = ((num_prompts,), torch.float32)
+        drafting = {"history": ((num_prompts, max_prompt + 1), torch.int64), "limit": one}
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
-        self.max_prompts, self.max_pictures = max_prompts, max_pictures
-        self.num_drafts = 0  # the most that a row of the staged decode proposes
+        self.max_prompts, self.max_images = max_prompts, max_images
+        self.num_drafts = 0  # the most draft tokens that a row of the staged decode feeds
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )
@@ -85,7 +92,7 @@ class DecodeSlot:
                 "payload": ((max_prompt, 2), torch.float32),
                 "prefix_pages": pages,
                 "pages": pages,
-                "copied": ((most, 2), torch.int64),
+                "copied": ((num_prompts, 2), torch.int64),
                 **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
                 **dict.fromkeys(("temperature", "top_p"), number),
                 **(drafting if speculates else {}),
@@ -104,4 +111,4 @@ class DecodeSlot:
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)
         self.tokens_R = self.outputs.device["token"]
         self.payload_R2 = self.outputs.device["payload"]
-        self.logprob_R = self.outputs.device["logprob"]  # of a step in which somebody asked
+        self.logprob_R = self.outputs.device["logprob"]  # stale unless a row wants it

@@ -1,49 +1,39 @@
-"""The device work of one decode step, forward and sampling apart.
+"""The torch operations of one decode step: the forward, and the sampling after it.
 
-Both halves read and write only fixed buffers, so they can be captured as graphs.
+Both read and write only fixed buffers, so each can be captured as a graph.
 """
 
 from __future__ import annotations
 
 import torch
 
-from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.row_state import RowState
+from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.sampler import greedy, sample
 
 
 class DecodeStep:
-    """One batch size over one slot's buffers; `rank` 0 reads no adapters.
+    """A step of one batch size over one slot's buffers.
 
-    Its forward proposes `block` tokens a row.
+    `rank` 0 reads no adapters. With speculation the forward first proposes `block` draft tokens a
+    row.
     """
 
     def __init__(
-        self,
-        model: Model,
-        kv: KVCache,
-        state: RowState,
-        slot: DecodeSlot,
-        batch: int,
-        bank: AdapterBank | None,
-        rank: int,
-        block: int = 0,
+        self, resources: Resources, slot: DecodeSlot, batch: int, rank: int = 0, block: int = 0
     ) -> None:
-        self._model = model
-        self._kv = kv
-        self._state = state
+        self._resources = resources
+        self._values = resources.model.capabilities.values
         self._slot = slot
         self._batch = batch
-        self._bank = bank if rank else None
         self._rank = rank
         self._block = block
 
     def forward(self) -> None:
-        """Last sampled tokens in, and those proposed behind them; residual stream, logits out."""
-        model, state, slot, batch = self._model, self._state, self._slot, self._batch
+        """Feed each row's newest token and its draft tokens; fill hidden states and logits."""
+        resources, slot, batch = self._resources, self._slot, self._batch
+        model, state = resources.model, resources.state
         if state.drafts is not None:
             state.drafts.place(slot, batch, state.page_table_RM, self._block)
         row_B = slot.staged.device["row"][:batch]
@@ -52,26 +42,27 @@ class DecodeStep:
             source_B = slot.staged.device["source"][:batch]
             token_B = torch.where(source_B < 0, slot.staged.device["token"][:batch], token_B)
         x_BD = model.embed(token_B, state.payload_R2[row_B])
-        bank = self._bank
-        where = DecodeBatch(
+        decode_batch = DecodeBatch(
             slot.staged.device["position"][:batch],
             state.page_table_RM[row_B],
-            bank.rows(state.adapter_slot_R[row_B], self._rank) if bank is not None else None,
+            resources.adapters(state.adapter_slot_R[row_B], self._rank),
         )
-        hidden_BD = model.decode(x_BD, where, self._kv)
+        hidden_BD = model.decode(x_BD, decode_batch, resources.kv)
         slot.hidden_RD[:batch].copy_(hidden_BD)
         slot.logits_RV[:batch].copy_(model.logits(hidden_BD))
 
-    def sample(self, constraints_CV: torch.Tensor, sampled: bool, payload: bool) -> None:
-        """Constrained choice, its payload, and both remembered for the next forward.
+    def sample(self, sampled: bool, payload: bool) -> None:
+        """Choose constrained tokens and their payloads, and keep both for the next forward.
 
-        Of a row's several tokens `DraftState.settle` says which is newest; none has a payload.
-        A row whose logits are not finite reports token -1 and feeds token 0.
+        A row whose logits are not finite returns token -1 and feeds token 0. Of several tokens of
+        one row, `DraftState.settle` finds the newest; draft tokens have no payload.
         """
-        model, state, slot, batch = self._model, self._state, self._slot, self._batch
+        resources, slot, batch = self._resources, self._slot, self._batch
+        state = resources.state
         row_B = slot.staged.device["sample_row"][:batch]
         raw_BV = slot.logits_RV[:batch]
-        logits_BV = raw_BV + constraints_CV[slot.constraint.device["constraint"][:batch]]
+        constraint_B = slot.constraint.device["constraint"][:batch]
+        logits_BV = raw_BV + resources.constraints_CV[constraint_B]
         if sampled:
             token_B = sample(
                 logits_BV,
@@ -87,8 +78,8 @@ class DecodeStep:
         token_B = torch.where(finite_B, token_B, 0)
         state.token_R[row_B] = token_B
         slot.tokens_R[:batch].copy_(torch.where(finite_B, token_B, -1))
-        if payload:
-            payload_B2 = model.payload(slot.hidden_RD[:batch], token_B)
+        if payload and self._values is not None:
+            payload_B2 = self._values.payload(slot.hidden_RD[:batch], token_B)
             state.payload_R2[row_B] = payload_B2
             slot.payload_R2[:batch].copy_(payload_B2)
         if state.drafts is not None:

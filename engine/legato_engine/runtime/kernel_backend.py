@@ -1,35 +1,29 @@
-"""Launches by a model's kernels: every shape is a captured graph, prefills included.
+"""The backend of a model's CUDA kernels: every shape is a captured graph, prefills included.
 
-A short prompt runs as rows of a decode step that share one page table, so it costs what a step
-costs and gives the same bits. Prompts of several sequences share such steps, and those who decode
-run in the last one, so that none of them pays for the weights alone.
+A short prompt runs as rows of a decode step that share one page table. So it costs what a step
+costs and has the same bits. Prompts of several sequences share such steps, and decodes join the
+last one, so that none of them pays alone for reading the weights.
 
-A pass in which a row has an adapter is a graph of its own, whatever the ranks: the kernels read
-each row's. The positions of a picture, which an adapter changes too, are a graph for ranks that
-double.
+A step with adapters is one graph for all ranks, because the kernels read each row's rank. The image
+prefixes, which adapters change too, are one graph for each of the bank's ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
-from legato_engine.device.base import Device
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda.attention import GROUP
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
-from legato_engine.kernels.cuda.sampling import Sampler
-from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import KVCache
+from legato_engine.kernels.accelerated import Sampler
+from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
-from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
 from legato_engine.runtime.encoder_runner import EncoderRunner
-from legato_engine.runtime.graph_runner import GraphRunner, Work
+from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import (
-    FedPrompt,
-    FedToken,
+    ScheduledPrompt,
+    ScheduledToken,
     bucket_for,
     cut_passes,
     num_groups,
@@ -37,73 +31,52 @@ from legato_engine.runtime.passes import (
 )
 from legato_engine.runtime.prefill_step import (
     PrefillStep,
-    fed_tokens,
+    scheduled_tokens,
     stage_prompts,
     stage_samples,
 )
-from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.runtime.resources import Resources
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
 
-_CROWD = 16
-"""How many wait while a launch computes several pictures: three of them spare a twentieth of their
-time, and the first answer comes later by what two of them take.
+_MIN_QUEUE_LENGTH = 16
+"""Waiting sequences for a launch to compute several images: three images in one launch take 5 %
+less time, but the first result comes later by the time of two images.
 """
 
 _FEW_GROUPS = (1, 2)
-"""Numbers of groups of tokens that steps are laid out for, beside as many as there are tokens."""
+"""Numbers of token groups that steps are laid out for, besides one group per token."""
 
 
 class KernelBackend:
-    """A `program.Program` over `StepKernels` and, for pictures, a `ImageEncoder`."""
+    """A `Backend` over `StepKernels` and, if the model has one, an `ImageEncoder`."""
 
-    def __init__(
-        self,
-        model: Model,
-        kernels: StepKernels,
-        device: Device,
-        kv: KVCache,
-        state: RowState,
-        slots: Sequence[DecodeSlot],
-        bank: AdapterBank | None,
-        buckets: tuple[int, ...],
-        capture: Callable[[Work], Work],
-    ) -> None:
-        self.buckets = buckets
-        most = min(buckets[-1], MAX_TOKENS)
-        encoder = model.picture_encoder(device.pinned, len(slots) * slots[0].max_pictures)
-        self.encodes_pictures = encoder is not None
+    def __init__(self, kernels: StepKernels, resources: Resources) -> None:
+        model, slots = resources.model, resources.slots
+        max_tokens = min(resources.buckets[-1], MAX_TOKENS)
+        self.buckets = resources.buckets
+        self._resources = resources
+        self._slots = slots
+        self._state = resources.state
+        self._graphs = resources.graphs
+        self._kernels = kernels
+        self._encoder_runner = _encoder_runner(resources)
+        self.encodes_images = self._encoder_runner is not None
         self.limits = BatchLimits(
             slots[0].max_prompts,
-            tokens=min(SHARED_PASSES * most, model.max_context),
-            sampled=most,
-            pictures=slots[0].max_pictures if self.encodes_pictures else 1,
-            crowd=_CROWD,
+            tokens=min(SHARED_PASSES * max_tokens, model.max_context),
+            sampled=max_tokens,
+            images=slots[0].max_images if self.encodes_images else 1,
+            min_queue_length=_MIN_QUEUE_LENGTH,
         )
-        self._most_fed = min(MAX_PASSES * most, model.max_context)
-        self._model = model
-        self._kernels = kernels
-        self._device = device
-        self._kv = kv
-        self._state = state
-        self._slots = slots
-        self._bank = bank
-        self._graphs = GraphRunner(capture, device.compute)
-        self._pictures = None
-        if encoder is not None:
-            self._pictures = EncoderRunner(encoder, model, device, kv, slots, bank, self._graphs)
+        self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
         self._sampler = Sampler(model.vocab_size)
-        self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
-            device.torch_device
-        )
 
     def warm_up(self) -> None:
-        """Every bucket of both slots, with and without adapters, payloads and log-probabilities;
-        all that pictures need.
-        """
-        blocks = () if self._state.drafts is None else self._state.drafts.blocks
-        adapters = (False,) if self._bank is None else (False, True)
+        """Run each slot, bucket, layout and kind of sampling, then all that images need."""
+        drafts = self._state.drafts
+        blocks = () if drafts is None else drafts.blocks
+        adapters = (False,) if self._resources.bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._graphs.run(self._admit_work, slot)
             self.grow(slot)
@@ -117,101 +90,112 @@ class KernelBackend:
                     self.sample(slot, bucket, sampled=False, payload=payload)
             for payload in (False, True):
                 self.logprobs(slot, self.buckets[-1], payload=payload)
-        if self._pictures is not None:
-            self._pictures.warm_up()
+        if self._encoder_runner is not None:
+            self._encoder_runner.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """See `program.Program`."""
+        """See `Backend.decode`."""
         drafts = self._state.drafts
         if drafts is not None:
             self._graphs.run(self._place_work, slot, bucket, drafts.block(self._slots[slot]))
         self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def grow(self, slot: int) -> None:
-        """See `program.Program`."""
+        """See `Backend.grow`."""
         self._graphs.run(self._grow_work, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """See `program.Program`; every row knows by itself whether it is greedy."""
+        """Choose a token per row; the kernel reads from the row's state whether it is greedy."""
         self._graphs.run(self._sample_work, slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """See `program.Program`; by torch's operations, on the buffers that the kernels fill.
+        """Compute log-probabilities with torch, over all rows of the slot whatever the bucket.
 
-        Whatever the bucket, all rows of the slot are read: how torch adds up a row's exponentials
-        depends on how many rows there are.
+        How torch sums a row's exponentials depends on the number of rows.
         """
         self._graphs.run(self._logprobs_work, slot, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
-        """See `program.Program`; passes are the same at every rank."""
-        buffers, compute = self._slots[slot], self._device.compute
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
+        """Enqueue images, then prompts and decodes in shared steps, the same ones at every rank."""
+        buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
-        if self._pictures is not None:  # first, as the host prepares the rest meanwhile
-            self._pictures.embed(slot, encoded)
+        if self._encoder_runner is not None:  # first: the host prepares the rest meanwhile
+            self._encoder_runner.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
         steps = [
-            PrefillStep(self._model, self._kv, buffers, self._bank, row, place=place)
-            for place, row in enumerate(prompts)
+            PrefillStep(self._resources, buffers, row, index=index)
+            for index, row in enumerate(prompts)
         ]
         for row, step in zip(prompts, steps, strict=True):
-            if row.prefix.write_adapter:
+            if row.work.write_adapter:
                 compute.submit(step.write_adapter)
-        if self._pictures is not None:
-            self._pictures.cache(slot, encoded)
-        fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
+        if self._encoder_runner is not None:
+            self._encoder_runner.cache(slot, encoded)
+        scheduled = [
+            self._after_prefix(row, step) for row, step in zip(prompts, steps, strict=True)
+        ]
         self._graphs.run(self._admit_work, slot)
-        if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self._most_fed:
-            assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
+        num_tokens = sum(len(prompt.tokens) for prompt in scheduled) + len(decodes)
+        if num_tokens > self._max_scheduled:
+            assert len(prompts) + len(decodes) == 1, f"{num_tokens} tokens share a launch"
             stage_samples(buffers, prompts, self._state.scratch_row)
             buffers.staged.upload(compute)
             compute.submit(steps[0].run_long_prompt)
             return
-        self._run_passes(slot, cut_passes(decodes, fed, self.limits.sampled), (*decodes, *prompts))
+        passes = cut_passes(decodes, scheduled, self.limits.sampled)
+        self._run_passes(slot, passes, (*decodes, *prompts))
 
-    def encode(self, slot: int, row: Row) -> None:
-        """See `program.Program`."""
-        assert self._pictures is not None, "a picture is left whole only for an encoder"
-        self._pictures.encode(slot, 0, row, row.prefix.stop_crop)
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
+        """See `Backend.encode`."""
+        assert self._encoder_runner is not None, "an encode without an image encoder"
+        self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
-    def _behind_prefix(self, row: Row, step: PrefillStep) -> FedPrompt:
-        """Fill a prefix that is missing and that no encoder fills; what is fed behind it, BOS
-        included if that is all.
+    def _after_prefix(self, row: ScheduledSequence, step: PrefillStep) -> ScheduledPrompt:
+        """Return what a prompt's steps compute, after a missing prefix that no encoder fills.
+
+        A missing prefix that is BOS alone is computed by the steps too.
         """
-        tokens, start = fed_tokens(row), row.position
-        if row.prefix.compute_pages and row.sequence.pixels is None:
-            tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.prefix.compute_pages and not row.encodes:
-            self._device.compute.submit(step.run_prefix)
-        return FedPrompt(row.sequence.row, start, tokens)
+        tokens, start = scheduled_tokens(row), row.position
+        if row.work.compute_pages and row.sequence.inputs.image is None:
+            tokens, start = [(self._resources.model.bos_token, NO_PAYLOAD), *tokens], 0
+        elif row.work.compute_pages and not row.encodes:
+            self._resources.compute.submit(step.run_prefix)
+        return ScheduledPrompt(row.sequence.row, start, tokens)
 
     def _run_passes(
-        self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[Row]
+        self,
+        slot: int,
+        passes: Sequence[Sequence[ScheduledToken]],
+        sampled: Sequence[ScheduledSequence],
     ) -> None:
-        """One forward after another, each staged apart; the last one is sampled from."""
+        """Enqueue one forward per pass, each with its own staging; sample from the last one."""
         buffers, scratch = self._slots[slot], self._state.scratch_row
-        adapted = any(row.sequence.adapter_key for row in sampled)
+        adapted = any(row.sequence.adapter.key for row in sampled)
         for copy, tokens in enumerate(passes):
             bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
             if is_last:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
-            buffers.staged.upload(self._device.compute, copy)
+            buffers.staged.upload(self._resources.compute, copy)
             groups = num_groups(tokens, GROUP)
             self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 
     def _forward(
         self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
     ) -> None:
-        """A step over the staged tokens, by the graph that suits so many groups of them; without
-        logits unless they are `sampled` from.
-        """
+        """Enqueue a step in the layout for its groups; logits are computed only if `sampled`."""
         fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
         self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted, sampled)
 
     def _admit_work(self, slot: int) -> Work:
-        buffers, kv = self._slots[slot], self._kv
+        buffers, kv = self._slots[slot], self._resources.kv
 
         def work() -> None:
             self._state.admit(buffers)
@@ -224,8 +208,9 @@ class KernelBackend:
 
     def _place_work(self, slot: int, bucket: int, block: int) -> Work:
         drafts = self._state.drafts
-        assert drafts is not None, "only proposed tokens are placed by the device"
-        # Never one graph with the forward: its kernels read places ahead of the one in front.
+        assert drafts is not None, "only draft tokens are placed by the device"
+        # Never one graph with the forward: its kernels read positions before the previous kernel
+        # of the graph has ended.
         return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM, block)
 
     def _forward_work(
@@ -259,7 +244,7 @@ class KernelBackend:
             self._sampler.sample(
                 state,
                 buffers.logits_RV[:bucket],
-                self._constraints_CV,
+                self._resources.constraints_CV,
                 buffers.constraint.device["constraint"][:bucket],
                 row_B,
                 staged["sample_position"][:bucket],
@@ -277,6 +262,13 @@ class KernelBackend:
         return work
 
     def _logprobs_work(self, slot: int, payload: bool) -> Work:
-        rows, table_CV = self.buckets[-1], self._constraints_CV
-        step = LogprobStep(self._model, self._slots[slot], table_CV, rows)
+        step = LogprobStep(self._resources, self._slots[slot], self.buckets[-1])
         return lambda: step(payload)
+
+
+def _encoder_runner(resources: Resources) -> EncoderRunner | None:
+    encoding, slots = resources.model.capabilities.images, resources.slots
+    if encoding is None:
+        return None
+    num_images = len(slots) * slots[0].max_images
+    return EncoderRunner(encoding.image_encoder(resources.device.pinned, num_images), resources)

@@ -1,4 +1,4 @@
-"""How large the KV pool is and its allocation."""
+"""Size and allocation of the KV pool, and the decode batch sizes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 
-_SHARED_PREFIXES = 8  # full contexts kept beside the running rows for prefixes in the cache
-_MOST_PREFIXES = 1024  # more are never kept, however much memory there is
-_QUESTION = 24  # tokens of a batch for which kernels are made, between 16 and 32
-_MIN_DECODE_ROWS = 32  # of a device with kernels: prompts run as rows of a step
+_SHARED_PREFIXES = 8  # full contexts for cached prefixes, by default
+_MAX_PREFIXES = 1024  # however much memory there is
+_QUESTION_TOKENS = 24
+_MIN_DECODE_ROWS = 32  # on a GPU, where prompts run as rows of a step
 
 
 def default_num_pages(max_context: int, page_size: int, max_running: int) -> int:
-    """Pages for `max_running` full contexts, some shared prefixes, and the scratch page."""
+    """Count pages for `max_running` full contexts, some cached prefixes and the scratch page."""
     return (max_running + _SHARED_PREFIXES) * -(-max_context // page_size) + 1
 
 
 def num_pages_for(
     model: Model, device: Device, page_size: int, max_running: int, fraction: float
 ) -> int:
-    """Pages of the pool: on a GPU `fraction` of the memory that is free now, else the default.
+    """Count the pool's pages: `fraction` of free device memory, or the default on a CPU.
 
-    Raises `InvalidField` naming the settings when that is not even one full context.
+    Raises:
+        InvalidField: there is no room for one full context.
     """
     default = default_num_pages(model.max_context, page_size, max_running)
     free = device.free_memory()
@@ -41,21 +42,21 @@ def num_pages_for(
             "or free memory",
             field="kv_memory_fraction",
         )
-    return min(pages, (max_running + _MOST_PREFIXES) * context + 1)
+    return min(pages, (max_running + _MAX_PREFIXES) * context + 1)
 
 
 def kv_dtype(model: Model) -> torch.dtype:
-    """Of the pool: e4m3 where the model has the scales for it."""
+    """Return the pool's dtype: e4m3 if the model has scales for it."""
     return model.dtype if model.kv_scale_L2 is None else torch.float8_e4m3fn
 
 
 def token_bytes(model: Model) -> int:
-    """Keys and values of a position, in all layers."""
+    """Count the bytes of one position's keys and values in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_dtype(model).itemsize
 
 
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
-    """Zeroed pages of all layers; page 0 is scratch."""
+    """Allocate zeroed pages of all layers; page 0 is scratch."""
     shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
     keys, values = (
         torch.zeros(shape, dtype=kv_dtype(model), device=device.torch_device) for _ in range(2)
@@ -64,14 +65,14 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:
-    """Decode batch sizes, doubling up to `max_tokens`, and on a GPU at least to 32.
+    """Return batch sizes that double up to `max_tokens`, on a GPU at least up to 32.
 
-    The CPU starts at the row block that `ops.linear` pads to anyway. A GPU also has 24: a question
-    about a known picture is often as long, and costs a tenth less than among 32.
+    A CPU starts at 8, the row block of `ops.linear`. A GPU also has 24, the usual length of a
+    question about a cached image, which then takes 10 % less time than in a step of 32.
     """
     on_cpu = device.torch_device.type == "cpu"
     most = max_tokens if on_cpu else max(max_tokens, _MIN_DECODE_ROWS)
     sizes = [min(8 if on_cpu else 1, most)]
     while sizes[-1] < most:
         sizes.append(min(sizes[-1] * 2, most))
-    return tuple(sizes) if on_cpu else tuple(sorted({*sizes, _QUESTION}))
+    return tuple(sizes) if on_cpu else tuple(sorted({*sizes, _QUESTION_TOKENS}))

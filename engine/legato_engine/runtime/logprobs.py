@@ -1,48 +1,46 @@
-"""How likely what was sampled was, for rows whose callers ask.
+"""Log-probabilities of sampled tokens, for rows whose requests want them.
 
-Shape legend: B rows, V vocabulary, C constraints.
+Shape legend: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
 
-from legato_engine.models.model import Model
 from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.resources import Resources
 
 
 class LogprobStep:
-    """One batch size over one slot's buffers, behind its sampling.
+    """The log-probabilities of one batch size over one slot's buffers; can be captured.
 
-    Reads the logits and payloads that sampling leaves, whichever program it was, and writes only
-    the slot's log-probabilities: a step in which nobody asks runs none of it. Can be captured.
+    Runs after sampling, on the logits and payloads that either backend leaves, and only in launches
+    with a row that wants them.
     """
 
-    def __init__(
-        self, model: Model, slot: DecodeSlot, constraints_CV: torch.Tensor, batch: int
-    ) -> None:
-        self._model = model
+    def __init__(self, resources: Resources, slot: DecodeSlot, batch: int) -> None:
+        self._values = resources.model.capabilities.values
+        self._constraints_CV = resources.constraints_CV
         self._slot = slot
-        self._constraints_CV = constraints_CV
         self._batch = batch
 
     def __call__(self, payload: bool) -> None:
-        """Fill the sampled rows; of their values, too, where the step computed `payload`s."""
+        """Fill the slot's log-probabilities, with `payload` those of the values included."""
         slot, batch = self._slot, self._batch
         constraint_B = slot.constraint.device["constraint"][:batch]
         token_B = slot.tokens_R[:batch].clamp(min=0)  # -1 where the logits were not finite
         logits_BV = slot.logits_RV[:batch] + self._constraints_CV[constraint_B]
         logprob_B = token_logprobs(logits_BV, token_B)
-        if payload:
+        if payload and self._values is not None:
             hidden_BD, payload_B2 = slot.hidden_RD[:batch], slot.payload_R2[:batch]
-            logprob_B += self._model.payload_logprobs(hidden_BD, token_B, payload_B2)
+            logprob_B += self._values.payload_logprobs(hidden_BD, token_B, payload_B2)
         slot.logprob_R[:batch].copy_(logprob_B)
 
 
 def token_logprobs(logits_BV: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
-    """[B] float32 log-softmax of constrained logits at one token of each row; no other row counts.
+    """[B] float32 log-softmax of constrained logits at one token per row; rows do not interact.
 
-    A constrained logit is -inf where its token was not allowed. The only allowed token has 0.
+    Disallowed tokens have logit -inf, so the only allowed token has log-probability 0.
     """
     chosen_B = logits_BV.gather(-1, token_B[:, None])[:, 0]
     return chosen_B - logits_BV.logsumexp(-1)

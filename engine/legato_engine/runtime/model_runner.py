@@ -1,60 +1,61 @@
 """Runs launches on a device: stage, forward, sample, copy back.
 
-Nothing on the decode path allocates memory, and nothing but `collect` waits. Work handed to a
-stream reads only what its slot owns.
+The decode path allocates no memory, and only `collect` waits. Work on a stream reads only what its
+slot owns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+import torch
+
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import MaskRefiner, Model
+from legato_engine.models.capabilities import MaskRefiner
+from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
+from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.refine_step import RefineStep
+from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
 from legato_engine.runtime.step_costs import StepCosts
-from legato_engine.runtime.step_staging import StepStaging, num_lanes
+from legato_engine.runtime.step_staging import StepStaging, num_sampled
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
 NUM_SLOTS = 2
 SHARED_PROMPTS = 4
-"""Prompts of a launch: a question is some 20 tokens, and a launch has room for 128."""
+"""Prompts of a launch: a question has some 20 tokens, and a launch takes 128."""
 
 
 @dataclasses.dataclass(slots=True)
 class LaunchEvents:
-    """The events of a slot's launch; the next launch in the slot records them anew.
-
-    `logprobs` says whether it computed any.
-    """
+    """The events of a slot's launch; the slot's next launch records them again."""
 
     forward_start: Event
     forward_end: Event
     sample_start: Event
     sample_end: Event
     copy_end: Event
-    logprobs: bool = dataclasses.field(default=False, kw_only=True)
+    logprobs: bool = dataclasses.field(default=False, kw_only=True)  # the launch computed them
 
 
 class ModelRunner:
     """A `scheduler.runner.Runner` over a `Model`, a `Device` and one KV pool.
 
-    `buckets` are the decode batch sizes that exist, in tokens, rising: a launch is padded to the
-    next one. With a `proposer` a row may feed `max_block` proposed tokens behind its own.
+    `buckets` are the decode batch sizes in tokens, ascending; a launch is padded to the next one.
     """
 
     def __init__(
@@ -70,44 +71,30 @@ class ModelRunner:
         proposer: Proposer | None = None,
         max_block: int = 0,
         max_prompts: int = 0,
-        max_pictures: int = 1,
+        max_images: int = 1,
         refiner: MaskRefiner | None = None,
     ) -> None:
-        """`adapters` is where rows find theirs; without it no row has one. Without a `refiner` no
-        launch refines.
+        """Allocate all buffers.
 
-        At most `max_prompts` share a launch. 0: as many as are worth it, which is 1 where they
-        share no pass of the weights, and with a proposer. Of pictures that the device cuts
-        `max_pictures` share one, if prompts do.
+        Without `adapters` no row has an adapter, and without a `refiner` no launch refines. A
+        `proposer` proposes up to `max_block` draft tokens for a row. Up to `max_prompts` share a
+        launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1 with a `proposer`), and such a
+        launch computes up to `max_images` images.
         """
-        max_pages = -(-model.max_context // kv.page_size)
         self._device = device
-        self._max_context = model.max_context
-        self._drafts = None
-        if proposer is not None:
-            self._drafts = DraftState(
-                proposer,
-                num_rows=max_running,
-                max_context=model.max_context,
-                vocab_size=model.vocab_size,
-                width=model.width,
-                max_block=max_block,
-                dtype=model.dtype,
-                device=device.torch_device,
-            )
-        self._state = RowState(max_running, max_pages, device.torch_device, self._drafts)
-        kernels = model.step_kernels(kv, adapters)
-        if proposer is not None:
-            max_prompts = 1
-        max_prompts = max_prompts or (SHARED_PROMPTS if kernels is not None else 1)
-        self._slots = tuple(
+        self._drafts = _draft_state(model, device, proposer, max_running, max_block)
+        kernels = _step_kernels(model, kv, adapters)
+        shared = SHARED_PROMPTS if kernels is not None else 1
+        max_prompts = 1 if proposer is not None else max_prompts or shared
+        max_pages = -(-model.max_context // kv.page_size)
+        slots = tuple(
             DecodeSlot(
                 device,
                 max_rows=buckets[-1],
                 max_pages=max_pages,
                 max_prompt=model.max_context,
                 max_prompts=max_prompts,
-                max_pictures=max_pictures if max_prompts > 1 else 1,
+                max_images=max_images if max_prompts > 1 else 1,
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
@@ -115,110 +102,110 @@ class ModelRunner:
             )
             for _ in range(NUM_SLOTS)
         )
-        self._flights = [
-            LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in self._slots
-        ]
-        self._adapters = adapters
-        capture = device.capture if cuda_graphs else _run_directly
-        self._program = _program(
-            model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
+        self._resources = Resources(
+            model=model,
+            device=device,
+            kv=kv,
+            state=RowState(max_running, max_pages, device.torch_device, self._drafts),
+            slots=slots,
+            bank=adapters,
+            buckets=tuple(buckets),
+            constraints_CV=_constraints(model, device),
+            graphs=GraphRunner(device, captures=cuda_graphs),
         )
-        self._refine = None
-        if refiner is not None:
-            self._refine = RefineStep(refiner, device, NUM_SLOTS, capture)
-        self._staging = StepStaging(self._state, self._program.buckets, kv.page_size)
+        self._slots = slots
+        self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
+        self._backend = _backend(kernels, self._resources)
+        self._refine = _refine_step(refiner, self._resources)
+        self._staging = StepStaging(self._resources)
 
     @property
-    def encodes_pictures(self) -> bool:
-        """Whether it takes pictures left whole; else every picture has to come as crops."""
-        return self._program.encodes_pictures
+    def encodes_images(self) -> bool:
+        """Whether it takes uncropped images; otherwise the frontend crops every image."""
+        return self._backend.encodes_images
 
     @property
     def limits(self) -> BatchLimits:
-        """What fits a launch that prompts share."""
-        return self._program.limits
+        """What fits a prefill launch that sequences share."""
+        return self._backend.limits
 
     def warm_up(self) -> None:
-        """Capture (or once run) every shape, so that no launch pays for it later."""
+        """Capture every shape, or run it once, so that no launch is the first of its shape."""
+        compute = self._device.compute
         for slot in self._slots:
             self._staging.padding(slot)
-            slot.grown.upload(self._device.compute)
-            slot.staged.upload(self._device.compute)
-            slot.prompt.upload(self._device.compute)
-        self._program.warm_up()
+            slot.grown.upload(compute)
+            slot.staged.upload(compute)
+            slot.prompt.upload(compute)
+        self._backend.warm_up()
         if self._refine is not None:
             self._refine.warm_up()
-        self._device.compute.record().wait()
+        compute.record().wait()
 
     def costs(self) -> StepCosts:
-        """What a step costs that verifies proposals; nothing may be in flight."""
-        assert self._drafts is not None, "nobody proposes"
-        slot, state = self._slots[0], self._state
-        rows, context = state.scratch_row, self._max_context
-        return StepCosts(
-            self._device, self._program, slot, self._drafts, num_rows=rows, max_context=context
-        )
+        """Prepare to time steps that verify draft tokens; nothing may be in flight."""
+        return StepCosts(self._resources, self._backend)
 
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
-        rows, compute, flight = launch.plan.rows, self._device.compute, self._flights[launch.slot]
+        rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
             bucket = self._staging.rows(slot, rows)
-            flight.forward_start = compute.record(flight.forward_start)
+            events.forward_start = compute.record(events.forward_start)
             slot.staged.upload(compute)
             self._grow(launch.slot, rows)
-            self._program.decode(launch.slot, bucket, self._rank(rows), len(rows))
+            self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
-            flight.forward_start = compute.record(flight.forward_start)
+            events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
-                assert self._refine is not None, "nothing to refine with"
+                assert self._refine is not None, "a refinement without a refiner"
                 self._refine.forward(launch.slot, launch.plan.refinement.given)
             elif launch.plan.kind is LaunchKind.ENCODE:
-                self._program.encode(launch.slot, rows[0])
+                self._backend.encode(launch.slot, rows[0])
             else:
                 prompts, decodes = launch.plan.prefills, launch.plan.decodes
                 self._grow(launch.slot, decodes)
-                self._program.prefill(launch.slot, prompts, decodes, self._rank(decodes))
-        flight.forward_end = compute.record(flight.forward_end)
+                self._backend.prefill(launch.slot, prompts, decodes, self._rank(decodes))
+        events.forward_end = compute.record(events.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Upload the constraints on the copy stream, sample, and start the copy back."""
-        slot, flight = self._slots[launch.slot], self._flights[launch.slot]
+        slot, events = self._slots[launch.slot], self._events[launch.slot]
         compute, copy = self._device.compute, self._device.copy
         rows = launch.plan.sampled_rows
         if rows:
-            num_sampled = self._staging.constraints(slot, rows, constraints)
+            count = self._staging.constraints(slot, rows, constraints)
             slot.constraint.upload(copy)
-            flight.copy_end = copy.record(flight.copy_end)
-            compute.wait_event(flight.copy_end)
-        flight.sample_start = compute.record(flight.sample_start)
+            events.copy_end = copy.record(events.copy_end)
+            compute.wait_event(events.copy_end)
+        events.sample_start = compute.record(events.sample_start)
         if rows:
-            sampled, payload, flight.logprobs = _needs(rows)
-            bucket = self._staging.bucket(num_sampled)
-            self._program.sample(launch.slot, bucket, sampled=sampled, payload=payload)
-            if flight.logprobs:
-                self._program.logprobs(launch.slot, bucket, payload=payload)
-        flight.sample_end = compute.record(flight.sample_end)
-        copy.wait_event(flight.sample_end)
+            sampled, payload, events.logprobs = _needs(rows)
+            bucket = self._staging.bucket(count)
+            self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
+            if events.logprobs:
+                self._backend.logprobs(launch.slot, bucket, payload=payload)
+        events.sample_end = compute.record(events.sample_end)
+        copy.wait_event(events.sample_end)
         if rows:
             slot.outputs.download(copy)
-        flight.copy_end = copy.record(flight.copy_end)
+        events.copy_end = copy.record(events.copy_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
         """Wait for the copy back and read every sampled row's tokens."""
-        flight, rows = self._flights[launch.slot], launch.plan.sampled_rows
-        flight.copy_end.wait()
+        events, rows = self._events[launch.slot], launch.plan.sampled_rows
+        events.copy_end.wait()
         if launch.plan.refinement is not None and self._refine is not None:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows:
             return []
         outputs = self._slots[launch.slot].outputs.host
-        count = len(rows) if self._drafts is None else sum(map(num_lanes, rows))
+        count = len(rows) if self._drafts is None else sum(map(num_sampled, rows))
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
-            outputs["logprob"][:count].tolist() if flight.logprobs else repeat(None),
+            outputs["logprob"][:count].tolist() if events.logprobs else repeat(None),
         ]
         tokens = map(SampledToken._make, zip(*fields, strict=False))
         if self._drafts is None:
@@ -226,46 +213,41 @@ class ModelRunner:
         return _by_row(rows, tuple(tokens), outputs["count"].tolist(), outputs["proposed"].tolist())
 
     def times(self, launch: Launch) -> LaunchTimes:
-        """Device times of a collected launch."""
-        flight = self._flights[launch.slot]
+        """Return the device times of a collected launch."""
+        events = self._events[launch.slot]
         return LaunchTimes(
-            forward_start=flight.forward_start.time_ns(),
-            forward_end=flight.forward_end.time_ns(),
-            sample_start=flight.sample_start.time_ns(),
-            sample_end=flight.sample_end.time_ns(),
-            copy_end=flight.copy_end.time_ns(),
+            forward_start=events.forward_start.time_ns(),
+            forward_end=events.forward_end.time_ns(),
+            sample_start=events.sample_start.time_ns(),
+            sample_end=events.sample_end.time_ns(),
+            copy_end=events.copy_end.time_ns(),
         )
 
-    def _rank(self, rows: Sequence[Row]) -> int:
-        """The rank to run for all rows, 0 when none has an adapter."""
-        if self._adapters is None:
-            return 0
-        return self._adapters.bucket(max((row.sequence.adapter_rank for row in rows), default=0))
+    def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
+        return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
 
-    def _grow(self, index: int, decodes: Sequence[Row]) -> None:
-        """Tell the device of the pages that these are the first to name."""
+    def _grow(self, index: int, decodes: Sequence[ScheduledSequence]) -> None:
         slot = self._slots[index]
         if self._staging.grown(slot, decodes):
             slot.grown.upload(self._device.compute)
-            self._program.grow(index)
+            self._backend.grow(index)
 
 
 def _by_row(
-    rows: Sequence[Row],
+    rows: Sequence[ScheduledSequence],
     tokens: tuple[SampledToken, ...],
     counts: Sequence[int],
     proposed: Sequence[int],
 ) -> list[RowTokens]:
-    """The lanes' tokens that stand; the counts are those at each row's first lane."""
+    """Split the tokens by row, accepted ones only; a row's counts are at its first token."""
     outputs, first = [], 0
     for row in rows:
         outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))
-        first += num_lanes(row)
+        first += num_sampled(row)
     return outputs
 
 
-def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
-    """Whether any row is sampled, has a payload, wants log-probabilities."""
+def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
     sampled = payload = logprobs = False
     for row in rows:
         task = row.sequence.task
@@ -275,24 +257,41 @@ def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
     return sampled, payload, logprobs
 
 
-def _program(
-    model: Model,
-    kernels: StepKernels | None,
-    device: Device,
-    kv: KVCache,
-    state: RowState,
-    slots: Sequence[DecodeSlot],
-    bank: AdapterBank | None,
-    buckets: tuple[int, ...],
-    capture: Callable[[Callable[[], None]], Callable[[], None]],
-) -> Backend:
-    """By kernels where the model has some for this device, by its torch operations elsewhere."""
+def _draft_state(
+    model: Model, device: Device, proposer: Proposer | None, max_running: int, max_block: int
+) -> DraftState | None:
+    if proposer is None:
+        return None
+    return DraftState(
+        proposer,
+        num_rows=max_running,
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        width=model.width,
+        max_block=max_block,
+        dtype=model.dtype,
+        device=device.torch_device,
+    )
+
+
+def _constraints(model: Model, device: Device) -> torch.Tensor:
+    return constraint_table(model.constraints, model.vocab_size).to(device.torch_device)
+
+
+def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
+    step = model.capabilities.step
+    return None if step is None else step.step_kernels(kv, adapters)
+
+
+def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:
+    if refiner is None:
+        return None
+    return RefineStep(refiner, resources.device, len(resources.slots), resources.graphs)
+
+
+def _backend(kernels: StepKernels | None, resources: Resources) -> Backend:
     if kernels is None:
-        return TorchBackend(model, device, kv, state, slots, bank, buckets, capture)
+        return TorchBackend(resources)
     from legato_engine.runtime.kernel_backend import KernelBackend
 
-    return KernelBackend(model, kernels, device, kv, state, slots, bank, buckets, capture)
-
-
-def _run_directly(work: Callable[[], None]) -> Callable[[], None]:
-    return work
+    return KernelBackend(kernels, resources)

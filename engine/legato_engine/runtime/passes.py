@@ -1,7 +1,7 @@
-"""The tokens of a launch, laid one behind another and cut into passes of the weights.
+"""The tokens of a launch, cut into passes over the weights.
 
-A pass serves some tens of tokens at nearly the price of one, and a token's bits are independent of
-its neighbours: so prompts of several sequences and the rows that decode run in the same passes.
+A pass over tens of tokens takes hardly longer than over one, and results are batch-invariant. So
+prompts of several sequences and decodes share passes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 
 PROMPT = -1
-"""The source of a token that is given; else it is the row whose newest token is fed."""
+"""The source of a staged token; other sources are the row whose newest token is fed."""
 
 
-class FedToken(NamedTuple):
-    """One token of a pass: of which row of the page table, where it stands, and what it is."""
+class ScheduledToken(NamedTuple):
+    """One token of a pass; `row` is of the page table, `token` is read if `source` is `PROMPT`."""
 
     row: int
     position: int
@@ -27,8 +27,8 @@ class FedToken(NamedTuple):
     token: TokenKey = (0, NO_PAYLOAD)
 
 
-class FedPrompt(NamedTuple):
-    """What one row of a launch feeds, from a position on."""
+class ScheduledPrompt(NamedTuple):
+    """Adjacent tokens of one row, the first at position `start`."""
 
     row: int
     start: int
@@ -36,31 +36,31 @@ class FedPrompt(NamedTuple):
 
 
 def bucket_for(buckets: Many[int], num_tokens: int) -> int:
-    """Of steps of these sizes, rising, the first that has room for so many."""
+    """Return the first of these ascending batch sizes that holds so many tokens."""
     return next(bucket for bucket in buckets if bucket >= num_tokens)
 
 
 def cut_passes(
-    decodes: Many[Row], prompts: Many[FedPrompt], most: int
-) -> tuple[list[FedToken], ...]:
-    """Passes of at most `most` tokens, as few as there can be.
+    decodes: Many[ScheduledSequence], prompts: Many[ScheduledPrompt], max_tokens: int
+) -> tuple[list[ScheduledToken], ...]:
+    """Cut tokens into the fewest passes of up to `max_tokens`.
 
-    The last one begins with those that are sampled from: the decodes, then each prompt's last
-    token. Earlier tokens of a prompt run in the same pass or before: a pass writes all of its keys
-    and values before it reads any. Those that are sampled from have to fit one pass.
+    The last pass begins with the tokens that are sampled from, which must fit one pass: the
+    decodes, then each prompt's last token. Earlier tokens of a prompt run in the same pass or in an
+    earlier one, because a pass writes all of its keys and values before it reads any.
     """
-    sampled = [FedToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
-    sampled += [_fed(prompt, len(prompt.tokens) - 1) for prompt in prompts]
-    assert len(sampled) <= most, f"{len(sampled)} rows are sampled in a pass of {most} tokens"
-    earlier = [_fed(prompt, at) for prompt in prompts for at in range(len(prompt.tokens) - 1)]
-    behind = max(0, len(earlier) + len(sampled) - most)  # tokens in the passes before the last
-    begins = [*range(behind % most or most, behind, most), behind] if behind else []
-    passes = [earlier[a:b] for a, b in zip([0, *begins], begins, strict=False)]
-    return (*passes, sampled + earlier[behind:])
+    sampled = [ScheduledToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
+    sampled += [_token(prompt, len(prompt.tokens) - 1) for prompt in prompts]
+    assert len(sampled) <= max_tokens, f"{len(sampled)} sampled tokens, a pass has {max_tokens}"
+    others = [_token(prompt, at) for prompt in prompts for at in range(len(prompt.tokens) - 1)]
+    count = max(0, len(others) + len(sampled) - max_tokens)  # tokens in the passes before the last
+    begins = [*range(count % max_tokens or max_tokens, count, max_tokens), count] if count else []
+    passes = [others[a:b] for a, b in zip([0, *begins], begins, strict=False)]
+    return (*passes, sampled + others[count:])
 
 
-def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None:
-    """Write a decode step of `bucket` tokens to the slot; those missing are row `pad`'s."""
+def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
+    """Stage a decode step of `bucket` tokens, padded with row `pad`."""
     staged, padding = slot.staged.host, bucket - len(rows)
     row_B = [row.sequence.row for row in rows]
     position_B = [row.position for row in rows]
@@ -71,11 +71,13 @@ def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None
     staged["source"][:bucket] = staged["row"][:bucket]
     staged["position"][:bucket] = position_B
     staged["fresh"][:bucket] = staged["position"][:bucket]
-    staged["fresh"][len(rows) : bucket] = 1  # behind their position
+    staged["fresh"][len(rows) : bucket] = 1  # above their position: padding
 
 
-def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int, pad: int) -> None:
-    """Write a pass of `bucket` tokens to a host side of the slot; those missing are row `pad`'s."""
+def stage_pass(
+    slot: DecodeSlot, copy: int, tokens: Many[ScheduledToken], bucket: int, pad: int
+) -> None:
+    """Stage a pass of `bucket` tokens in one of the slot's host sides, padded with row `pad`."""
     staged, count = slot.staged.hosts[copy], len(tokens)
     first: dict[int, int] = {}
     for token in tokens:
@@ -89,14 +91,14 @@ def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int,
     staged["row"][count:bucket] = pad
     staged["source"][count:bucket] = pad
     staged["position"][count:bucket] = 0
-    staged["fresh"][count:bucket] = 1  # behind their position
+    staged["fresh"][count:bucket] = 1  # above their position: padding
 
 
-def num_groups(tokens: Many[FedToken], most: int) -> int:
-    """Groups of a pass: runs of tokens of one row, cut into at most `most`."""
+def num_groups(tokens: Many[ScheduledToken], max_tokens: int) -> int:
+    """Count a pass's groups: runs of up to `max_tokens` tokens of one row."""
     runs = itertools.groupby(token.row for token in tokens)
-    return sum(-(-len(list(run)) // most) for _, run in runs)
+    return sum(-(-len(list(run)) // max_tokens) for _, run in runs)
 
 
-def _fed(prompt: FedPrompt, at: int) -> FedToken:
-    return FedToken(prompt.row, prompt.start + at, token=prompt.tokens[at])
+def _token(prompt: ScheduledPrompt, at: int) -> ScheduledToken:
+    return ScheduledToken(prompt.row, prompt.start + at, token=prompt.tokens[at])

@@ -1,11 +1,10 @@
-"""What the device remembers of every live sequence between launches.
+"""Device state of every running sequence between launches.
 
-The sampled token is written here and read here by the next forward: it never leaves the device on
-its way. What is constant in a sequence's life (adapter slot, sampling, the pages it starts with) is
-written once, by its prefill; a page that comes later is written by the first launch that names it.
+Sampling writes a row's token, and the next forward reads it without the host. A prefill writes a
+sequence's constants: adapter slot, sampling and first pages. A later page is written by the first
+launch that uses it.
 
-Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages,
-K prompts of a launch.
+Shape legend: R rows (the last is scratch, for padding), M pages, K prompts of a launch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from legato_engine.runtime.draft_state import DraftState
 
 
 class RowState:
-    """Per-row tensors, indexed by `Sequence.row`; with `drafts` those of speculation too."""
+    """Tensors indexed by `Sequence.row`; `drafts` has those of speculation."""
 
     def __init__(
         self, num_rows: int, max_pages: int, device: torch.device, drafts: DraftState | None = None
@@ -35,9 +34,9 @@ class RowState:
         self.top_p_R = torch.ones(rows, device=device)
 
     def admit(self, slot: DecodeSlot) -> None:
-        """Take new sequences' constants from their staged prefill; runs on the compute stream.
+        """Take sequences' constants from their staged prefill, on the compute stream.
 
-        Places without a prompt name the scratch row. Only fixed addresses: can be captured.
+        Unused prompt indices have the scratch row. Can be captured.
         """
         staged = slot.prompt.device
         row_K = staged["row"]
@@ -51,9 +50,6 @@ class RowState:
             self.drafts.admit(slot)
 
     def grow(self, slot: DecodeSlot) -> None:
-        """Add the slot's staged pages to the table; runs on the compute stream.
-
-        Only fixed addresses: can be captured.
-        """
+        """Add the slot's staged pages to the table, on the compute stream. Can be captured."""
         staged = slot.grown.device
         self.page_table_RM.view(-1).index_copy_(0, staged["entry"], staged["page"])

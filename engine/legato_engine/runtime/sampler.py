@@ -1,7 +1,8 @@
-"""Token choice on the device: constraint, temperature, top-k, top-p, position-keyed noise.
+"""Token choice on the device: constraint, temperature, top-k, top-p, noise keyed by position.
 
-Shape legend: B rows, V vocabulary, C constraints. Everything is a pure function of its arguments
-and of nothing else in the batch, so a row's token does not depend on its neighbours.
+All functions are pure and treat rows independently, so a row's token does not depend on the batch.
+
+Shape legend: B rows, V vocabulary, C constraints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
 
 
 def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torch.Tensor:
-    """[C, V] float32, 0 where a token may be sampled and -inf where not."""
+    """[C, V] float32: 0 where a token is allowed, -inf where not."""
     table_CV = torch.zeros(len(constraints), vocab_size)
     for row_V, constraint in zip(table_CV, constraints, strict=True):
         if constraint.allowed is not None:
@@ -27,7 +28,7 @@ def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torc
 
 
 def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
-    """[B] int64, ties to the lowest id."""
+    """[B] int64; the lowest id wins a tie."""
     return logits_BV.argmax(-1)
 
 
@@ -41,9 +42,9 @@ def sample(
 ) -> torch.Tensor:
     """[B] int64. Rows with temperature <= 1e-6 are greedy; `top_k` 0 is off.
 
-    A token is dropped when the mass before it, in falling order, exceeds `top_p`; the first always
-    stays. The choice is the Gumbel-max of the kept tokens under noise keyed by (seed, position,
-    token), so it is the same whenever and with whomever the row is run.
+    By falling probability, tokens after a mass of more than `top_p` are dropped, never the first.
+    The choice is the Gumbel-max of the rest, with noise keyed by (seed, position, token), so a row
+    samples the same token in every batch and at every time.
     """
     scaled_BV = logits_BV / temperature_B.clamp(min=GREEDY_TEMPERATURE)[:, None]
     log_probs_BV = scaled_BV.log_softmax(-1)
@@ -71,7 +72,7 @@ def gumbel_noise(
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap and whose shifts are made logical."""
+    """SplitMix64's finaliser on int64: products wrap, shifts are made logical by masks."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)

@@ -13,11 +13,11 @@ _ALIGNMENT = 16
 
 
 class StagingBuffer:
-    """Fields packed into one pinned buffer and its twin on the device.
+    """Fields packed into one pinned buffer and one device buffer.
 
-    `host[name]` is a numpy view to fill, `device[name]` a tensor view to read in kernels; `upload`
-    and `download` move everything with a single copy. With `copies` there are as many host sides,
-    `hosts`, to fill while the uploads of others are under way; `host` is the first.
+    `host[name]` is a numpy view, `device[name]` a tensor view; `upload` and `download` copy all
+    fields at once. `hosts` are `copies` host sides, to fill one while another uploads; `host` is
+    the first.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StagingBuffer:
         self.host = self.hosts[0]
 
     def upload(self, stream: Stream, copy: int = 0) -> None:
-        """Enqueue the copy; that host side must stay as it is until it is done."""
+        """Enqueue the copy of a host side, which must not change until it is done."""
         stream.copy(self._device, self._hosts[copy])
 
     def download(self, stream: Stream) -> None:

@@ -1,113 +1,76 @@
-"""Launches by a model's own torch operations: the CPU, and GPUs without kernels for the model."""
+"""The backend of torch operations: for the CPU, and for GPUs without kernels for the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
-from legato_engine.device.base import Device
-from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Model
-from legato_engine.models.paged_cache import KVCache
-from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
+from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
-from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import BatchLimits, Row
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
+from legato_engine.runtime.resources import Resources
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class TorchBackend:
-    """A `program.Program`; decode steps are captured where the device can, prefills run eagerly."""
+    """A `Backend` that captures decode steps where the device can, and runs prefills eagerly."""
 
-    def __init__(
-        self,
-        model: Model,
-        device: Device,
-        kv: KVCache,
-        state: RowState,
-        slots: Sequence[DecodeSlot],
-        bank: AdapterBank | None,
-        buckets: tuple[int, ...],
-        capture: Capture,
-    ) -> None:
-        self.buckets = buckets
+    def __init__(self, resources: Resources) -> None:
+        self.buckets = resources.buckets
         self.limits = BatchLimits(
-            slots[0].max_prompts, tokens=model.max_context, sampled=buckets[-1]
+            resources.slots[0].max_prompts,
+            tokens=resources.model.max_context,
+            sampled=resources.buckets[-1],
         )
-        self.encodes_pictures = False
-        self._model = model
-        self._device = device
-        self._kv = kv
-        self._state = state
-        self._slots = slots
-        self._bank = bank
-        self._ranks = (0, *bank.ranks) if bank is not None else (0,)
-        self._capture = capture
-        self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
-            device.torch_device
-        )
-        self._forwards: dict[tuple[int, int, int, int], Callable[[], None]] = {}
-        self._grows: dict[int, Callable[[], None]] = {}
-        self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
-        self._logprobs: dict[tuple[int, int, bool], Callable[[], None]] = {}
+        self.encodes_images = False
+        self._resources = resources
+        self._slots = resources.slots
+        self._graphs = resources.graphs
 
     def warm_up(self) -> None:
-        """Every bucket of both slots and every rank, with and without sampling, payloads and
-        log-probabilities.
-        """
-        blocks = (0,) if self._state.drafts is None else self._state.drafts.blocks
+        """Run each slot, bucket, rank, draft length and kind of sampling."""
+        drafts = self._resources.state.drafts
+        blocks = (0,) if drafts is None else drafts.blocks
         for slot in range(len(self._slots)):
             self.grow(slot)
             for bucket in self.buckets:
-                for rank, block in product(self._ranks, blocks):
+                for rank, block in product(self._resources.ranks, blocks):
                     self._slots[slot].num_drafts = block
                     self.decode(slot, bucket, rank, bucket)
-                for sampled in (False, True):
-                    for payload in (False, True):
-                        self.sample(slot, bucket, sampled=sampled, payload=payload)
+                for sampled, payload in product((False, True), repeat=2):
+                    self.sample(slot, bucket, sampled=sampled, payload=payload)
                 for payload in (False, True):
                     self.logprobs(slot, bucket, payload=payload)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """See `program.Program`."""
-        drafts = self._state.drafts
+        """See `Backend.decode`."""
+        drafts = self._resources.state.drafts
         block = drafts.block(self._slots[slot]) if drafts is not None else 0
-        key = (slot, bucket, rank, block)
-        if key not in self._forwards:
-            self._forwards[key] = self._capture(self._step(*key).forward)
-        self._device.compute.submit(self._forwards[key])
+        self._graphs.run(self._forward_work, slot, bucket, rank, block)
 
     def grow(self, slot: int) -> None:
-        """See `program.Program`."""
-        if slot not in self._grows:
-            buffers = self._slots[slot]
-            self._grows[slot] = self._capture(lambda: self._state.grow(buffers))
-        self._device.compute.submit(self._grows[slot])
+        """See `Backend.grow`."""
+        self._graphs.run(self._grow_work, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """See `program.Program`."""
-        key = (slot, bucket, sampled, payload)
-        if key not in self._samples:
-            step, table_CV = self._step(slot, bucket), self._constraints_CV
-            self._samples[key] = self._capture(lambda: step.sample(table_CV, sampled, payload))
-        self._device.compute.submit(self._samples[key])
+        """See `Backend.sample`."""
+        self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """See `program.Program`."""
-        key = (slot, bucket, payload)
-        if key not in self._logprobs:
-            step = LogprobStep(self._model, self._slots[slot], self._constraints_CV, bucket)
-            self._logprobs[key] = self._capture(lambda: step(payload))
-        self._device.compute.submit(self._logprobs[key])
+        """See `Backend.logprobs`."""
+        self._graphs.run(self._logprobs_work, slot, bucket, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
-        """See `program.Program`; a decode step, then one prompt after another."""
-        buffers, compute, state = self._slots[slot], self._device.compute, self._state
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
+        """Enqueue one decode step, then one prompt after another."""
+        buffers, compute, state = self._slots[slot], self._resources.compute, self._resources.state
         stage_prompts(buffers, prompts, state.scratch_row)
         stage_samples(buffers, (*decodes, *prompts), state.scratch_row)
         bucket = bucket_for(self.buckets, len(decodes))
@@ -119,17 +82,29 @@ class TorchBackend:
         if decodes:
             self.decode(slot, bucket, rank, bucket)
         first = 0
-        for place, row in enumerate(prompts):
-            sampled = len(decodes) + place
-            where = {"place": place, "first": first, "sampled": sampled}
-            step = PrefillStep(self._model, self._kv, buffers, self._bank, row, **where)
-            compute.submit(step)
+        for index, row in enumerate(prompts):
+            output = len(decodes) + index
+            compute.submit(
+                PrefillStep(
+                    self._resources, buffers, row, index=index, first_token=first, output=output
+                )
+            )
             first += row.num_tokens
 
-    def encode(self, slot: int, row: Row) -> None:
-        """Never planned: pictures are split only for a program that has an encoder."""
-        raise AssertionError("no picture is encoded apart from its prefill here")
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
+        """Never planned, because images are cropped on the host for this backend."""
+        raise AssertionError("an encode was launched on a backend without an image encoder")
 
-    def _step(self, slot: int, bucket: int, rank: int = 0, block: int = 0) -> DecodeStep:
-        buffers, bank = self._slots[slot], self._bank
-        return DecodeStep(self._model, self._kv, self._state, buffers, bucket, bank, rank, block)
+    def _forward_work(self, slot: int, bucket: int, rank: int, block: int) -> Work:
+        return DecodeStep(self._resources, self._slots[slot], bucket, rank, block).forward
+
+    def _grow_work(self, slot: int) -> Work:
+        return lambda: self._resources.state.grow(self._slots[slot])
+
+    def _sample_work(self, slot: int, bucket: int, sampled: bool, payload: bool) -> Work:
+        step = DecodeStep(self._resources, self._slots[slot], bucket)
+        return lambda: step.sample(sampled, payload)
+
+    def _logprobs_work(self, slot: int, bucket: int, payload: bool) -> Work:
+        step = LogprobStep(self._resources, self._slots[slot], bucket)
+        return lambda: step(payload)

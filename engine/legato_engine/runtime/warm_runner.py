@@ -1,20 +1,22 @@
-"""A model's runner as a configuration asks for it: who proposes, and what its steps cost."""
+"""Construction of a model's runner, its proposer and its step costs from a configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.device.base import Device
+from legato_engine.errors import InvalidField
+from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
-from legato_engine.models.model import MaskRefiner, Model
+from legato_engine.models.capabilities import MaskRefiner
+from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.proposer import Proposer
 
 
@@ -29,15 +31,17 @@ def warm_runner(
     draft: Path | None,
     proposer: Proposer | None = None,
 ) -> tuple[ModelRunner, CostTable | None]:
-    """A warm runner, and its steps' costs where proposals are weighed against them.
+    """Build and warm a runner; measure its step costs if the speculation policy needs them.
 
-    It proposes if the configuration has tokens proposed: by `proposer`, or by whom the
-    configuration names; `draft` is what the model brings. Raises `InvalidField` for a setting of
-    speculation that is unknown, and a draft that cannot be used.
+    With speculation, draft tokens come from `proposer`, else from the draft that the configuration
+    names, else from `draft`, the file that came with the model.
+
+    Raises:
+        InvalidField: the speculation setting is unknown, or the draft cannot be used.
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
-    block = largest_block(config.speculation)
+    block = max_block_size(config.speculation)
     runner = ModelRunner(
         model,
         device,
@@ -49,7 +53,7 @@ def warm_runner(
         proposer=proposer if block else None,
         max_block=block,
         max_prompts=config.max_prefill_rows,
-        max_pictures=config.pictures_per_launch,
+        max_images=config.pictures_per_launch,
         refiner=refiner,
     )
     runner.warm_up()
@@ -60,8 +64,7 @@ def warm_runner(
 def _proposer(
     config: EngineConfig, draft: Path | None, model: Model, device: Device, kv: KVCache
 ) -> Proposer | None:
-    """Who the configuration says; `draft` is what the model brings."""
-    if not largest_block(config.speculation):
+    if not max_block_size(config.speculation):
         return None
     name, colon, folder = config.draft.partition(":")
     if colon:
@@ -70,13 +73,8 @@ def _proposer(
         return DraftModel(drafting, device, num_rows=rows, vocab_size=vocab_size)
     path = Path(config.draft) if config.draft else draft
     if path is None or config.draft == LOOKUP_DRAFT:
-        return _lookup(device)
-    return model.draft_proposer(path, kv)
-
-
-def _lookup(device: Device) -> Proposer:
-    if device.torch_device.type != "cuda":
-        return LookupProposer()
-    from legato_engine.kernels.cuda.drafting import LookupKernel
-
-    return LookupKernel()
+        return lookup_proposer(device.torch_device)
+    drafts = model.capabilities.drafts
+    if drafts is None:
+        raise InvalidField("the model takes no draft", field="draft")
+    return drafts.draft_proposer(path, kv)

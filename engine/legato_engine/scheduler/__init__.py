@@ -1,1 +1,1 @@
-"""What runs next, and how two steps overlap: planners, pipeline, tick."""
+"""Scheduling: planners, the two-slot pipeline and the step that drives them."""

@@ -1,4 +1,4 @@
-"""Who is let into the waiting queue."""
+"""Admission control for the waiting queue."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from legato_engine.errors import (
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.wait_estimate import WaitEstimate
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 
 class Admission:
-    """Refuses early what could not be served: too long, too many, too late."""
+    """Refuses requests that are too long, exceed the queue or cannot start in time."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Admission:
         max_waiting: int,
         max_waiting_per_tenant: int,
     ) -> None:
-        """`max_waiting_per_tenant` 0 sets tenants no bounds of their own."""
+        """With `max_waiting_per_tenant` 0, tenants have no limit of their own."""
         self._manager = manager
         self._clock = clock
         self._queue = queue
@@ -38,7 +38,7 @@ class Admission:
         self._wait = WaitEstimate()
 
     def check(self, sequence: Sequence) -> None:
-        """Raise what `Scheduler.submit` names unless it may queue."""
+        """Raise what `Scheduler.submit` raises if the sequence must not be queued."""
         if not self._manager.fits_ever(sequence):
             raise PromptTooLong(
                 "prompt and max_tokens do not fit the context",
@@ -50,9 +50,15 @@ class Admission:
             self._check_deadline(sequence, sequence.request.deadline)
 
     def check_queue(self, tenant: str, preparing: Collection[str]) -> None:
-        """Raise `QueueFull` or `QuotaExceeded` when there is no place for another of `tenant`.
+        """Check that the queue takes another request of `tenant`.
 
-        `preparing` are the tenants of those who are about to queue.
+        Args:
+            tenant: the request's tenant.
+            preparing: the tenants of requests that will be queued before it.
+
+        Raises:
+            QueueFull: `max_waiting` requests wait or are being prepared.
+            QuotaExceeded: `max_waiting_per_tenant` of them are the tenant's.
         """
         if len(self._queue) + len(preparing) >= self._max_waiting:
             raise QueueFull(
@@ -64,11 +70,11 @@ class Admission:
             self._check_quota(tenant, self._queue.num_of(tenant) + list(preparing).count(tenant))
 
     def completed(self, sequence: Sequence) -> None:
-        """A sequence has just been served."""
-        self._wait.completed(self._clock.now() - sequence.prefill_start)
+        """Learn the service time of a finished sequence."""
+        self._wait.completed(self._clock.now() - sequence.timing.prefill_start)
 
     def estimated_wait(self) -> float:
-        """Seconds a request arriving now would wait behind all others; 0 while that is unknown."""
+        """Return the seconds that a new request would wait, 0 while unknown."""
         return self._predict_wait(len(self._queue)) or 0.0
 
     def _check_quota(self, tenant: str, waiting: int) -> None:

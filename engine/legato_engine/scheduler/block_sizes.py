@@ -1,4 +1,4 @@
-"""The scheduler's only view of how much is worth proposing."""
+"""The scheduler's interface to a speculation policy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from legato_engine.sequence import Sequence
 
 
 class BlockSizes(Protocol):
-    """Decides how many tokens each sequence proposes; `speculative` has policies for it.
+    """Decides how many tokens to draft for each sequence; `speculative` has policies.
 
-    A launch is planned before the one in front of it is committed, so with two in flight a block
-    is chosen from what was learnt up to the launch before the last.
+    With two launches in flight, a block size depends on commits up to the launch before the last.
     """
 
     def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """How many tokens each proposes next to one it decodes anyway; 0 is plain decoding.
+        """Return the number of draft tokens for each of at least one sequence; 0 drafts none.
 
-        There is at least one. `kv_use` is the share of all KV pages that live sequences hold.
+        `kv_use` is the fraction of all KV pages used by live sequences.
         """
         ...
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
-        """A decode of a sequence that may draft was committed."""
-        ...
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+        """Learn from the commit of a decode; its sequence may draft."""

@@ -1,4 +1,4 @@
-"""Time as the scheduler sees it."""
+"""The scheduler's clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the scheduler reads the time; tests turn it by hand."""
+    """Source of time; tests advance theirs by hand."""
 
     def now(self) -> float:
         """Seconds on the clock of `Request.deadline`."""
@@ -19,7 +19,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The host's clocks, called without a frame of its own: a tick reads them eight times."""
+    """The host's clocks; static methods avoid a Python frame, as a step reads them eight times."""
 
     now = staticmethod(time.monotonic)
     perf_ns = staticmethod(time.perf_counter_ns)

@@ -1,9 +1,10 @@
-"""What committed tokens make of their sequences: read by their tasks, told, and ended by them."""
+"""Pass committed tokens to their tasks, emit events and finish sequences."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+
+import structlog
 
 from legato_engine.core import FinishReason
 from legato_engine.errors import InternalError, LegatoError
@@ -11,7 +12,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.scheduler.runner import RowTokens
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import StepRecord
@@ -19,13 +20,13 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
 NOT_FINITE = -1
-"""The token id that reports logits that were not finite."""
+"""The token id that reports non-finite logits."""
 
-log = logging.getLogger(__name__)
+_log = structlog.get_logger()
 
 
 class OutputProcessor:
-    """Gives live sequences their tokens, in the order of the commits."""
+    """Processes the tokens of live sequences in the order of the commits."""
 
     def __init__(
         self,
@@ -37,54 +38,54 @@ class OutputProcessor:
         *,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """`finalize` ends a sequence, before its listener is told."""
+        """`finalize` ends a sequence; it is called before the sink is told."""
         self._manager = manager
         self._admission = admission
         self._clock = clock
         self._sink = sink
         self._block_sizes = block_sizes
         self._finalize = finalize
-        self.num_tokens = 0  # read so far, by all sequences
+        self.num_tokens = 0  # processed so far, of all sequences
 
     def prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Note what the commit of a prefill makes true of a live sequence, its token unread."""
+        """Note the commit of a live sequence's prefill, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
-        if token.token_id == NOT_FINITE:  # what it read may be what is broken
-            self._manager.forget(sequence)
+        if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
+            self._manager.invalidate(sequence)
         elif sequence.num_committed == 0:
-            sequence.first_token = self._clock.now()
+            sequence.timing.first_token = self._clock.now()
 
-    def read_block(self, record: StepRecord, row: Row, output: RowTokens) -> None:
-        """Commit a live sequence's tokens, none behind the one that ends it, and their pages."""
-        sequence, accepted = row.sequence, len(output.tokens) - 1
-        assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
-        record.proposed += output.num_proposed
-        record.accepted += accepted
-        record.rejected += accepted < output.num_proposed
-        sequence.settle(row.num_drafts, accepted)
+    def process_block(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
+        """Commit a decode's accepted draft tokens, its own token and their pages."""
+        sequence, num_accepted = row.sequence, len(output.tokens) - 1
+        assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
+        record.drafted += output.num_drafted
+        record.accepted += num_accepted
+        record.rejected += num_accepted < output.num_drafted
+        sequence.settle_drafts(row.num_drafts, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, accepted, output.num_proposed)
+            self._block_sizes.learn(sequence, num_accepted, output.num_drafted)
         for token in output.tokens:
-            self.read(sequence, token)
+            self.process(sequence, token)
             if sequence.finalized:
                 break
-        end = sequence.last_position  # the launch behind may write to what it has proposed for
-        self._manager.commit_to(sequence, end, reserved=end + sequence.num_drafted)
+        end = sequence.progress.last_position
+        reserved = end + sequence.progress.inflight_drafts  # the next launch may write up to here
+        self._manager.commit_to(sequence, end, reserved=reserved)
 
-    def read(self, sequence: Sequence, token: SampledToken) -> None:
-        """Commit one token of a live sequence, and end it when the token does."""
+    def process(self, sequence: Sequence, token: SampledToken) -> None:
+        """Commit one token of a live sequence; finish the sequence if it is the last one."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
-            self._manager.forget(sequence, sequence.prompt_length)
+            self._manager.invalidate(sequence, sequence.prompt_length)
             self.fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
             return
         try:
             events = task.consume(token)
-        except Exception:  # a skill's bug ends its own request, not its batch mates
-            log.exception("task of request %s failed", sequence.request.request_id)
+        except Exception as error:  # noqa: BLE001 - a task's bug ends its own request only
+            _log.error("task_failed", request_id=sequence.request.request_id.name, exc_info=error)
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
-        sequence.num_committed += 1
         self.num_tokens += 1
         sequence.tokens.append((token.token_id, token.payload))
         if events:
@@ -93,13 +94,12 @@ class OutputProcessor:
             self._complete(sequence)
 
     def fail(self, sequence: Sequence, error: LegatoError) -> None:
-        """End a live sequence without its result."""
+        """End a live sequence without a result."""
         self._finalize(sequence)
         self._sink.failed(sequence, error)
 
     def _complete(self, sequence: Sequence) -> None:
-        """End a sequence behind its last token, unless its listener has just given it up."""
-        if sequence.finalized:
+        if sequence.finalized:  # aborted by the sink, during `delta`
             return
         self._finalize(sequence)
         self._admission.completed(sequence)

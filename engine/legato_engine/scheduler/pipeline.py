@@ -1,4 +1,4 @@
-"""The two ping-pong slots and the launches in flight in them."""
+"""The two slots of the device and the launches in flight in them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NUM_SLOTS = 2
 
 
 class Pipeline:
-    """First in, first out, at most `depth` launches in flight; it knows no kind of work.
+    """Launches in flight, first in, first out, at most `depth`; independent of their kind.
 
-    A slot is taken at `launch` and free again only after the `commit` of its launch. At most one
-    launch waits for its sampling. Every launch holds one reference on each of its sequences.
+    A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
+    one launch is not sampled yet.
     """
 
     def __init__(self, depth: int) -> None:
@@ -25,18 +25,17 @@ class Pipeline:
         self._num_launched = 0
 
     def __len__(self) -> int:
-        """Launches in flight."""
         return len(self._inflight)
 
     def can_launch(self) -> bool:
-        """Whether a slot is free and no launch waits for its sampling."""
+        """Whether a slot is free and every launch is sampled."""
         return len(self._inflight) < self.depth and self.unsampled() is None
 
     def launch(self, plan: Plan) -> Launch:
-        """Put a plan into a free slot; the caller has asked `can_launch`."""
-        assert self.can_launch(), "launched into a full pipeline or ahead of an unsampled launch"
-        held = NUM_SLOTS - len(self._free_slots)
-        assert held == len(self._inflight), f"{held} slots held by {len(self._inflight)} launches"
+        """Put a plan into a free slot, having checked `can_launch`."""
+        assert self.can_launch(), f"{len(self)} of {self.depth} in flight, or unsampled"
+        used = NUM_SLOTS - len(self._free_slots)
+        assert used == len(self._inflight), f"{used} slots used by {len(self._inflight)} launches"
         launch = Launch(self._num_launched, self._free_slots.popleft(), plan)
         self._num_launched += 1
         self._inflight.append(launch)
@@ -45,30 +44,29 @@ class Pipeline:
             assert not sequence.finalized, f"sequence {sequence.seq_id} launched when finalized"
             sequence.inflight_refs += 1
             assert sequence.inflight_refs <= self.depth, (
-                f"sequence {sequence.seq_id} is too far ahead"
+                f"sequence {sequence.seq_id} is in {sequence.inflight_refs} launches"
             )
         return launch
 
     def oldest(self) -> Launch | None:
-        """The launch to commit next."""
+        """Return the launch to commit next."""
         return self._inflight[0] if self._inflight else None
 
     def unsampled(self) -> Launch | None:
-        """The launch whose sampling is not enqueued yet; only the newest can be."""
+        """Return the launch that is not sampled yet, always the newest."""
         if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
             return self._inflight[-1]
         return None
 
     def mark_sampled(self, launch: Launch) -> None:
-        """Its sampling and its copy back are enqueued."""
+        """Note that sampling and the copy to the host are enqueued."""
         assert launch is self.unsampled(), f"launch {launch.launch_id} is not the unsampled one"
         launch.phase = Phase.SAMPLED
 
     def commit(self, launch: Launch) -> list[Sequence]:
-        """Its tokens have been read: free the slot, drop the references.
+        """Free the slot and drop the references, after the tokens are read.
 
-        Returns the sequences that nothing in flight names any more and that are finalized or
-        preempted: their resources are the caller's to release, now.
+        Return the finalized or preempted sequences that no launch names any more, to be released.
         """
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"

@@ -1,4 +1,4 @@
-"""The scheduler's only view of the device."""
+"""The scheduler's interface to the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.tasks import SampledToken
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchTimes:
-    """When a launch's parts ran on the device, `time.perf_counter_ns` clock."""
+    """When the parts of a launch ran on the device, on the `time.perf_counter_ns` clock."""
 
     forward_start: int
     forward_end: int
@@ -22,22 +22,20 @@ class LaunchTimes:
 
 
 class RowTokens(NamedTuple):
-    """What one launch gave one row: the accepted tokens, then the model's own next.
+    """What a launch returned for one sequence: accepted draft tokens, then the model's next token.
 
-    No token at all where an earlier launch has given the row its last one: a zombie. `num_proposed`
-    is at most the row's `num_drafts`: a proposer may have no guess.
+    Empty for a zombie whose last token came with an earlier launch.
     """
 
     tokens: tuple[SampledToken, ...]
-    num_proposed: int = 0
+    num_drafted: int = 0  # at most the row's `num_drafts`; a proposer may have no guess
 
 
 class Runner(Protocol):
-    """Runs launches; `runtime.model_runner.ModelRunner` does it for real.
+    """Runs launches on the device; implemented by `runtime.model_runner.ModelRunner`.
 
-    Calls for one launch come in this order, once each: `forward`, `sample`, `collect`. Between
-    `forward` and the end of `collect` the launch owns the buffers of its slot. Nothing here blocks
-    but `collect`. An encode and the prefill behind it read the sequence's `pixels` in `forward`.
+    Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
+    slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.
     """
 
     def forward(self, launch: Launch) -> None:
@@ -45,20 +43,16 @@ class Runner(Protocol):
         ...
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
-        """Enqueue sampling under one constraint per row, then the copy back on the copy stream.
+        """Enqueue sampling on the compute stream, then the copy to the host on the copy stream.
 
-        An encode or a refinement samples nothing: no constraints, only its events are recorded.
+        There is one constraint per row; encodes and refinements have none and only record events.
         """
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy and read every row's tokens, none of an encode's; or the answer to a
-        refinement.
-
-        After it returns the slot is free.
-        """
+        """Wait for the copy and return the tokens of each row; set a refinement's answer."""
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:
-        """Device times of a collected launch, until its slot's next `forward`."""
+        """Return the device times of a collected launch, until the slot's next `forward`."""
         ...

@@ -1,4 +1,4 @@
-"""The scheduler's only view of those who wait for results."""
+"""The scheduler's interface to the receivers of results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from legato_engine.sequence import Sequence
 
 
 class Sink(Protocol):
-    """Where a request's news goes, in order: `started`, `delta`*, then `done` or `failed`.
+    """Receives a request's events in order: `started`, `delta`*, then `done` or `failed`.
 
-    A request may fail before it started; an aborted one is never mentioned again. Calls come from
-    inside `Scheduler.step` or `stop`, and may call `Scheduler.abort`.
+    A request may fail before it started. An aborted request has no further events. Calls are made
+    inside `Scheduler.step` or `stop` and may call `Scheduler.abort`.
     """
 
     def started(self, sequence: Sequence) -> None:
-        """Its prefill was launched, or the first part of it."""
+        """Its prefill, or the first part of its image, was launched."""
         ...
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """One commit added these events, at least one."""
+        """A commit added these events, at least one."""
         ...
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
@@ -35,17 +35,17 @@ class Sink(Protocol):
 
 
 class SilentSink:
-    """A `Sink` for requests that nobody waits for; a failure of theirs is raised."""
+    """A `Sink` that ignores events and raises failures."""
 
     def started(self, sequence: Sequence) -> None:
-        """Nobody asked."""
+        """Ignore it."""
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Nobody asked."""
+        """Ignore it."""
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Nobody asked."""
+        """Ignore it."""
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """Stop whoever steps the scheduler."""
+        """Raise the error from `Scheduler.step`."""
         raise error

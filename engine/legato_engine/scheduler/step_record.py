@@ -1,4 +1,4 @@
-"""What one launch cost the host, for benchmarks and traces."""
+"""What a launch cost the host, for benchmarks and traces."""
 
 from __future__ import annotations
 
@@ -10,54 +10,50 @@ from legato_engine.scheduler.launch import Launch
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRecord:
-    """When the host worked on a launch: starts and ends in `Clock.perf_ns` nanoseconds.
+    """When the host worked on a launch, in `Clock.perf_ns` nanoseconds, and what came of it.
 
-    The scheduler fills it between the launch and its commit; it is complete when the observer gets
-    it. `zombies` counts the rows sampled in vain: their sequence had ended before this commit.
-    Of the others, `tokens` were committed; `proposed` and `accepted` count drafts, `accepted` those
-    behind a sequence's end too, and `rejected` the wrong ones that ended a block: `accepted` and
-    `rejected` together were tried.
+    The scheduler fills it in from the launch to its commit, then passes it to the observer.
     """
 
     launch: Launch
     plan_start: int
     plan_end: int
     launch_end: int = 0
-    finalize_start: int = 0
-    finalize_end: int = 0
+    sample_start: int = 0
+    sample_end: int = 0
     wait_start: int = 0
     wait_end: int = 0
     commit_end: int = 0
-    zombies: int = 0
-    tokens: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    rejected: int = 0
+    zombies: int = 0  # rows whose sequence had ended before this commit
+    tokens: int = 0  # committed, of the other rows
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # of them, those after a sequence's end included
+    rejected: int = 0  # wrong ones that ended a block; `accepted + rejected` were tried
 
     @property
     def plan_ns(self) -> int:
-        """Choosing the batch."""
+        """Time to plan the batch."""
         return self.plan_end - self.plan_start
 
     @property
     def launch_ns(self) -> int:
-        """Staging and enqueueing the forward."""
+        """Time to stage and enqueue the forward pass."""
         return self.launch_end - self.plan_end
 
     @property
-    def finalize_ns(self) -> int:
-        """Reading the constraints and enqueueing the sampling."""
-        return self.finalize_end - self.finalize_start
+    def sample_ns(self) -> int:
+        """Time to read constraints and enqueue sampling."""
+        return self.sample_end - self.sample_start
 
     @property
     def commit_ns(self) -> int:
-        """Bookkeeping after they had."""
+        """Time to process the tokens, without the wait for them."""
         return self.commit_end - self.wait_end
 
 
 class Observer(Protocol):
-    """Told about every launch once it is committed, while the runner still knows its times."""
+    """Receives the record of every committed launch while the runner still has its times."""
 
     def committed(self, record: StepRecord) -> None:
-        """Called on the scheduler's thread; must be quick."""
+        """Called on the scheduler's thread; must be fast."""
         ...

@@ -1,29 +1,29 @@
-"""How long a request arriving now would wait."""
+"""Estimated wait of a new request."""
 
 from __future__ import annotations
 
 SMOOTHING = 0.1
-"""Weight of the newest completion in the moving average."""
+"""Weight of the newest service time in the moving average."""
 
 
 class WaitEstimate:
-    """A moving average of service times, turned into a wait by the queue's length."""
+    """Predicts waits from a moving average of service times and the length of the queue."""
 
     def __init__(self) -> None:
         self._service: float | None = None  # seconds; None until a request has completed
 
     def completed(self, seconds: float) -> None:
-        """A request was served in `seconds`, from its prefill to its end."""
+        """Add a service time, from prefill to end."""
         if self._service is None:
             self._service = seconds
         else:
             self._service += SMOOTHING * (seconds - self._service)
 
     def predict(self, waiting: int, rows_free: int, num_rows: int) -> float | None:
-        """Seconds until one more request would start; None while no request has completed.
+        """Return the seconds until one more request would start, None while unknown.
 
-        `num_rows` requests are served side by side, so one of them ends every `service / num_rows`
-        seconds. Page shortage is left out: the estimate errs towards letting requests in.
+        One of `num_rows` parallel requests ends every `service / num_rows` seconds. A shortage of
+        pages is ignored, so the estimate may be too low.
         """
         if self._service is None:
             return None

@@ -1,1 +1,1 @@
-"""What comes next, guessed: who proposes tokens, and how many are worth a try."""
+"""Speculative decoding: proposers of draft tokens, and policies for how many to propose."""

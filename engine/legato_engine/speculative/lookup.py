@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed when these words stood here before.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last ones.
 
-Shape legend: R rows, C positions, K proposed tokens.
+Shape legend: R rows, C positions, K draft tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 
 class LookupProposer:
-    """Proposes what stands behind the latest earlier place that ends in the same tokens.
+    """Proposes what follows the latest earlier position that ends in the same n-gram.
 
-    A place where up to `longest` tokens agree goes before one where fewer do, and one with fewer
-    than `shortest` is none. Where the tokens behind it run into the newest one they repeat.
+    Longer matches go first: up to `longest` tokens, at least `shortest`. A draft that reaches the
+    newest token continues from the matched position again.
     """
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
@@ -24,17 +24,17 @@ class LookupProposer:
         self._longest = longest
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
+        """See `Proposer`."""
         tokens_RC, newest_R1 = history.tokens_RC, history.position_R[:, None]
-        place_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
-        agree_RC = place_C < newest_R1
+        index_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
+        agree_RC = index_C < newest_R1
         num_agreed_RC = torch.zeros_like(tokens_RC)
         for back in range(self._longest):
             tail_R1 = tokens_RC.gather(1, (newest_R1 - back).clamp(min=0))
-            before_RC = F.pad(tokens_RC, (back, 0), value=UNKNOWN)[:, : len(place_C)]
+            before_RC = F.pad(tokens_RC, (back, 0), value=UNKNOWN)[:, : len(index_C)]
             agree_RC = agree_RC & (before_RC == tail_R1) & (before_RC != UNKNOWN)
             num_agreed_RC += agree_RC
-        rank_RC = num_agreed_RC * len(place_C) + place_C
+        rank_RC = num_agreed_RC * len(index_C) + index_C
         best_R, end_R = rank_RC.masked_fill(num_agreed_RC < self._shortest, -1).max(1)
         period_R1 = (newest_R1 - end_R[:, None]).clamp(min=1)
         step_K = torch.arange(draft_RK.shape[1], device=tokens_RC.device)

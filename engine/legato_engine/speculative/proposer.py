@@ -1,6 +1,6 @@
-"""The seam between a row's known tokens and whoever guesses the next ones.
+"""The interface of proposers, and what they see of the rows they propose for.
 
-Shape legend: R rows of the device's state, C positions, K proposed tokens, D width, M pages.
+Shape legend: R rows of the device's state, C positions, K draft tokens, D width, M pages.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ if TYPE_CHECKING:
     import torch  # the policies beside this module never load torch
 
 UNKNOWN = -1
-"""In place of a token id: none stands here, or none is guessed."""
+"""Marks a position without a token id, and a draft token that was not proposed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowHistory:
-    """Rows as the device knows them, a step ahead of the host; ids are int64.
+    """The rows' tokens on the device, one step ahead of the host; ids are int64.
 
-    `row_R` names them: all of the state's, or those alone that somebody asks about. `tokens_RC`
-    holds ids by position, the prompt's and those committed behind it up to `position_R`, the
-    newest. All else is `UNKNOWN`: the shared prefix too. `hidden_RD` is the residual stream that
-    the newest token was sampled from. `page_table_RM` names the pages of the KV cache, in which the
-    model has written what stands before `position_R`.
+    `row_R` are the rows, all of the state's or a subset. `tokens_RC` holds ids by position: the
+    prompt's and the committed ones up to `position_R`, the newest. All else is `UNKNOWN`, the
+    shared prefix included. `hidden_RD` is the residual stream that the newest token was sampled
+    from. `page_table_RM` names KV pages, which hold all positions before `position_R`.
     """
 
     row_R: torch.Tensor
@@ -34,16 +33,16 @@ class RowHistory:
 
 
 class Proposer(Protocol):
-    """Guesses on the device, where the newest token is known before the host has read it.
+    """Proposes draft tokens on the device, before the host has read the newest token.
 
-    A guess costs time when it is wrong and never changes an answer: what stands is what the model
-    samples.
+    A wrong draft token costs time and never changes a result, because only tokens that the model
+    samples itself are accepted.
     """
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """Write up to K tokens behind each row's newest, `UNKNOWN` from the first missing one on.
+        """Write up to K draft tokens a row, `UNKNOWN` from the first missing one on.
 
-        All these rows at once, by work on the compute stream that reads nothing on the host, so
-        that it can be captured.
+        Only enqueues work on the compute stream and reads nothing on the host, so the call can be
+        captured.
         """
         ...

@@ -1,7 +1,6 @@
-"""What a decode step costs the running engine, and what pipelining is worth to it.
+"""Statistics of the running engine's decode steps, and its gain from pipelining.
 
-Steps are read in pairs: a decode launch and the decode launch committed before it. Nothing sleeps
-between the two, so the parts and the period are those of a busy engine.
+Only a decode after a decode is measured: the engine does not sleep between the two.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.telemetry.cost_model import predicted_speedup
 from legato_engine.telemetry.timeline import Step
 
-_INTERVAL = 0.5  # seconds between two reports of a busy engine
+_INTERVAL = 0.5  # seconds between snapshots of a busy engine
 _NS_PER_MS = 1e6
 
 
 class StepParts(NamedTuple):
-    """One step, in nanoseconds.
+    """The parts of one step, in nanoseconds.
 
-    `sampling` includes the copy back. `bookkeeping` is plan, launch, finalize and commit on the
-    host; `wait` is the host's in front of the copy. `idle` is the device's: between the sampling of
-    the step before and this forward, and between this forward and its sampling.
+    `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
+    sampling, and commit; `wait` its wait for the copy. `idle` is the device's, before and after the
+    forward.
 
-    `blocking` estimates the same step in a blocking loop: forward, sampling, and all that the host
-    does in a period, which is the period less the time it was blocked by a copy under way. Only
-    enqueueing the sampling is hidden there too, under the forward.
+    `blocking` estimates the step in a blocking loop: forward, sampling, and the period without the
+    time in which the copy blocked the host. Only the enqueueing of the sampling would overlap with
+    the forward.
     """
 
     period: int
@@ -42,16 +41,16 @@ class StepParts(NamedTuple):
 
 
 _Counts = tuple[int, int, int, int, int]
-"""Rows, how many were zombies, and of the others the tokens committed, proposed and accepted."""
+"""Rows, zombies among them, and the others' tokens: committed, drafted, accepted."""
 
 
 def step_parts(before: Step, step: Step) -> StepParts:
-    """The parts of `step`; `before` is the step committed before it."""
+    """Return the parts of `step`; `before` is the step committed before it."""
     record, times = step.record, step.times
     period = record.commit_end - before.record.commit_end
     forward = times.forward_end - times.forward_start
     sampling = times.copy_end - times.sample_start
-    finalize = record.finalize_ns
+    finalize = record.sample_ns
     blocked = max(0, min(times.copy_end, record.wait_end) - record.wait_start)
     return StepParts(
         period=period,
@@ -66,49 +65,45 @@ def step_parts(before: Step, step: Step) -> StepParts:
 
 
 class StepStats:
-    """A `timeline.StepListener` that keeps the parts of the last `window` decode steps.
-
-    A step costs some subtractions and a place in a ring; medians are taken when a report is due.
-    """
+    """A `timeline.StepListener` that keeps the parts of the last `window` decode steps."""
 
     def __init__(self, window: int = 256) -> None:
         self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
         self._num_steps = 0
         self._num_tokens = 0
         self._previous: Step | None = None
-        self._report: PipelineStats | None = None
-        self._reported_steps = 0
+        self._latest: PipelineStats | None = None
+        self._latest_steps = 0
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """Count a step; prefills only by their tokens."""
+        """Count a step; a prefill counts only by its tokens."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
         previous, self._previous = self._previous, step
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return
-        counts = (len(rows), record.zombies, record.tokens, record.proposed, record.accepted)
+        counts = (len(rows), record.zombies, record.tokens, record.drafted, record.accepted)
         self._ring.append((step_parts(previous, step), counts))
         self._num_steps += 1
 
-    def report(self, now: float, *, fresh: bool) -> PipelineStats | None:
-        """The latest snapshot, renewed when it is `_INTERVAL` old, or at once when `fresh`.
+    def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
+        """Return the latest snapshot, renewed if it is `_INTERVAL` old or `fresh` is set.
 
-        `now` is in seconds on any one clock. None until there is a snapshot.
+        `now` is in seconds of any monotonic clock.
         """
-        if self._num_steps != self._reported_steps and (fresh or now >= self._due):
-            self._report = self.snapshot()
-            self._reported_steps = self._num_steps
+        if self._num_steps != self._latest_steps and (fresh or now >= self._due):
+            self._latest = self.snapshot()
+            self._latest_steps = self._num_steps
             self._due = now + _INTERVAL
-        return self._report
+        return self._latest
 
     def snapshot(self) -> PipelineStats | None:
-        """Medians over the window, None while it is empty.
+        """Return medians over the window, or None if it is empty.
 
-        The prediction sets the estimated blocking step against the measured period. Its tax is the
-        zombies' share of the rows, each counted as a full row: they share the forward with the
-        others, so the gain is a lower bound. A blocking engine's own gain is about nothing.
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row. For a
+        blocking engine it is about zero.
         """
         if not self._ring:
             return None
@@ -120,7 +115,7 @@ class StepStats:
             float(ns) / _NS_PER_MS for ns in np.median(np.array(parts), axis=0)
         )
         zombie_ratio = zombies / rows
-        lively = max(1, rows - zombies)
+        live_rows = max(1, rows - zombies)
         return PipelineStats(
             num_steps=len(parts),
             num_tokens=self._num_tokens,
@@ -134,8 +129,8 @@ class StepStats:
             blocking_ms=blocking,
             zombie_ratio=zombie_ratio,
             predicted_gain=predicted_speedup(blocking, period, zombie_ratio) - 1.0,
-            tokens_per_row=tokens / lively,
-            proposed_per_row=proposed / lively,
+            tokens_per_row=tokens / live_rows,
+            proposed_per_row=proposed / live_rows,
             acceptance=accepted / max(1, proposed),
         )
 

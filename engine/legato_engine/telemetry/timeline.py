@@ -1,8 +1,7 @@
-"""The last launches as a timeline that Perfetto and chrome://tracing open.
+"""A timeline of the last launches, for Perfetto and chrome://tracing.
 
-Lanes: what the scheduler's thread did (plan, launch, wait, commit, finalize), what ran on the
-device (compute, copy), and which launch held each slot. Arrows follow a launch from the host to the
-device and back.
+Lanes show the scheduler's thread, the device, and the launch in each slot. Arrows follow a launch
+from the host to the device and back.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ TraceEvent = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A committed launch: what the host recorded and when the device ran it."""
+    """A committed launch: the host's record and the device's times."""
 
     record: StepRecord
     times: LaunchTimes
 
 
 class StepListener(Protocol):
-    """Somebody who is told of every step, in the order of the commits."""
+    """A receiver of all steps, in the order of their commits."""
 
     def add(self, step: Step) -> None:
-        """Called on the scheduler's thread; must be quick."""
+        """Add a step; runs on the scheduler's thread and must be quick."""
         ...
 
 
 class StepFeed:
-    """A `scheduler.Observer` that reads a launch's device times once, for all its listeners."""
+    """A `scheduler.Observer` that reads the device times of a launch once for all listeners."""
 
     def __init__(
         self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
@@ -60,33 +59,33 @@ class StepFeed:
         self._listeners = tuple(listeners)
 
     def committed(self, record: StepRecord) -> None:
-        """Pass a launch on."""
+        """Pass a launch to the listeners."""
         step = Step(record, self._times(record.launch))
         for listener in self._listeners:
             listener.add(step)
 
 
 class Timeline:
-    """A `StepListener` that remembers the last `capacity` launches."""
+    """A `StepListener` that keeps the last `capacity` launches."""
 
     def __init__(self, capacity: int) -> None:
         self._steps: collections.deque[Step] = collections.deque(maxlen=capacity)
 
     @property
     def steps(self) -> list[Step]:
-        """What is remembered, oldest first."""
+        """The launches kept, oldest first."""
         return list(self._steps)
 
     def add(self, step: Step) -> None:
-        """Remember a launch."""
+        """Add a launch."""
         self._steps.append(step)
 
     def to_json(self) -> str:
-        """A Chrome trace."""
+        """Return a Chrome trace."""
         return json.dumps({"traceEvents": trace_events(self.steps), "displayTimeUnit": "ms"})
 
     def dump(self) -> pathlib.Path:
-        """Write the trace to this process's `timeline_path`; the file appears complete."""
+        """Write the trace to `timeline_path` atomically; return the path."""
         path = timeline_path(os.getpid())
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(self.to_json())
@@ -95,12 +94,12 @@ class Timeline:
 
 
 def timeline_path(pid: int) -> pathlib.Path:
-    """Where the engine process `pid` writes its timeline when asked."""
+    """Return the file to which the engine process `pid` writes its timeline."""
     return pathlib.Path(tempfile.gettempdir()) / f"legato-timeline-{pid}.json"
 
 
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
-    """Events in Chrome's trace format, times in microseconds."""
+    """Return events in Chrome's trace format, times in microseconds."""
     events: list[TraceEvent] = [
         {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
         for lane, name in enumerate(LANES)
@@ -115,12 +114,12 @@ def trace_events(steps: list[Step]) -> list[TraceEvent]:
 
 def _spans(step: Step, previous_copy_end: int) -> list[TraceEvent]:
     record, times = step.record, step.times
-    # The copy stream runs in order: a copy begins when its tokens are there and the last is done.
+    # The copy stream runs in order: a copy starts after its sampling and after the copy before it.
     copy_start = max(times.sample_end, previous_copy_end)
     spans = (
         ("cpu plan", "plan", record.plan_start, record.plan_end),
         ("cpu launch", "launch", record.plan_end, record.launch_end),
-        ("cpu finalize", "finalize", record.finalize_start, record.finalize_end),
+        ("cpu finalize", "finalize", record.sample_start, record.sample_end),
         ("cpu wait", "wait", record.wait_start, record.wait_end),
         ("cpu commit", "commit", record.wait_end, record.commit_end),
         ("device compute", "forward", times.forward_start, times.forward_end),

@@ -1,7 +1,4 @@
-"""A conversation as protobuf messages, read as `core` values. Pure.
-
-Raises `InvalidField` or `PromptTooLong` naming the offending field by its path from the request.
-"""
+"""Chat messages to a question with its history."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from legato_engine import core
 from legato_engine.errors import InvalidField, PromptTooLong
 
 MAX_MESSAGES = 256
-MAX_CHARACTERS = 32_768  # of all messages together: as for a question alone
+MAX_CHARACTERS = 32_768  # of all messages together, as many as of a single question
 
 _SYSTEM, _USER, _ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -23,9 +20,9 @@ _SYSTEM, _USER, _ASSISTANT = (
 
 
 class Conversation(NamedTuple):
-    """What was said, and the question that is to be answered.
+    """The question to answer, and the messages before it.
 
-    `shows_image` says that a part stands for the request's picture.
+    `shows_image` is set if a message refers to the request's image.
     """
 
     system: str
@@ -35,7 +32,12 @@ class Conversation(NamedTuple):
 
 
 def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conversation:
-    """The system first or not at all, then user and assistant by turns, the user last."""
+    """Convert messages: an optional system message, then user and assistant in turns, user last.
+
+    Raises:
+        InvalidField: the messages are malformed; `field` is the path of the offending one.
+        PromptTooLong: the messages have too many characters together.
+    """
     if len(messages) > MAX_MESSAGES:
         raise InvalidField(
             f"at most {MAX_MESSAGES} messages",
@@ -46,8 +48,8 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
     num_system = int(messages[0].role == _SYSTEM)
     _check_roles(messages, num_system, field)
     texts = [
-        _text(message, f"{field}[{at}]", takes_image=at == num_system)
-        for at, message in enumerate(messages)
+        _text(message, f"{field}[{index}]", takes_image=index == num_system)
+        for index, message in enumerate(messages)
     ]
     _check_length(sum(map(len, texts)), field)
     turns = texts[num_system:]
@@ -63,31 +65,31 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
 
 
 def _check_roles(messages: Sequence[task_pb2.ChatMessage], num_system: int, field: str) -> None:
-    for at, message in enumerate(messages[num_system:], num_system):
-        expected = _ASSISTANT if (at - num_system) % 2 else _USER
+    for index, message in enumerate(messages[num_system:], num_system):
+        expected = _ASSISTANT if (index - num_system) % 2 else _USER
         if message.role != expected:
             name = task_pb2.ChatRole.Name(expected)
             raise InvalidField(
-                f"the system may speak first, then user and assistant take turns: {name} is next",
-                field=f"{field}[{at}].role",
+                f"{name} expected: user and assistant take turns, after an optional system message",
+                field=f"{field}[{index}].role",
             )
     if len(messages) == num_system or messages[-1].role != _USER:
-        raise InvalidField("the last message is the user's", field=field)
+        raise InvalidField("the last message must be the user's", field=field)
 
 
 def _text(message: task_pb2.ChatMessage, field: str, *, takes_image: bool) -> str:
-    for at, part in enumerate(message.parts):
+    for index, part in enumerate(message.parts):
         kind = part.WhichOneof("part")
         if kind is None:
-            raise InvalidField("a part is a text or an image", field=f"{field}.parts[{at}]")
-        if kind == "image" and not (takes_image and at == 0):
+            raise InvalidField("a part needs a text or an image", field=f"{field}.parts[{index}]")
+        if kind == "image" and not (takes_image and index == 0):
             raise InvalidField(
-                "one picture, at the beginning of the user's first message",
-                field=f"{field}.parts[{at}].image",
+                "only one image, at the beginning of the user's first message",
+                field=f"{field}.parts[{index}].image",
             )
     text = "".join(part.text for part in message.parts)
     if not text.strip():
-        raise InvalidField("a message needs some text", field=f"{field}.parts")
+        raise InvalidField("a message needs text", field=f"{field}.parts")
     return text
 
 

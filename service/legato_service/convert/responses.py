@@ -1,181 +1,193 @@
-"""`core` values as protobuf responses. Pure.
+"""`core` values to protobuf responses.
 
-Messages on the way of every answer are filled in place: protobuf copies a message that is given to
-another one's constructor, which takes several times as long.
+Results are filled in place; `response_info` says why.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, task_pb2
 from legato_engine import core
 from legato_engine.ipc.messages import Done, PipelineStats, Queued, Started
 
-from legato_service.convert.info import (
-    FINISH,
+from legato_service.convert.response_info import (
+    FINISH_REASONS,
     duration,
     fill_timings,
     fill_tokens,
     fill_usage,
-    image,
+    image_info,
 )
 
 # ---------------------------------------------------------------- results
 
 
-def fill_query(
+def query(result: core.QueryResult) -> inference_pb2.QueryResponse:
+    """Convert a result, without the info."""
+    response = inference_pb2.QueryResponse()
+    _fill_query(response, result)
+    return response
+
+
+def caption(result: core.CaptionResult) -> inference_pb2.CaptionResponse:
+    """Convert a result, without the info."""
+    return inference_pb2.CaptionResponse(caption=result.caption)
+
+
+def detect(result: core.DetectResult) -> inference_pb2.DetectResponse:
+    """Convert a result, without the info."""
+    response = inference_pb2.DetectResponse()
+    _fill_detect(response, result)
+    return response
+
+
+def point(result: core.PointResult) -> inference_pb2.PointResponse:
+    """Convert a result, without the info."""
+    response = inference_pb2.PointResponse()
+    _fill_point(response, result)
+    return response
+
+
+def segment(result: core.SegmentResult) -> inference_pb2.SegmentResponse:
+    """Convert a result, without the info."""
+    response = inference_pb2.SegmentResponse()
+    _fill_segment(response, result)
+    return response
+
+
+def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
+    """Convert the result of a task that succeeded."""
+    finish_reason = FINISH_REASONS[done.finish_reason]
+    message = task_pb2.TaskResult(task_id=task_id, finish_reason=finish_reason)
+    fill_usage(message.usage, done.usage)
+    fill_timings(message.timings, done.timings)
+    # An empty result is sent too, and says which skill it is of.
+    match done.result:
+        case core.QueryResult() as result:
+            message.query.SetInParent()
+            _fill_query(message.query, result)
+        case core.CaptionResult() as result:
+            message.caption.SetInParent()
+            message.caption.caption = result.caption
+        case core.DetectResult() as result:
+            message.detect.SetInParent()
+            _fill_detect(message.detect, result)
+        case core.PointResult() as result:
+            message.point.SetInParent()
+            _fill_point(message.point, result)
+        case core.SegmentResult() as result:
+            message.segment.SetInParent()
+            _fill_segment(message.segment, result)
+    return message
+
+
+def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
+    """Convert the failure of a task."""
+    return task_pb2.TaskResult(task_id=task_id, error=status)
+
+
+def _fill_query(
     message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: core.QueryResult
 ) -> None:
-    """The answer, with the thoughts where there were any."""
     message.answer = result.answer
     if result.reasoning is not None:
         message.reasoning.text = result.reasoning
         message.reasoning.grounding.extend(_grounding(value) for value in result.grounding)
 
 
-def fill_caption(
-    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: core.CaptionResult
-) -> None:
-    """The caption."""
-    message.caption = result.caption
-
-
-def fill_objects(
+def _fill_detect(
     message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: core.DetectResult
 ) -> None:
-    """All boxes."""
     objects = message.objects
-    for found in result.objects:
-        _fill_object(objects.add(), found)
+    for value in result.objects:
+        _fill_object(objects.add(), value)
 
 
-def fill_points(
+def _fill_point(
     message: task_pb2.PointResult | inference_pb2.PointResponse, result: core.PointResult
 ) -> None:
-    """All points."""
     points = message.points
-    for found in result.points:
-        _fill_pointed(points.add(), found)
+    for value in result.points:
+        _fill_pointed(points.add(), value)
 
 
-def fill_segments(
+def _fill_segment(
     message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: core.SegmentResult
 ) -> None:
-    """All outlines."""
-    message.segments.extend(_outline(found) for found in result.segments)
-
-
-def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
-    """How one task of a request ended, when it ended well."""
-    message = task_pb2.TaskResult(task_id=task_id, finish_reason=FINISH[done.finish_reason])
-    fill_usage(message.usage, done.usage)
-    fill_timings(message.timings, done.timings)
-    name, fill = _RESULTS[type(done.result)]
-    result = getattr(message, name)
-    result.SetInParent()  # also of nothing
-    fill(result, done.result)
-    return message
-
-
-_RESULTS: dict[type, tuple[str, Callable[[Any, Any], None]]] = {
-    core.QueryResult: ("query", fill_query),
-    core.CaptionResult: ("caption", fill_caption),
-    core.DetectResult: ("detect", fill_objects),
-    core.PointResult: ("point", fill_points),
-    core.SegmentResult: ("segment", fill_segments),
-}
-
-
-def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
-    """How one task of a request ended, when it failed."""
-    return task_pb2.TaskResult(task_id=task_id, error=status)
+    message.segments.extend(_outline(value) for value in result.segments)
 
 
 # ---------------------------------------------------------------- about the engine
 
 
-def decode_steps(report: PipelineStats) -> admin_pb2.DecodeSteps:
-    """What a decode step costs."""
+def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
+    """Convert the costs of decode steps."""
     return admin_pb2.DecodeSteps(
-        steps=report.num_steps,
-        tokens=report.num_tokens,
-        rows=report.rows,
-        step_ms=report.step_ms,
-        forward_ms=report.forward_ms,
-        sampling_ms=report.sampling_ms,
-        bookkeeping_ms=report.bookkeeping_ms,
-        wait_ms=report.wait_ms,
-        idle_ms=report.idle_ms,
-        blocking_ms=report.blocking_ms,
-        zombie_ratio=report.zombie_ratio,
-        predicted_gain=report.predicted_gain,
+        steps=stats.num_steps,
+        tokens=stats.num_tokens,
+        rows=stats.rows,
+        step_ms=stats.step_ms,
+        forward_ms=stats.forward_ms,
+        sampling_ms=stats.sampling_ms,
+        bookkeeping_ms=stats.bookkeeping_ms,
+        wait_ms=stats.wait_ms,
+        idle_ms=stats.idle_ms,
+        blocking_ms=stats.blocking_ms,
+        zombie_ratio=stats.zombie_ratio,
+        predicted_gain=stats.predicted_gain,
     )
 
 
 # ---------------------------------------------------------------- events
 
 
-def queued(report: Queued) -> inference_pb2.GenerateResponse:
-    """The request waits."""
+def queued(output: Queued) -> inference_pb2.GenerateResponse:
+    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         queued=inference_pb2.Queued(
-            position=report.position, estimated_wait=duration(report.estimated_wait)
+            position=output.position, estimated_wait=duration(output.estimated_wait)
         )
     )
 
 
-def started(report: Started, request_id: str) -> inference_pb2.GenerateResponse:
-    """The request runs."""
+def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
+    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request_id,
-            model=report.model,
-            input_tokens=report.input_tokens,
-            cached_tokens=report.cached_tokens,
-            image=image(report.image),
-            queue_time=duration(report.queue_time),
+            model=output.model,
+            input_tokens=output.input_tokens,
+            cached_tokens=output.cached_tokens,
+            image=None if output.image is None else image_info(output.image),
+            queue_time=duration(output.queue_time),
         )
     )
 
 
 def delta(event: core.Event, index: int) -> inference_pb2.GenerateResponse:
-    """What one step added, as the event of this number."""
+    """Convert what one step added."""
     message = inference_pb2.GenerateResponse()
     message.index = index
-    _FILL[type(event)](message, event)
+    match event:
+        case core.TextDelta():
+            message.text.text = event.text
+            fill_tokens(message.text.tokens, event.tokens)
+        case core.PointEvent():
+            _fill_pointed(message.point, event)
+        case core.ObjectEvent():
+            _fill_object(message.object, event)
+        case core.ReasoningDelta():
+            message.reasoning.text = event.text
+            message.reasoning.grounding.extend(_grounding(value) for value in event.grounding)
+            fill_tokens(message.reasoning.tokens, event.tokens)
+        case core.TokensDelta():
+            fill_tokens(message.tokens.tokens, event.tokens)
+        case core.OutlineEvent():
+            message.outline.index = event.index
+            message.outline.path_delta = event.path_delta
+            if event.box is not None:
+                message.outline.box.CopyFrom(_box(event.box))
     return message
-
-
-def _fill_text(message: inference_pb2.GenerateResponse, event: core.TextDelta) -> None:
-    message.text.text = event.text
-    fill_tokens(message.text.tokens, event.tokens)
-
-
-def _fill_thought(message: inference_pb2.GenerateResponse, event: core.ReasoningDelta) -> None:
-    message.reasoning.text = event.text
-    message.reasoning.grounding.extend(_grounding(value) for value in event.grounding)
-    fill_tokens(message.reasoning.tokens, event.tokens)
-
-
-def _fill_outline(message: inference_pb2.GenerateResponse, event: core.OutlineEvent) -> None:
-    outline = message.outline
-    outline.index = event.index
-    outline.path_delta = event.path_delta
-    if event.box is not None:
-        outline.box.CopyFrom(_box(event.box))
-
-
-_FILL: dict[type, Callable[[inference_pb2.GenerateResponse, Any], None]] = {
-    core.TextDelta: _fill_text,
-    core.ReasoningDelta: _fill_thought,
-    core.TokensDelta: lambda message, event: fill_tokens(message.tokens.tokens, event.tokens),
-    core.PointEvent: lambda message, event: _fill_pointed(message.point, event),
-    core.ObjectEvent: lambda message, event: _fill_object(message.object, event),
-    core.OutlineEvent: _fill_outline,
-}
 
 
 # ---------------------------------------------------------------- pieces
@@ -185,20 +197,19 @@ def _grounding(value: core.Grounding) -> task_pb2.Grounding:
     return task_pb2.Grounding(
         start_index=value.start_index,
         end_index=value.end_index,
-        points=[_point(spot) for spot in value.points],
+        points=[_point(each) for each in value.points],
     )
 
 
 def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) -> None:
     message.label = value.label
-    box, at = message.box, value.box
-    box.x_min, box.y_min, box.x_max, box.y_max = at.x_min, at.y_min, at.x_max, at.y_max
+    box, found = message.box, value.box
+    box.x_min, box.y_min, box.x_max, box.y_max = found.x_min, found.y_min, found.x_max, found.y_max
 
 
 def _fill_pointed(message: geometry_pb2.PointedObject, value: core.PointEvent) -> None:
     message.label = value.label
-    point, at = message.point, value.point
-    point.x, point.y = at.x, at.y
+    message.point.x, message.point.y = value.point.x, value.point.y
 
 
 def _outline(value: core.Outline) -> geometry_pb2.Outline:

@@ -1,4 +1,4 @@
-"""Image files on their way in: what their headers say, and whether that may be."""
+"""The type of an image file, from its header."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from legato_engine.errors import ImageUndecodable, InvalidRequest
 from legato_engine.images.decoding import ImageHeader, inspect
 
 FileFields = tuple[str, str]
-"""Where a request has a file's bytes, and where it states their type."""
+"""The request's fields with the bytes of a file and with their stated type."""
 
-_GLANCE = 4096  # bytes that the event loop reads itself
+_PREFIX_BYTES = 4096  # the event loop parses headers within this prefix itself
 
 
 async def file_type(
     data: bytes | memoryview, stated: str, *, max_bytes: int, max_pixels: int, fields: FileFields
 ) -> str:
-    """The type of an image file, from its header; a long header is read on a worker thread.
+    """Return the MIME type of an image file, once its header is checked against the limits.
 
-    `stated` is what its sender says it is, or empty. Raises `ImageUndecodable` or `ImageTooLarge`.
+    `stated` is the type according to the client, or empty.
+
+    Raises:
+        ImageUndecodable: the header is malformed, or of another type than stated.
+        ImageTooLarge: the file has too many bytes or pixels.
     """
     try:
-        header = _glance(data, max_bytes, max_pixels)
+        header = _prefix_header(data, max_bytes, max_pixels)
         if header is None:
             header = await asyncio.to_thread(
                 inspect, data, max_pixels=max_pixels, max_bytes=max_bytes
@@ -39,14 +43,13 @@ async def file_type(
     return header.mime_type
 
 
-def _glance(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageHeader | None:
-    """The header where it is short, as it mostly is; None where a thread has to look.
-
-    Headers are read from the front, so one that is found in a part is the header of the whole.
-    """
+def _prefix_header(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageHeader | None:
+    """A header found in the prefix is the file's."""
     if len(data) > max_bytes:
         return None
     try:
-        return inspect(bytes(data[:_GLANCE]), max_pixels=max_pixels, max_bytes=max_bytes)
+        return inspect(bytes(data[:_PREFIX_BYTES]), max_pixels=max_pixels, max_bytes=max_bytes)
     except ImageUndecodable:
+        if len(data) <= _PREFIX_BYTES:
+            raise  # there is no more to read
         return None

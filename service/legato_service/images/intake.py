@@ -1,4 +1,4 @@
-"""Pictures on their way in: checked by their headers, then staged in shared memory."""
+"""Intake of images: their headers are checked, then their bytes are staged in shared memory."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ from legato_service.errors import SharedMemoryRefused
 from legato_service.images.headers import file_type
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
 
-Form = str | Layout
-"""How a picture's bytes are to be read: a file of this type, or pixels laid out so."""
+ImageFormat = str | Layout
+"""The MIME type of a file, or the layout of raw pixels."""
 
 
 class InlineImage(msgspec.Struct, frozen=True):
-    """Bytes that came with the request."""
+    """The bytes of an image that came with the request."""
 
     data: bytes
-    form: Form
+    format: ImageFormat
 
     @property
     def field(self) -> str:
-        """The request's field that holds the bytes."""
-        return "image.encoded.data" if isinstance(self.form, str) else "image.raw.data"
+        """The request's field with the bytes."""
+        return "image.encoded.data" if isinstance(self.format, str) else "image.raw.data"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StagedImage:
-    """Bytes that are in shared memory already; they go with the last reference to this."""
+    """The bytes of an image in shared memory; they are freed with the last reference to this."""
 
-    draft: BlobWriter
-    form: Form
+    writer: BlobWriter
+    format: ImageFormat
     field: str
 
 
-NewPicture = InlineImage | StagedImage
-"""A picture that the engine may not have seen yet."""
+NewImage = InlineImage | StagedImage
+"""An image that the engine may not have."""
 
-Picture = NewPicture | core.CachedImage | None
-"""A picture that passed its checks, or none."""
+CheckedImage = NewImage | core.CachedImage | None
+"""The image of a request, if any, within the limits."""
 
 
 ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
-"""How frames in shared memory come in: `shared_memory.SharedMemory.read`."""
+"""The type of `shared_memory.SharedMemory.read`."""
 
 
-def as_source(form: Form, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
-    """The picture as the engine reads it, its bytes being in `blob`."""
-    if isinstance(form, str):
-        return core.EncodedImage(blob=blob, mime_type=form)
+def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
+    """Return the image in `blob` for the engine."""
+    if isinstance(image_format, str):
+        return core.EncodedImage(blob=blob, mime_type=image_format)
     return core.RawImage(
         blob=blob,
-        width=form.width,
-        height=form.height,
-        row_stride=form.row_stride,
-        format=form.format,
+        width=image_format.width,
+        height=image_format.height,
+        row_stride=image_format.row_stride,
+        format=image_format.format,
     )
 
 
 class ImageIntake:
-    """Checks pictures against the limits and stages their bytes for the engine.
+    """Checks images against the limits and stages their bytes for the engine.
 
-    Without `read_shared`, pictures in shared memory are refused.
+    Without `read_shared`, images in shared memory are refused.
     """
 
     def __init__(
@@ -83,52 +83,53 @@ class ImageIntake:
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
 
-    async def check(self, image: media_pb2.Image | None) -> Picture:
-        """The picture of a request's `image` field, a long header read on a worker thread.
+    async def check(self, image: media_pb2.Image) -> CheckedImage:
+        """Check the image of a request; return None for a message without one.
 
-        None where there is none.
-
-        Raises `InvalidField`, `ImageUndecodable`, `ImageTooLarge`, `SharedMemoryRefused` or
-        `SharedMemoryTorn`.
+        Raises:
+            InvalidField: a field is malformed.
+            ImageUndecodable: the bytes are not an image of the stated form.
+            ImageTooLarge: the image has too many bytes or pixels.
+            SharedMemoryRefused: its region must not be read.
+            SharedMemoryTorn: its slot was written meanwhile.
         """
-        if image is None:
-            return None
-        source = image.WhichOneof("source")
-        if source == "encoded":
-            return await self._encoded(image.encoded)
-        if source == "raw":
-            return self._raw(image.raw)
-        if source == "image_id":
-            if not image.image_id:
-                raise InvalidField("must not be empty", field="image.image_id")
-            return core.CachedImage(image_id=image.image_id)
-        if source == "shared":
-            if self._read_shared is None:
-                raise SharedMemoryRefused(
-                    "shared images are off; send the bytes", region=image.shared.region
-                )
-            return await self._read_shared(image.shared)
-        return None
+        match image.WhichOneof("source"):
+            case "encoded":
+                return await self._encoded(image.encoded)
+            case "raw":
+                return self._raw(image.raw)
+            case "image_id":
+                if not image.image_id:
+                    raise InvalidField("must not be empty", field="image.image_id")
+                return core.CachedImage(image_id=image.image_id)
+            case "shared":
+                if self._read_shared is None:
+                    raise SharedMemoryRefused(
+                        "shared images are off; send the bytes", region=image.shared.region
+                    )
+                return await self._read_shared(image.shared)
+            case None:
+                return None
 
-    def stage(self, picture: Picture) -> core.ImageSource | None:
-        """The picture as the engine reads it; its blob is for `Engine.submit` to discard."""
-        match picture:
+    def stage(self, image: CheckedImage) -> core.ImageSource | None:
+        """Return the image as the engine reads it; `Engine.submit` discards its blob."""
+        match image:
             case InlineImage():
-                return as_source(picture.form, self._blobs.put(picture.data))
+                return as_source(image.format, self._blobs.put(image.data))
             case StagedImage():
-                return as_source(picture.form, picture.draft.publish())
-        return picture
+                return as_source(image.format, image.writer.publish())
+        return image
 
     async def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
         data = encoded.data  # every access copies the bytes
-        kind = await file_type(
+        mime_type = await file_type(
             data,
             encoded.mime_type,
             max_bytes=self._max_bytes,
             max_pixels=self._max_pixels,
             fields=("image.encoded.data", "image.encoded.mime_type"),
         )
-        return InlineImage(data, kind)
+        return InlineImage(data, mime_type)
 
     def _raw(self, raw: media_pb2.RawImage) -> InlineImage:
         data = raw.data  # every access copies the bytes

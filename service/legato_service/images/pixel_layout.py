@@ -22,7 +22,7 @@ _FORMATS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """A shape that can be."""
+    """The shape of raw pixels, checked."""
 
     width: int
     height: int
@@ -31,27 +31,35 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """What the picture needs at least."""
+        """The least size of an image of this layout."""
         return raw.num_bytes(self.format, self.width, self.height, self.row_stride)
 
 
-def read_layout(message: media_pb2.PixelLayout, at: str) -> Layout:
-    """The layout that stands in the field `at`. Raises `InvalidField`."""
+def read_layout(message: media_pb2.PixelLayout, field: str) -> Layout:
+    """Check the layout in the request's `field`.
+
+    Raises:
+        InvalidField: the format is not known, or sizes are impossible.
+    """
     if message.format not in _FORMATS:
-        known = ", ".join(form.name for form in core.PixelFormat)
-        raise InvalidField(f"one of {known}; this server reads no others", field=f"{at}.format")
-    form = _FORMATS[message.format]
-    stride = message.row_stride_bytes or raw.row_bytes(form, message.width)
+        known = ", ".join(pixel_format.name for pixel_format in core.PixelFormat)
+        raise InvalidField(f"must be one of {known}", field=f"{field}.format")
+    pixel_format = _FORMATS[message.format]
+    stride = message.row_stride_bytes or raw.row_bytes(pixel_format, message.width)
     try:
-        raw.check_layout(form, message.width, message.height, stride)
+        raw.check_layout(pixel_format, message.width, message.height, stride)
     except InvalidField as error:
-        error.metadata["field"] = f"{at}.{error.metadata['field']}"
+        error.metadata["field"] = f"{field}.{error.metadata['field']}"
         raise
-    return Layout(message.width, message.height, stride, form)
+    return Layout(message.width, message.height, stride, pixel_format)
 
 
 def check_size(actual: int, limit: int, unit: str, field: str) -> None:
-    """Raises `ImageTooLarge` for a picture of more pixels or bytes than may be."""
+    """Check a number of pixels or bytes.
+
+    Raises:
+        ImageTooLarge: it is above the limit.
+    """
     if actual > limit:
         raise ImageTooLarge(
             f"the image has {actual} {unit}, the limit is {limit}",
@@ -63,7 +71,11 @@ def check_size(actual: int, limit: int, unit: str, field: str) -> None:
 
 
 def check_complete(layout: Layout, actual: int, field: str) -> None:
-    """Raises `ImageUndecodable` for fewer bytes than the layout needs."""
+    """Check that there are as many bytes as the layout needs.
+
+    Raises:
+        ImageUndecodable: there are fewer.
+    """
     if actual < layout.num_bytes:
         raise ImageUndecodable(
             f"{layout.num_bytes} bytes needed, {actual} given",

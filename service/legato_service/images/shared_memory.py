@@ -1,7 +1,7 @@
-"""Frames in regions of shared memory that clients make, copied out under the contract's rules.
+"""Images in shared-memory regions of clients, copied out under the contract's rules.
 
-Nothing of a region is ever mapped: a client that cuts it short while it is read would otherwise
-kill this process. It is opened, checked and read anew for each frame, and nothing of it is kept.
+A region is never mapped, because a client that truncates a mapped region kills the reading process
+(SIGBUS). Each image opens, checks and reads its region anew.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from legato_service.images.intake import ReadShared, StagedImage
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
 
 HEADER_SIZE = 64
-"""Bytes of a slot's header, which ends where the content begins; content begins at a multiple."""
+"""Bytes of a slot's header, which precedes the content; content begins at a multiple of it."""
 
 MAGIC = b"LEGATO01"
 _HEADER = struct.Struct("<8sQ")  # magic, generation
-_LITTLE = 256 * 1024  # bytes that the event loop copies itself
-_AT = "image.shared"
+_INLINE_BYTES = 256 * 1024  # images up to here are copied on the event loop
+_FIELD = "image.shared"  # of requests
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def shm_namespace() -> str:
-    """`<boot id>:<device>` of this host's shared memory; empty where there is none to share."""
+    """Return `<boot id>:<device>` of this host's shared memory; empty without shared memory."""
     try:
         return f"{_BOOT_ID.read_text().strip()}:{blob_folder().stat().st_dev}"
     except OSError:
@@ -44,7 +44,7 @@ def shm_namespace() -> str:
 
 
 def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
-    """How frames in shared memory are read; None where that is off."""
+    """Return the reader, or None when shared images are off."""
     if not config.shared_images:
         return None
     pixels = config.engine.max_image_pixels
@@ -54,7 +54,7 @@ def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
 class SharedMemory:
     """Reads slots of regions that belong to this process's own user.
 
-    A client is known by its files alone: over TCP there are no credentials of the peer's process.
+    The owner of its files is all that is known of a client: TCP carries no peer credentials.
     """
 
     def __init__(self, blobs: BlobStore, *, max_bytes: int, max_pixels: int) -> None:
@@ -66,100 +66,103 @@ class SharedMemory:
         self._name = re.compile(rf"legato-{self._user}-[A-Za-z0-9._-]{{1,200}}")
 
     async def read(self, shared: media_pb2.SharedImage) -> StagedImage:
-        """The slot's content, copied once; many bytes are copied on a worker thread.
+        """Copy the slot's content once; a large one on a worker thread.
 
-        Raises `SharedMemoryRefused`, `SharedMemoryTorn`, `InvalidField`, `ImageTooLarge` or
-        `ImageUndecodable`.
+        Raises:
+            SharedMemoryRefused: the region does not exist or must not be read.
+            SharedMemoryTorn: the slot's generation is not the request's.
+            InvalidField: a field is malformed or out of the region's bounds.
+            ImageTooLarge: the image has too many bytes or pixels.
+            ImageUndecodable: the bytes are not an image of the stated form.
         """
         layout = self._check(shared)
-        draft = self._blobs.draft()
+        writer = self._blobs.open_writer()
         try:
-            if shared.size_bytes > _LITTLE:
-                await asyncio.to_thread(self._copy, shared, draft)
+            if shared.size_bytes > _INLINE_BYTES:
+                await asyncio.to_thread(self._copy, shared, writer)
             else:
-                self._copy(shared, draft)
-            form = layout or await self._file_type(shared, draft)
+                self._copy(shared, writer)
+            image_format = layout or await self._file_type(shared, writer)
         except BaseException:
-            draft.close()
+            writer.close()
             raise
-        return StagedImage(draft, form, _AT)
+        return StagedImage(writer, image_format, _FIELD)
 
-    async def _file_type(self, shared: media_pb2.SharedImage, draft: BlobWriter) -> str:
+    async def _file_type(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> str:
         return await file_type(
-            draft.view(),
+            writer.view(),
             shared.mime_type,
             max_bytes=self._max_bytes,
             max_pixels=self._max_pixels,
-            fields=(_AT, f"{_AT}.mime_type"),
+            fields=(_FIELD, f"{_FIELD}.mime_type"),
         )
 
     def _check(self, shared: media_pb2.SharedImage) -> Layout | None:
-        """The layout, if the content is pixels."""
+        """Return the layout if the content is raw pixels."""
         if shared.WhichOneof("content") is None:
-            raise InvalidField("a layout or a type is needed", field=f"{_AT}.content")
+            raise InvalidField("a layout or a MIME type is needed", field=f"{_FIELD}.content")
         if shared.offset < HEADER_SIZE or shared.offset % HEADER_SIZE:
             raise InvalidField(
-                f"a positive multiple of {HEADER_SIZE}",
-                field=f"{_AT}.offset",
+                f"must be a positive multiple of {HEADER_SIZE}",
+                field=f"{_FIELD}.offset",
                 actual=shared.offset,
             )
         if shared.generation == 0 or shared.generation % 2:
             raise InvalidField(
-                "even and not 0 once the content is whole",
-                field=f"{_AT}.generation",
+                "must be even and above 0, which says that the content is complete",
+                field=f"{_FIELD}.generation",
                 actual=shared.generation,
             )
         if shared.size_bytes == 0:
-            raise InvalidField("must be at least 1", field=f"{_AT}.size_bytes")
-        check_size(shared.size_bytes, self._max_bytes, "bytes", f"{_AT}.size_bytes")
+            raise InvalidField("must be at least 1", field=f"{_FIELD}.size_bytes")
+        check_size(shared.size_bytes, self._max_bytes, "bytes", f"{_FIELD}.size_bytes")
         if not shared.HasField("layout"):
             return None
-        layout = read_layout(shared.layout, f"{_AT}.layout")
-        check_size(layout.width * layout.height, self._max_pixels, "pixels", f"{_AT}.layout")
-        check_complete(layout, shared.size_bytes, f"{_AT}.size_bytes")
+        layout = read_layout(shared.layout, f"{_FIELD}.layout")
+        check_size(layout.width * layout.height, self._max_pixels, "pixels", f"{_FIELD}.layout")
+        check_complete(layout, shared.size_bytes, f"{_FIELD}.size_bytes")
         return layout
 
-    def _copy(self, shared: media_pb2.SharedImage, draft: BlobWriter) -> None:
+    def _copy(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> None:
         with self._opened(shared.region) as region:
             end = os.fstat(region).st_size
             if shared.offset + shared.size_bytes > end:
-                raise _beyond(shared, end)
+                raise _out_of_bounds(shared, end)
             _check_generation(region, shared)
-            if draft.copy(region, shared.offset, shared.size_bytes) < shared.size_bytes:
-                raise _beyond(shared, os.fstat(region).st_size)
+            if writer.copy(region, shared.offset, shared.size_bytes) < shared.size_bytes:
+                raise _out_of_bounds(shared, os.fstat(region).st_size)
             _check_generation(region, shared)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """The region's descriptor, if it may be read. A path is never followed."""
         if self._name.fullmatch(name) is None or name.startswith(self._blobs.namespace):
             raise _refused(
-                name, f"a region's name is legato-{self._user}- and 1 to 200 of A-Z a-z 0-9 . _ -"
+                name,
+                f"a region's name is legato-{self._user}- and 1 to 200 of A-Z a-z 0-9 . _ -",
             )
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would block
         try:
             region = os.open(self._folder / name, flags)
         except OSError:
             raise _refused(
-                name, "no such region here that may be read; is the client in shm_namespace?"
+                name, "no such region, or it is not readable; is the client in shm_namespace?"
             ) from None
         try:
             status = os.fstat(region)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != self._user:
-                raise _refused(name, "a region is a regular file of the server's own user")
+                raise _refused(name, "a region must be a regular file of the server's own user")
             yield region
         finally:
             os.close(region)
 
 
 def _check_generation(region: int, shared: media_pb2.SharedImage) -> None:
-    """Whether the slot holds what its writer said, or something else by now."""
     header = os.pread(region, _HEADER.size, shared.offset - HEADER_SIZE)
     if len(header) < _HEADER.size:
-        raise _beyond(shared, os.fstat(region).st_size)
+        raise _out_of_bounds(shared, os.fstat(region).st_size)
     magic, generation = _HEADER.unpack(header)
     if magic != MAGIC:
-        raise InvalidField("no slot's header stands before it", field=f"{_AT}.offset")
+        raise InvalidField("no slot header precedes the offset", field=f"{_FIELD}.offset")
     if generation != shared.generation:
         raise SharedMemoryTorn(
             f"the slot's generation is {generation}, not {shared.generation}",
@@ -169,10 +172,10 @@ def _check_generation(region: int, shared: media_pb2.SharedImage) -> None:
         )
 
 
-def _beyond(shared: media_pb2.SharedImage, end: int) -> InvalidField:
+def _out_of_bounds(shared: media_pb2.SharedImage, end: int) -> InvalidField:
     return InvalidField(
         f"the region ends at {end}",
-        field=f"{_AT}.size_bytes",
+        field=f"{_FIELD}.size_bytes",
         limit=end,
         actual=shared.offset + shared.size_bytes,
     )

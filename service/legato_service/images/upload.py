@@ -1,4 +1,4 @@
-"""One upload, from its header to a picture that the engine can be given."""
+"""Uploads of images, from the header to bytes that the engine can read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from legato_engine.images.quota import ByteQuota
 from legato_engine.shm.blob_store import BlobStore, BlobWriter
 
 from legato_service.images.headers import file_type
-from legato_service.images.intake import Form
+from legato_service.images.intake import ImageFormat
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
 
-CHUNK = "chunk"  # the field of the bytes
-_MUCH = 1024 * 1024  # bytes that the event loop does not write itself
+CHUNK = "chunk"  # the field with the bytes
+_INLINE_BYTES = 1024 * 1024  # chunks up to here are written on the event loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """What uploads may be; bytes, pixels and seconds."""
+    """Limits of an upload; times to live are in seconds."""
 
     max_bytes: int
     max_pixels: int
@@ -32,7 +32,7 @@ class UploadLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What is going to come, checked; a `size` of 0 and an empty `sha256` are not known."""
+    """The checked header of an upload; a `size` of 0 and an empty `sha256` are unknown."""
 
     mime_type: str
     layout: Layout | None
@@ -42,17 +42,25 @@ class Header:
 
 
 def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits) -> Header:
-    """The first message of an upload. Raises `InvalidField` or `ImageTooLarge`."""
+    """Check the first message of an upload.
+
+    Raises:
+        InvalidField: it is not a header, or a field is malformed.
+        ImageTooLarge: more bytes or pixels are announced than allowed.
+    """
     if message is None or message.WhichOneof("part") != "header":
-        raise InvalidField("comes first", field="header")
+        raise InvalidField("the first message must be a header", field="header")
     header = message.header
     layout = _layout(header, limits) if header.HasField("layout") else None
     if layout is not None and header.mime_type:
-        raise InvalidField("pixels with a layout have no type", field="header.mime_type")
+        raise InvalidField("must be empty for pixels with a layout", field="header.mime_type")
     check_size(header.size_bytes, limits.max_bytes, "bytes", "header.size_bytes")
     if len(header.sha256) not in (0, 32):
         raise InvalidField(
-            "32 bytes, or none", field="header.sha256", limit=32, actual=len(header.sha256)
+            "must have 32 bytes, or none",
+            field="header.sha256",
+            limit=32,
+            actual=len(header.sha256),
         )
     return Header(
         header.mime_type, layout, header.size_bytes, header.sha256.hex(), _ttl(header, limits)
@@ -76,12 +84,12 @@ def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
 
 
 class Upload:
-    """The bytes that came so far. Whoever began it ends it by leaving the block."""
+    """The bytes received so far, and the quota that they take."""
 
     def __init__(
-        self, header: Header, limits: UploadLimits, draft: BlobWriter, quota: ByteQuota, owner: str
+        self, header: Header, limits: UploadLimits, writer: BlobWriter, quota: ByteQuota, owner: str
     ) -> None:
-        self.draft = draft
+        self.writer = writer
         self._header = header
         self._limits = limits
         self._quota = quota
@@ -94,51 +102,60 @@ class Upload:
     def begin(
         cls, header: Header, limits: UploadLimits, blobs: BlobStore, quota: ByteQuota, owner: str
     ) -> Iterator[Upload]:
-        """An upload for the length of the block: what it took of memory and quota goes with it.
+        """Yield an upload; its memory and quota are freed at the end of the block.
 
-        Raises `QuotaExceeded` for a size that is over the caller's share.
+        Raises:
+            QuotaExceeded: the announced size is above the owner's share.
         """
-        with closing(blobs.draft()) as draft:
-            upload = cls(header, limits, draft, quota, owner)
+        with closing(blobs.open_writer()) as writer:
+            upload = cls(header, limits, writer, quota, owner)
             try:
                 yield upload
             finally:
-                quota.give_back(owner, upload._taken)
+                quota.release(owner, upload._taken)
 
     async def add(self, message: image_pb2.PutImageRequest) -> None:
-        """The next message.
+        """Append the chunk of the next message.
 
-        Raises `InvalidField`, `ImageTooLarge`, `QuotaExceeded` or, without memory, `QueueFull`.
+        Raises:
+            InvalidField: it is not a chunk, or one too many.
+            ImageTooLarge: there are more bytes than allowed.
+            QuotaExceeded: the owner's share is used up.
+            QueueFull: shared memory is full.
         """
         part = message.WhichOneof("part")
         if part != "chunk":
-            raise InvalidField("comes once" if part else "a part is needed", field=part or "part")
+            problem = "must be sent once" if part else "a part is needed"
+            raise InvalidField(problem, field=part or "part")
         chunk = message.chunk  # every access copies the bytes
-        size = self.draft.size + len(chunk)
+        size = self.writer.size + len(chunk)
         if self._header.size and size > self._header.size:
             raise self._size_mismatch(size)
         check_size(size, self._limits.max_bytes, "bytes", CHUNK)
         self._take(size - self._taken)
-        if len(chunk) > _MUCH:
-            await asyncio.to_thread(self.draft.write, chunk)
+        if len(chunk) > _INLINE_BYTES:
+            await asyncio.to_thread(self.writer.write, chunk)
         else:
-            self.draft.write(chunk)
+            self.writer.write(chunk)
 
-    async def finish(self) -> Form:
-        """How the bytes are to be read, now that all are here.
+    async def finish(self) -> ImageFormat:
+        """Check the complete upload and return the format of its bytes.
 
-        Raises `InvalidField`, `ImageUndecodable` or `ImageTooLarge`.
+        Raises:
+            InvalidField: the size is not the announced one.
+            ImageUndecodable: the bytes are not an image of the stated form.
+            ImageTooLarge: the image has too many pixels.
         """
-        size, header = self.draft.size, self._header
+        size, header = self.writer.size, self._header
         if header.size and size != header.size:
             raise self._size_mismatch(size)
         if size == 0:
-            raise ImageUndecodable("no bytes came", field=CHUNK)
+            raise ImageUndecodable("no bytes were sent", field=CHUNK)
         if header.layout is not None:
             check_complete(header.layout, size, CHUNK)
             return header.layout
         return await file_type(
-            self.draft.view(),
+            self.writer.view(),
             header.mime_type,
             max_bytes=self._limits.max_bytes,
             max_pixels=self._limits.max_pixels,
@@ -147,12 +164,12 @@ class Upload:
 
     def _take(self, num_bytes: int) -> None:
         if num_bytes > 0:
-            self._quota.take(self._owner, num_bytes)
+            self._quota.reserve(self._owner, num_bytes)
             self._taken += num_bytes
 
     def _size_mismatch(self, actual: int) -> InvalidField:
         return InvalidField(
-            f"{self._header.size} bytes were announced, {actual} came",
+            f"{self._header.size} bytes were announced, {actual} sent",
             field="header.size_bytes",
             limit=self._header.size,
             actual=actual,

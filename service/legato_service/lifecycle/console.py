@@ -1,4 +1,4 @@
-"""What a person at the terminal sees while the server starts; a log gets the same as events."""
+"""Progress of the start, on a terminal or as log events."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.text import Text
 
 
 class Announcer(Protocol):
-    """Told how the start goes."""
+    """Shows the progress of the start."""
 
     def loading(self, progress: Loading) -> None:
-        """The engine is this far; called again and again, also without news."""
+        """Show the engine's progress; called repeatedly, also without a change."""
         ...
 
     def ready(self, address: str, model: ModelInfo) -> None:
-        """Requests are served at `address`."""
+        """Show that requests are served at `address`."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes; leave the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         ...
 
 
 class TerminalAnnouncer:
-    """A progress bar, then a summary with a line to try."""
+    """A progress bar, then a summary with an example command."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -44,14 +44,14 @@ class TerminalAnnouncer:
         self._task: TaskID | None = None
 
     def loading(self, progress: Loading) -> None:
-        """Move the bar."""
+        """Update the progress bar."""
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("loading", total=1.0)
         self._bar.update(self._task, completed=progress.fraction, description=progress.stage)
 
     def ready(self, address: str, model: ModelInfo) -> None:
-        """Replace the bar by the summary."""
+        """Replace the progress bar by the summary."""
         self.close()
         table = Table.grid(padding=(0, 2))
         table.add_row("listening", Text(address, style="bold"))
@@ -67,33 +67,33 @@ class TerminalAnnouncer:
         self._console.print(Text(example(address)), soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         self._bar.stop()
 
 
 class LogAnnouncer:
-    """One event per stage of the start."""
+    """One log event per stage of the start."""
 
     def __init__(self) -> None:
         self._log = structlog.get_logger("legato.service")
         self._stage = ""
 
     def loading(self, progress: Loading) -> None:
-        """Log a stage when it begins."""
+        """Log a stage once."""
         if progress.stage != self._stage:
             self._stage = progress.stage
             self._log.info("loading", stage=progress.stage, fraction=progress.fraction)
 
     def ready(self, address: str, model: ModelInfo) -> None:
-        """Log where and what is served."""
+        """Log the address and the model."""
         cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
         self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def example(address: str) -> str:
-    """A command that boxes the cups of a picture."""
+    """A shell command that detects cups in an image."""
     data = '{"image": {"encoded": {"data": "\'$(base64 -w0 photo.jpg)\'"}}, "object": "cup"}'
     return f"grpcurl -plaintext -d '{data}' {address} legato.v1.InferenceService/Detect"

@@ -1,4 +1,4 @@
-"""The processes of one server, as an operator's orders concern them all."""
+"""The other processes of a server, to which an operator's orders are passed on."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import asyncio
 from typing import Protocol
 
 from legato_engine.client.connection import EngineConnection
+from legato_engine.core import RequestKey
 from legato_engine.errors import Unavailable
 
-_PATIENCE = 2.0  # seconds for an engine to say what it stopped; it stops it later, too
+_TIMEOUT = 2.0  # seconds for the engine to reply; it stops the requests also later
 
 
 class Peers(Protocol):
-    """What a process knows of the others."""
+    """The other processes, as one process knows them."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that runs the engine and the others."""
+        """Whether this is the first process, which runs the engine and the workers."""
         ...
 
     def drain(self, grace: float) -> None:
-        """Have every process drain within so many seconds, this one included."""
+        """Drain all processes within `grace` seconds, this one included."""
         ...
 
-    async def abort(self, request_id: str) -> int:
-        """Stop what the others have of this id, all when it is empty; how many requests."""
+    async def abort(self, target: RequestKey | None) -> int:
+        """Stop the others' requests that match `target`, or all; returns how many."""
         ...
 
 
-async def abort_elsewhere(engine: EngineConnection, request_id: str) -> int:
-    """Stop other processes' requests through the engine; none where there is no engine."""
+async def abort_elsewhere(engine: EngineConnection, target: RequestKey | None) -> int:
+    """Stop other processes' requests through the engine; return how many, 0 without an engine."""
     try:
-        async with asyncio.timeout(_PATIENCE):
-            return await engine.stop_elsewhere(request_id)
+        async with asyncio.timeout(_TIMEOUT):
+            return await engine.stop_elsewhere(target)
     except (Unavailable, TimeoutError):
         return 0

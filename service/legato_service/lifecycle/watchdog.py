@@ -1,4 +1,4 @@
-"""What happens to a process that does not get away."""
+"""Shutdown watchdog: dumps stacks and exits when shutdown hangs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import faulthandler
 
 from legato_service.lifecycle.drain import LAST_WRITES
 
-PATIENCE = LAST_WRITES + 15.0  # seconds: stopping is bounded by far less, and so is an engine's end
+TIMEOUT = LAST_WRITES + 15.0  # seconds; a normal shutdown takes far less
 
 
 def arm_watchdog() -> None:
-    """From now on the process has `PATIENCE` seconds to end by itself.
+    """Give the process `TIMEOUT` seconds to exit.
 
-    Else its stacks go to stderr and it ends with exit code 1: an orchestrator must not have to
-    find out which library did not let go.
+    After that, write all stacks to stderr and exit with code 1, so that the log names the library
+    that blocks.
     """
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)

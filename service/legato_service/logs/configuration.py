@@ -1,4 +1,4 @@
-"""Logs to standard error: JSON lines, or readable ones on a terminal."""
+"""Logs on standard error: JSON lines, or readable lines on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def configure(level: str, *, terminal: bool) -> None:
-    """Set up structlog, and the loggers of libraries to go through it. Call once."""
+    """Configure structlog, and route the standard library's loggers through it. Call once."""
     shared: list[Processor] = [
         structlog.processors.add_log_level,
         _stamped,
@@ -52,14 +52,14 @@ _SECOND = 1_000_000_000  # nanoseconds
 
 
 class _Clock:
-    """Moments as RFC 3339 in UTC; most lines are of the same second as the last."""
+    """Formats times as RFC 3339 in UTC; caches the text of the current second."""
 
     def __init__(self) -> None:
-        self._began = 0  # nanoseconds, of the last line's second
+        self._began = 0  # nanoseconds; start of the cached second
         self._text = ""
 
     def text(self, wall_ns: int) -> str:
-        """A moment of `time.time_ns()`."""
+        """Format a `time.time_ns()`."""
         since = wall_ns - self._began
         if not 0 <= since < _SECOND:
             second, since = divmod(wall_ns, _SECOND)
@@ -69,7 +69,7 @@ class _Clock:
 
 
 timestamp = _Clock().text
-"""A moment of `time.time_ns()` as lines have it; one that brings its `timestamp` keeps it."""
+"""Format a `time.time_ns()` as log records have it."""
 
 
 def _stamped(_logger: object, _method: str, event: EventDict) -> EventDict:
@@ -78,8 +78,8 @@ def _stamped(_logger: object, _method: str, event: EventDict) -> EventDict:
     return event
 
 
-class Line(msgspec.Struct, omit_defaults=True):
-    """A line that is whole; who has more to tell adds its fields."""
+class LogRecord(msgspec.Struct, omit_defaults=True):
+    """A complete log record; subclasses add fields."""
 
     event: str
     level: Literal["debug", "info"]
@@ -87,15 +87,16 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 
 class _JsonLogger(structlog.BoundLoggerBase):
-    """Makes a line of JSON in one step: there is one for each call, and a chain of processors costs
-    several times what the line itself does.
+    """Encodes a record as JSON in one step.
+
+    Every call logs a record, and a chain of structlog processors costs several times the encoding.
     """
 
     threshold = logging.INFO
     _logger: LogWriter
 
     def debug(self, event: str, **fields: object) -> None:
-        """See `structlog.typing.FilteringBoundLogger`, and so on."""
+        """As all methods, see `structlog.typing.FilteringBoundLogger`."""
         if self.threshold <= logging.DEBUG:
             self._logger.later(self._line("debug", event, fields))
 
@@ -114,11 +115,13 @@ class _JsonLogger(structlog.BoundLoggerBase):
     def exception(self, event: str, **fields: object) -> None:
         self.error(event, **{"exc_info": True, **fields})
 
-    def write(self, lines: Sequence[Line]) -> None:
-        """See `write` below."""
-        told = [line for line in lines if line.level == "info" or self.threshold <= logging.DEBUG]
-        if told and self.threshold <= logging.INFO:
-            self._logger.later(*map(_encode, told))
+    def write(self, records: Sequence[LogRecord]) -> None:
+        """See the function `write`."""
+        shown = [
+            each for each in records if each.level == "info" or self.threshold <= logging.DEBUG
+        ]
+        if shown and self.threshold <= logging.INFO:
+            self._logger.later(*map(_encode, shown))
 
     def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
         line = {**self._context, **fields} if self._context else fields
@@ -130,13 +133,13 @@ class _JsonLogger(structlog.BoundLoggerBase):
         return _encode(line)
 
 
-def write(logger: Any, lines: Sequence[Line]) -> None:
-    """All of them together, which a JSON logger does at a fraction of what each costs alone."""
+def write(logger: Any, records: Sequence[LogRecord]) -> None:
+    """Log records together, which costs a JSON logger a fraction of separate calls."""
     if isinstance(logger, _JsonLogger):
-        logger.write(lines)
+        logger.write(records)
         return
-    for line in lines:
-        fields = msgspec.to_builtins(line)
+    for record in records:
+        fields = msgspec.to_builtins(record)
         getattr(logger, fields.pop("level"))(fields.pop("event"), **fields)
 
 
@@ -144,10 +147,8 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 def _json(_logger: object, _method: str, event: EventDict) -> bytes:
-    """A line of JSON; what JSON has no form for as Python shows it."""
     return _encode(event)
 
 
 def _text(_logger: object, _method: str, line: Any) -> str:
-    """A line as the standard library's handlers write it."""
     return line.decode() if isinstance(line, bytes) else line

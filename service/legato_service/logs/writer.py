@@ -1,4 +1,4 @@
-"""Log lines on their way out: those of an instant are written together."""
+"""Writes log lines to a file; lines of one moment are written together."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import threading
 from collections.abc import Iterator
 from typing import IO
 
-DELAY = 0.05  # seconds that a line may wait for others
+DELAY = 0.05  # seconds that a line may be buffered
 
 
 class LogWriter:
-    """Writes lines to a file, in order; a logger of structlog's kind.
+    """A structlog logger that writes lines to a file, in order. Any thread may use it.
 
-    Within an event loop a line below a warning waits for others, at most `DELAY`. Warnings and
-    worse, and lines from elsewhere, leave at once and take with them what waited. What still waits
-    when the process ends in order is written then.
+    Within an event loop, lines below a warning are buffered for up to `DELAY`. Warnings, errors and
+    lines from outside a loop are written at once, after the buffered lines. An orderly exit of the
+    process writes the rest.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._waiting: list[bytes] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # that will flush
+        self._buffered: list[bytes] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # has scheduled a flush
         atexit.register(self.flush)
 
     def later(self, *lines: bytes) -> None:
-        """Lines that can wait."""
+        """Write lines within `DELAY`."""
         with self._lock:
-            self._waiting += lines
+            self._buffered += lines
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -41,16 +41,16 @@ class LogWriter:
             loop.call_later(DELAY, self.flush)
 
     def now(self, line: bytes) -> None:
-        """A line that cannot."""
+        """Write a line at once."""
         with self._lock:
-            self._waiting.append(line)
+            self._buffered.append(line)
         self.flush()
 
     def flush(self) -> None:
-        """Write all that waits."""
+        """Write the buffered lines."""
         with self._lock:
             self._loop = None
-            lines, self._waiting = self._waiting, []
+            lines, self._buffered = self._buffered, []
             for batch in _batches(lines):
                 self._file.write(batch)
                 self._file.flush()
@@ -60,7 +60,7 @@ class LogWriter:
 
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:
-    """The lines in pieces that a pipe takes whole: other processes may write to the same one."""
+    """Join lines up to PIPE_BUF, because other processes may write to the same pipe."""
     begin = size = 0
     for at, length in enumerate(map(len, lines)):
         size += length + 1

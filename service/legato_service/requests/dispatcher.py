@@ -1,4 +1,4 @@
-"""A checked request's way to the engine and back: admit, submit, follow, and always let go."""
+"""The path of a converted request to the engine and back: admit, submit, follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Protocol
 import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -26,69 +27,77 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import Done, ModelInfo, Started
 
 from legato_service.engine import Engine, Stream
-from legato_service.images.intake import ImageIntake, NewPicture, Picture
+from legato_service.images.intake import CheckedImage, ImageIntake, NewImage
 from legato_service.requests.deadlines import Deadlines
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
-_CANCELLED = core.FinishReason.CANCELLED  # members of an enum are dear to look up
 
-
-class Caller(Protocol):
-    """Who waits for an answer: the context of an RPC, or several of them together."""
+class CallContext(Protocol):
+    """What waits for a response: the context of an RPC, or of several that share one run."""
 
     def time_remaining(self) -> float | None:
-        """Seconds left to answer, None without a deadline."""
+        """Seconds left to respond, None without a deadline."""
         ...
 
 
 class Dispatcher:
-    """Takes requests to the engine. One for all RPCs."""
+    """Submits the requests of all RPCs to the engine."""
 
-    def __init__(self, engine: Engine, pictures: ImageIntake, gate: RequestRegistry) -> None:
-        self.pictures = pictures
+    def __init__(self, engine: Engine, images: ImageIntake, registry: RequestRegistry) -> None:
+        self.images = images
         self._engine = engine
-        self._gate = gate
+        self._registry = registry
         self._deadlines = Deadlines()
 
-    def name(self, given: str) -> str:
-        """The id of the current call's request: the caller's, else one that nobody in flight has.
+    def key(self, given: str) -> RequestKey:
+        """Return the key of the current call's request: with the client's id, or a free one.
 
-        Raises `InvalidField` when the caller's is malformed.
+        Raises:
+            InvalidField: the client's id is malformed.
         """
         rpc = call.current()
-        return rpc.adopt(given) if given else rpc.avoid(self._gate)
+        return rpc.adopt(given) if given else rpc.avoid(self._registry)
 
-    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> ActiveRequest:
-        """To be in flight for the length of a block.
+    def admit(
+        self, key: RequestKey, context: CallContext, default_deadline: float
+    ) -> ActiveRequest:
+        """Return the request as a context manager, in whose block it is in flight.
 
-        Raises `Draining`, `DuplicateRequest`, `DeadlineExceeded` or `DeadlineUnreachable`.
+        Raises:
+            Draining: the server is shutting down.
+            DuplicateRequest: a request with this id is in flight.
+            DeadlineExceeded: the deadline passed already.
+            DeadlineUnreachable: the estimated wait is longer than the time left.
         """
         rpc = call.current()
-        name = rpc.scoped(request_id)
-        self._gate.check(name)
-        given = caller.time_remaining()
+        self._registry.check(key)
+        given = context.time_remaining()
         left = default_deadline if given is None else given
         wait = self._engine.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
-        # The guess is for the end of the queue: who may go before that asks the engine itself.
-        last = rpc.priority <= 0
-        if last and wait > left and self._engine.state is EngineState.READY:
+        # The estimate is for the end of the queue, so it does not hold for higher priorities.
+        queued_last = rpc.priority <= 0
+        if queued_last and wait > left and self._engine.state is EngineState.READY:
             raise DeadlineUnreachable(
                 f"a request arriving now would wait {wait:.3g} s",
                 estimated_wait_ms=round(wait * 1000),
                 time_left_ms=round(left * 1000),
             )
         rpc.deadline = deadline = time.monotonic() + left
-        return self._gate.enter(name, deadline)
+        return self._registry.enter(key, deadline)
 
     def model(self, name: str, adapter: str = "") -> ModelInfo:
-        """The model of this name, empty for the default one.
+        """Return the model of this name, empty for the default one.
 
-        Raises `EngineStarting` or `ModelNotFound`, and `AdapterNotFound` where there are none; of
-        those that there are only the engine knows.
+        Whether a particular adapter exists is known to the engine only.
+
+        Raises:
+            EngineStarting: the model is loading.
+            ModelNotFound: this server serves another model.
+            AdapterNotFound: this server has no adapters.
         """
         model = self._engine.model
         if model is None:
@@ -100,99 +109,104 @@ class Dispatcher:
         return model
 
     def check(self, request: core.Request, path: str = "") -> ModelInfo:
-        """The model that will answer; `path` leads to the request's field `sampling`.
+        """Return the model that serves the request; `path` leads to the field `sampling`.
 
-        Raises `EngineStarting`, `ModelNotFound`, `AdapterNotFound` or `InvalidField`.
+        Raises:
+            InvalidField: more tokens are requested than the model gives.
+            LegatoError: as `model` raises.
         """
         model = self.model(request.model, request.adapter)
-        asked = request.sampling.max_tokens
-        if asked is not None and asked > model.max_output_tokens:
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is not None and max_tokens > model.max_output_tokens:
             raise InvalidField(
                 f"at most {model.max_output_tokens}",
                 field=f"{path}sampling.max_tokens",
                 limit=model.max_output_tokens,
-                actual=asked,
+                actual=max_tokens,
             )
         return model
 
-    def submit(self, request: core.Request, picture: Picture, visit: ActiveRequest) -> Stream:
-        """Start the request, or a part of it, for the length of its visit.
+    def submit(self, request: core.Request, image: CheckedImage, active: ActiveRequest) -> Stream:
+        """Submit the request, or one task of it; `active` owns the stream.
 
-        Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
-        come in between. The visit ends with its task at the latest, so nobody else has to be told:
-        a callback on an RPC's context would tie the two into a cycle, and keep all that the call
-        held until a garbage collection. Raises what `Engine.submit` raises.
+        Nothing is awaited between staging, submitting and owning, so no cancellation can interrupt
+        them. `active` ends with its asyncio task at the latest. A callback on the RPC's context
+        would form a reference cycle, and keep all that the call held until a garbage collection.
+
+        Raises:
+            LegatoError: as `Engine.submit` raises.
         """
         rpc = call.current()
-        image = None if picture is None else self.pictures.stage(picture)
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
-                request_id=rpc.scoped(request.request_id),
-                image=image,
-                deadline=visit.deadline,
+                image=None if image is None else self.images.stage(image),
+                deadline=active.deadline,
                 priority=rpc.priority,
-                tenant=rpc.tenant,
             )
         )
-        field = picture.field if isinstance(picture, NewPicture) else ""
-        visit.own(stream, self._deadlines, field)
+        field = image.field if isinstance(image, NewImage) else ""
+        active.own(stream, self._deadlines, field)
         return stream
 
 
-async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:
-    """The reports up to `Done`; None after each `silence` seconds without one.
+async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:
+    """Yield the outputs up to `Done`, and None after each `silence` seconds without one.
 
-    Raises the request's own error.
+    Raises:
+        LegatoError: the request failed.
     """
-    with closing(ReusableTimeout()) as patience:
-        read: Callable[[], Awaitable[StreamReport | None]]
+    with closing(ReusableTimeout()) as bound:
+        read: Callable[[], Awaitable[StreamOutput | None]]
         if silence == math.inf:
             read = stream.__anext__
         else:
-            read = functools.partial(_heard, stream, patience, silence)
-        report: StreamReport | None = None
-        while not isinstance(report, Done):
+            read = functools.partial(_next_within, stream, bound, silence)
+        output: StreamOutput | None = None
+        while not isinstance(output, Done):
             try:
-                report = await read()
+                output = await read()
             except StopAsyncIteration:
                 raise InternalError("a stream ended without its result") from None
-            if isinstance(report, Done):
-                _record(report)
-            yield report
+            if isinstance(output, Done):
+                _record(output)
+            yield output
 
 
-async def _heard(stream: Stream, patience: ReusableTimeout, silence: float) -> StreamReport | None:
-    """The next report, or None after so many seconds; cut short, a read loses nothing."""
+async def _next_within(
+    stream: Stream, bound: ReusableTimeout, silence: float
+) -> StreamOutput | None:
+    """A read that times out loses nothing."""
     try:
-        with patience.until(time.monotonic() + silence):
+        with bound.until(time.monotonic() + silence):
             return await stream.__anext__()
     except TimeoutError:
         return None
 
 
 async def started(stream: Stream) -> Started:
-    """The request's `Started`; what comes later is still to be followed."""
-    async with aclosing(follow(stream)) as reports:
-        async for report in reports:
-            if isinstance(report, Started):
-                return report
+    """Wait for the request's `Started`; later outputs stay in the stream."""
+    async with aclosing(follow(stream)) as outputs:
+        async for output in outputs:
+            if isinstance(output, Started):
+                return output
     raise InternalError("a request ended before it started")
 
 
-def answered(done: Done) -> Done:
-    """The `Done` of a unary call's request, which says everything that came before it.
+def completed(done: Done) -> Done:
+    """Record what a unary call's request cost, and return its `Done`.
 
-    Raises `Preempted` where an operator stopped it.
+    Raises:
+        Preempted: an operator stopped the request.
     """
     _record(done)
-    if done.finish_reason is _CANCELLED:
+    if done.finish_reason is core.FinishReason.CANCELLED:
         raise Preempted("an operator stopped the request")
     return done
 
 
 def _record(done: Done) -> None:
-    """Tell the log line what the request cost; several requests of one RPC add up."""
+    """An RPC may have several requests."""
     rpc = call.current()
     rpc.timings = done.timings
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

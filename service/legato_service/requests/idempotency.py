@@ -1,6 +1,6 @@
-"""Calls that named themselves: work that several of them share, and its reply for a while.
+"""Idempotent calls: calls with one request id share a run, and its reply is repeated for a while.
 
-Names are scoped (`Call.scoped`): a tenant's ids are its own.
+A call's key has its tenant: each tenant has ids of its own.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
-from legato_service.requests.dispatcher import Caller
+from google.protobuf.message import Message
+from legato_engine.core import RequestKey
+
+from legato_service.requests.dispatcher import CallContext
 from legato_service.requests.registry import duplicate
 from legato_service.rpc import call
 
-KEEP = 60.0  # seconds that a reply is given again
+KEEP = 60.0  # seconds
 MAX_REPLIES = 1024
-MAX_BYTES = 16 * 1024 * 1024  # of all replies together, as they travel
-_GLANCE = 64 * 1024  # bytes that the event loop hashes itself
+MAX_BYTES = 16 * 1024 * 1024  # of all replies together, serialized
+_INLINE_BYTES = 64 * 1024  # requests up to here are hashed on the event loop
 
-Work = Callable[[Caller], Coroutine[Any, Any, bytes]]
-"""What is done for a call: its answer, as it travels."""
+ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 async def fingerprint(method: str, received: bytes) -> bytes:
-    """What a call asks, short: of its method and its bytes as they came, which are not copied."""
-    if len(received) <= _GLANCE:
+    """Hash method and request; a long one on a worker thread."""
+    if len(received) <= _INLINE_BYTES:
         return _hash(method, received)
     return await asyncio.to_thread(_hash, method, received)
 
@@ -43,143 +45,150 @@ def _hash(method: str, received: bytes) -> bytes:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Running:
+class _Run:
     fingerprint: bytes
-    task: asyncio.Task[bytes]
-    waiters: int = 0
+    task: asyncio.Task[Message]
+    num_waiters: int = 0
 
     @property
     def abandoned(self) -> bool:
-        """Nobody waits any more: it is being cancelled."""
-        return self.waiters == 0
+        """Whether all callers left, so that it is being cancelled."""
+        return self.num_waiters == 0
 
 
-class _Kept(NamedTuple):
+class _CachedReply(NamedTuple):
     fingerprint: bytes
-    reply: bytes | None  # None: a stream had this name
-    until: float  # time.monotonic() seconds
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return 0 if self.reply is None else len(self.reply)
+    reply: Message | None  # None: the key was a stream's
+    num_bytes: int
+    expires_at: float  # time.monotonic() seconds
 
 
-class _Joint:
-    """The caller of shared work: the first one's deadline, and nobody's end but its own."""
+class _RunContext:
+    """The context of a shared run: the deadline of its first call, and no cancellation."""
 
-    def __init__(self, first: Caller) -> None:
+    def __init__(self, first: CallContext) -> None:
         left = first.time_remaining()
         self._deadline = None if left is None else time.monotonic() + left
 
     def time_remaining(self) -> float | None:
-        """Seconds left, None without a deadline."""
+        """Seconds left to respond, None without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
 
 class IdempotencyCache:
-    """One run for all calls of one name and content, and its reply for `keep` seconds more.
+    """One run for all calls of one key and content, and its reply for `keep` seconds more.
 
-    Whoever joins shares the run's fate: its reply, its failure, the deadline of whoever came first.
-    A caller that goes takes nothing with it; with the last one the work is cancelled. Failures are
-    given to those who wait and then forgotten, all of them, so that asking again may succeed: those
-    that would repeat are cheap to find again. Replies are kept within bounds, the least recently
-    used go first.
+    A call that joins a run gets its reply or its failure, and the deadline of the first call. A
+    call that is cancelled leaves the run alone; the last one to leave cancels it. Failures are not
+    kept, so that a retry may succeed; those that would repeat are cheap to find again. The least
+    recently used replies go first when there are more than `max_replies` or `max_bytes`.
     """
 
     def __init__(
         self, *, keep: float = KEEP, max_replies: int = MAX_REPLIES, max_bytes: int = MAX_BYTES
     ) -> None:
-        self._keep_for = keep
+        self._keep_seconds = keep
         self._max_replies = max_replies
         self._max_bytes = max_bytes
-        self._running: dict[str, _Running] = {}
-        self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
-        self._kept_bytes = 0
+        self._runs: dict[RequestKey, _Run] = {}
+        self._replies: collections.OrderedDict[RequestKey, _CachedReply] = collections.OrderedDict()
+        self._num_bytes = 0
 
     def __len__(self) -> int:
-        """Replies kept, also those past their time that nobody has looked at since."""
-        return len(self._kept)
+        """Replies kept, including expired ones that were not looked up since."""
+        return len(self._replies)
 
     @property
     def num_waiting(self) -> int:
-        """Callers that wait for runs under way."""
-        return sum(running.waiters for running in self._running.values())
+        """Calls that wait for runs."""
+        return sum(run.num_waiters for run in self._runs.values())
 
-    async def once(self, name: str, asked: bytes, work: Work, caller: Caller) -> bytes:
-        """The reply of `work`, of a run under way, or of one that ended a while ago.
+    async def get_or_run(
+        self,
+        key: RequestKey,
+        fingerprint: bytes,
+        work: Callable[[CallContext], Coroutine[Any, Any, ReplyT]],
+        context: CallContext,
+    ) -> ReplyT:
+        """Return the kept reply of this key, or that of a run in flight, or else of `work`.
 
-        `asked` is the call's `fingerprint`. Raises `DuplicateRequest` when the name is known for
-        anything else, and what the work raises.
+        Raises:
+            DuplicateRequest: the key belongs to a call with another fingerprint.
+            Exception: whatever the run raises.
         """
-        while (running := self._running.get(name)) is not None and running.abandoned:
-            await asyncio.wait({running.task})
-        kept = None if running is not None else self._look_up(name)
-        known = running or kept
-        if known is not None and known.fingerprint != asked:
-            raise duplicate(name)
-        if kept is not None:
-            assert kept.reply is not None, "a stream has no fingerprint"
+        while (run := self._runs.get(key)) is not None and run.abandoned:
+            await asyncio.wait({run.task})
+        cached = None if run is not None else self._look_up(key)
+        known = run or cached
+        if known is not None and known.fingerprint != fingerprint:
+            raise duplicate(key)
+        if cached is not None:
             call.current().reply = "kept"
-            return kept.reply
-        if running is not None:
+            return cast("ReplyT", cached.reply)  # fingerprints differ between methods and streams
+        if run is not None:
             rpc = call.current()
-            rpc.reply, left = "joined", caller.time_remaining()
+            rpc.reply, left = "joined", context.time_remaining()
             if left is not None:
                 rpc.deadline = time.monotonic() + left
         else:
-            running = self._start(name, asked, work, caller)
-        return await self._wait(running)
+            run = self._start(key, fingerprint, work(_RunContext(context)))
+        return cast("ReplyT", await self._wait(run))
 
     @contextmanager
-    def exclusive(self, name: str) -> Iterator[None]:
-        """A stream has the name: nobody joins it, and it joins nobody.
+    def exclusive(self, key: RequestKey) -> Iterator[None]:
+        """Reserve the key for a stream, which shares nothing.
 
-        Raises `DuplicateRequest` when the name is known. It stays taken for `keep` seconds after a
-        block that ended well.
+        The key stays reserved for `keep` seconds after a block that ended well.
+
+        Raises:
+            DuplicateRequest: the key is known.
         """
-        if name in self._running or self._look_up(name) is not None:
-            raise duplicate(name)
+        if key in self._runs or self._look_up(key) is not None:
+            raise duplicate(key)
         yield
-        self._keep(name, b"", None)
+        self._keep(key, b"", None)
 
-    def _start(self, name: str, asked: bytes, work: Work, caller: Caller) -> _Running:
-        task = asyncio.create_task(work(_Joint(caller)), name=f"shared {name}")
-        running = self._running[name] = _Running(asked, task)
-        task.add_done_callback(functools.partial(self._on_end, name))
-        return running
+    def _start(
+        self, key: RequestKey, fingerprint: bytes, work: Coroutine[Any, Any, Message]
+    ) -> _Run:
+        task = asyncio.create_task(work, name=f"shared {key.name}")
+        run = self._runs[key] = _Run(fingerprint, task)
+        task.add_done_callback(functools.partial(self._on_end, key))
+        return run
 
-    async def _wait(self, running: _Running) -> bytes:
-        running.waiters += 1
+    async def _wait(self, run: _Run) -> Message:
+        run.num_waiters += 1
         try:
-            return await asyncio.shield(running.task)
+            return await asyncio.shield(run.task)
         finally:
-            running.waiters -= 1
-            if running.abandoned:
-                running.task.cancel()  # nothing happens to one that has ended
+            run.num_waiters -= 1
+            if run.abandoned:
+                run.task.cancel()  # does nothing to a task that ended
 
-    def _on_end(self, name: str, task: asyncio.Task[bytes]) -> None:
-        running = self._running.pop(name)
+    def _on_end(self, key: RequestKey, task: asyncio.Task[Message]) -> None:
+        run = self._runs.pop(key)
         if not task.cancelled() and task.exception() is None:
-            self._keep(name, running.fingerprint, task.result())
+            self._keep(key, run.fingerprint, task.result())
 
-    def _look_up(self, name: str) -> _Kept | None:
-        kept = self._kept.get(name)
-        if kept is None:
+    def _look_up(self, key: RequestKey) -> _CachedReply | None:
+        cached = self._replies.get(key)
+        if cached is None:
             return None
-        if kept.until <= time.monotonic():
-            self._drop(name)
+        if cached.expires_at <= time.monotonic():
+            self._drop(key)
             return None
-        self._kept.move_to_end(name)
-        return kept
+        self._replies.move_to_end(key)
+        return cached
 
-    def _keep(self, name: str, asked: bytes, reply: bytes | None) -> None:
-        if name in self._kept:
-            self._drop(name)
-        self._kept[name] = kept = _Kept(asked, reply, time.monotonic() + self._keep_for)
-        self._kept_bytes += kept.size
-        while len(self._kept) > self._max_replies or self._kept_bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+    def _keep(self, key: RequestKey, fingerprint: bytes, reply: Message | None) -> None:
+        if key in self._replies:
+            self._drop(key)
+        num_bytes = 0 if reply is None else reply.ByteSize()
+        expires_at = time.monotonic() + self._keep_seconds
+        self._replies[key] = _CachedReply(fingerprint, reply, num_bytes, expires_at)
+        self._num_bytes += num_bytes
+        while len(self._replies) > self._max_replies or self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._replies)))
 
-    def _drop(self, name: str) -> None:
-        self._kept_bytes -= self._kept.pop(name).size
+    def _drop(self, key: RequestKey) -> None:
+        self._num_bytes -= self._replies.pop(key).num_bytes

@@ -1,55 +1,55 @@
-"""Who is inside: the requests in flight, and whether more may come in."""
+"""The requests in flight, and whether new ones are admitted."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import math
-from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from legato_engine.core import RequestKey
 from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
 
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
 from legato_service.requests.deadlines import Deadlines
 
-MAX_ENDED = 4096  # ended requests that are remembered
+MAX_ENDED = 4096  # ended requests whose keys are kept
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request, for the length of a `with` block; however that ends, the engine forgets it.
+    """A request in flight for the length of a `with` block, at whose end its streams are aborted.
 
-    `deadline` is absolute monotonic. In a `gate` it is in flight under its `name`. A picture that
-    the engine cannot decode is told by the field it came in, which the engine does not know, and so
-    is an adapter that it cannot use.
+    `deadline` is `time.monotonic()` seconds. With a registry, the request is in it under its key.
+    Errors about the image or the adapter leave the block with the request's field, which the engine
+    does not know.
     """
 
     deadline: float
-    _gate: RequestRegistry | None = None
-    _name: str = ""
+    _registry: RequestRegistry | None = None
+    _key: RequestKey = RequestKey("")
     _streams: tuple[Stream, ...] = ()
     _deadlines: Deadlines | None = None
-    _picture: str = ""
+    _image_field: str = ""
     stopped: bool = False
 
-    def own(self, stream: Stream, deadlines: Deadlines, picture: str = "") -> None:
-        """`stream` is part of the request; of a request that was stopped it stops at once.
+    def own(self, stream: Stream, deadlines: Deadlines, image_field: str = "") -> None:
+        """Add a stream of the request, which `deadlines` aborts past the request's deadline.
 
-        Past the deadline it fails with `DeadlineExceeded`, whatever the engine does. `picture` is
-        the request's field that brought the bytes of one.
+        `image_field` is the field that the bytes of an image came in. The stream of a request that
+        was stopped is stopped at once.
         """
         self._streams += (stream,)
         self._deadlines = deadlines
-        self._picture = self._picture or picture
+        self._image_field = self._image_field or image_field
         deadlines.watch(stream, self.deadline)
         if self.stopped:
             stream.stop()
 
     def stop(self) -> bool:
-        """End it now with what it has; whether it was not stopped before."""
+        """End the request with its partial result; return False when it was stopped before."""
         if self.stopped:
             return False
         self.stopped = True
@@ -71,84 +71,91 @@ class ActiveRequest(msgspec.Struct, eq=False):
                 self._deadlines.forget(stream)
                 if not stream.ended:
                     stream.abort()
-        if self._gate is not None:
-            self._gate.leave(self._name)
-        if isinstance(error, ImageUndecodable) and self._picture:
-            error.metadata["field"] = self._picture
+        if self._registry is not None:
+            self._registry.leave(self._key)
+        if isinstance(error, ImageUndecodable) and self._image_field:
+            error.metadata["field"] = self._image_field
         if isinstance(error, AdapterUnusable):
             error.metadata["field"] = "options.adapter"
 
 
 class Stopped(NamedTuple):
-    """What stopping came to."""
+    """Counts of an operator's stop."""
 
     aborted: int
     already_finished: int
 
 
 class RequestRegistry:
-    """Knows who is inside by name, until it is closed for good."""
+    """The requests in flight by key, until it is closed for good."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, ActiveRequest] = {}
-        self._ended: collections.deque[str] = collections.deque(maxlen=MAX_ENDED)
+        self._active: dict[RequestKey, ActiveRequest] = {}
+        self._ended: collections.deque[RequestKey] = collections.deque(maxlen=MAX_ENDED)
         self._open = True
         self._empty = asyncio.Event()
         self._empty.set()
 
     def __len__(self) -> int:
-        """Requests in flight."""
-        return len(self._inside)
+        return len(self._active)
 
-    def __contains__(self, name: object) -> bool:
-        """Whether a request of this name is in flight."""
-        return name in self._inside
+    def __contains__(self, key: object) -> bool:
+        return key in self._active
 
     @property
     def closed(self) -> bool:
         """Whether new requests are refused."""
         return not self._open
 
-    def check(self, name: str) -> None:
-        """Raises `Draining` or `DuplicateRequest` where nobody of this name could enter."""
+    def check(self, key: RequestKey) -> None:
+        """Check that a request of this key can be admitted.
+
+        Raises:
+            Draining: the server is shutting down.
+            DuplicateRequest: a request of this key is in flight.
+        """
         if not self._open:
             raise Draining("the server is shutting down")
-        if name in self._inside:
-            raise duplicate(name)
+        if key in self._active:
+            raise duplicate(key)
 
-    def hold(self, name: str, deadline: float = math.inf) -> ActiveRequest:
-        """Be inside, from now to the end of a block that begins at once. Raises as `check` does."""
-        self.check(name)
-        return self.enter(name, deadline)
+    def admit(self, key: RequestKey, deadline: float = math.inf) -> ActiveRequest:
+        """Check the key and enter it, for a `with` block that begins at once."""
+        self.check(key)
+        return self.enter(key, deadline)
 
-    def enter(self, name: str, deadline: float) -> ActiveRequest:
-        """As `hold`, after a `check` of this turn of the event loop."""
-        if not self._inside:
+    def enter(self, key: RequestKey, deadline: float) -> ActiveRequest:
+        """Enter a key that was just checked."""
+        if not self._active:
             self._empty.clear()
-        visit = self._inside[name] = ActiveRequest(deadline, self, name)
-        return visit
+        active = self._active[key] = ActiveRequest(deadline, self, key)
+        return active
 
-    def leave(self, name: str) -> None:
-        """Be inside no longer."""
-        del self._inside[name]
-        self._ended.append(name)
-        if not self._inside:
+    def leave(self, key: RequestKey) -> None:
+        """Remove a request that ended."""
+        del self._active[key]
+        self._ended.append(key)
+        if not self._active:
             self._empty.set()
 
-    def stop(self, is_meant: Callable[[str], bool]) -> Stopped:
-        """Stop all whose names are meant; also tells how many of those meant had ended."""
-        aborted = sum(each.stop() for name, each in self._inside.items() if is_meant(name))
-        return Stopped(aborted, sum(map(is_meant, self._ended)))
+    def stop(self, target: RequestKey) -> Stopped:
+        """Stop matching requests; count those that ended before too."""
+        aborted = sum(each.stop() for key, each in self._active.items() if key.matches(target))
+        return Stopped(aborted, sum(key.matches(target) for key in self._ended))
+
+    def stop_all(self) -> int:
+        """Stop all requests; return how many were not stopped before."""
+        return sum(each.stop() for each in self._active.values())
 
     def close(self) -> None:
-        """Refuse everybody from now on; those inside stay."""
+        """Refuse new requests from now on."""
         self._open = False
 
     async def wait_empty(self) -> None:
-        """Until the last one inside has left."""
+        """Wait until no request is in flight."""
         await self._empty.wait()
 
 
-def duplicate(name: str) -> DuplicateRequest:
-    """The refusal of a name that is taken; the caller knows it without its tenant."""
-    return DuplicateRequest("a request of this id is known", resource=name.rpartition("/")[2])
+def duplicate(key: RequestKey) -> DuplicateRequest:
+    """Return the error for a key in use."""
+    return DuplicateRequest("a request of this id is known", resource=key.caller_id)

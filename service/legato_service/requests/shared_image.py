@@ -1,4 +1,4 @@
-"""Several tasks on one picture: what is theirs together, and what is each one's own."""
+"""Several tasks on one image: how they share it, and which failures they share."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ SHARED_FAILURES = (
     Preempted,
     Unavailable,
 )
-"""What is wrong with server, picture or adapter fails all the tasks; the rest only its own."""
+"""Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
 
 
-def held_name(started: Started) -> core.CachedImage | None:
-    """The name of the picture that a request brought into the engine; None when it is not held.
+def cached_image(started: Started) -> core.CachedImage | None:
+    """Return the image that a started request put into the engine's cache; None if it did not.
 
-    The first task to start carries the picture's bytes, the later ones this name.
+    The first task to start carries the image's bytes; the later ones refer to this.
     """
     image = started.image
     return core.CachedImage(image_id=image.image_id) if image and image.image_id else None
 
 
-def task_result(task_id: str, ended: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
-    """How one task ended, well or not; a bug's text goes to the log only."""
-    if isinstance(ended, Done):
-        return responses.task_result(task_id, ended)
-    if isinstance(ended, InternalError):
-        log.error("internal_error", request_id=request_id, exc_info=ended)
-    return responses.task_error(task_id, failure(ended, request_id).status)
+def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
+    """Convert an outcome; the text of an internal error is only logged."""
+    if isinstance(outcome, Done):
+        return responses.task_result(task_id, outcome)
+    if isinstance(outcome, InternalError):
+        log.error("internal_error", request_id=request_id, exc_info=outcome)
+    return responses.task_error(task_id, failure(outcome, request_id).status)

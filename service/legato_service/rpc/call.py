@@ -1,95 +1,91 @@
-"""One RPC as the log will tell it: its names, and what it cost."""
+"""The current RPC: its names, and its cost for the log."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from contextvars import ContextVar
 
 import msgspec
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
 ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""What callers may name requests and tenants."""
-
-_ID_BYTES = 16
-_IDS_AT_ONCE = 64
+"""The form of the ids that clients give to requests and tenants."""
 
 
-def _ids() -> Iterator[str]:
-    """32 hexadecimal digits each, which nobody else's ids are."""
-    while True:
-        digits = os.urandom(_ID_BYTES * _IDS_AT_ONCE).hex()
-        for at in range(0, len(digits), 2 * _ID_BYTES):
-            yield digits[at : at + 2 * _ID_BYTES]
-
-
-_new_id = _ids().__next__
+def _new_id() -> str:
+    return os.urandom(16).hex()
 
 
 class Call(msgspec.Struct, eq=False):
-    """Filled while the RPC runs, by whoever knows; read once, by the log line at its end.
+    """One RPC. Its handlers fill it; the log record at its end reads it.
 
-    A struct, as these cost a fraction of what an `__init__` does.
+    A struct, because it is created for a fraction of the cost of a dataclass.
     """
 
     method: str
     metadata: Iterable[tuple[str, str | bytes]] = ()  # as the peer sent it
     request_id: str = msgspec.field(default_factory=_new_id)
-    is_named: bool = False  # by somebody else than this server
+    is_named: bool = False  # by the client or a proxy
     started: float = msgspec.field(default_factory=time.monotonic)
-    tenant: str = ""  # whom the call counts for, as it says
+    tenant: str = ""
     priority: int = 0
-    client: str = ""  # the calling software
+    client: str = ""  # name and version of the client's software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
-    received: bytes = b""  # the request of a unary one
+    received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
-    reply: str = ""  # `joined` or `kept`: another call's; see `replies`
+    reply: str = ""  # `joined` or `kept`: the reply of another call; see `IdempotencyCache`
     usage: core.Usage | None = None
     timings: core.Timings | None = None
 
-    def adopt(self, request_id: str) -> str:
-        """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""
+    @property
+    def key(self) -> RequestKey:
+        """The key of the call's request."""
+        return RequestKey(self.request_id, self.tenant)
+
+    def adopt(self, request_id: str) -> RequestKey:
+        """Take the client's id, unless it is empty.
+
+        Raises:
+            InvalidField: the id is malformed.
+        """
         if request_id:
             if ID_FORM.fullmatch(request_id) is None:
                 raise InvalidField(
                     "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
                 )
             self.request_id = request_id
-        return self.request_id
+        return self.key
 
-    def avoid(self, taken: Container[str]) -> str:
-        """The call's id, which its caller did not give in the request; another if this is taken.
+    def avoid(self, taken: Container[RequestKey]) -> RequestKey:
+        """Return the call's key, with a new id if the id came by metadata and is taken.
 
-        What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
+        A proxy may send the same `x-request-id` with several requests.
         """
-        if self.is_named and self.scoped(self.request_id) in taken:
+        if self.is_named and self.key in taken:
             self.rename()
-        return self.request_id
+        return self.key
 
     def rename(self) -> None:
-        """Take an id of the server's own making."""
+        """Take a new id."""
         self.request_id = _new_id()
-
-    def scoped(self, request_id: str) -> str:
-        """An id as the engine and the gate know it: no two tenants' are the same."""
-        return f"{self.tenant}/{request_id}" if self.tenant else request_id
 
 
 CURRENT: ContextVar[Call] = ContextVar("legato_call")
-"""Set by the boundary for the length of an RPC."""
+"""Set by `RpcMiddleware` for the length of an RPC."""
 
 
 current = CURRENT.get
-"""The RPC that is being handled; only inside one."""
+"""Returns the current RPC. Only for code that handles one."""
 
 
 def total(usages: Iterable[core.Usage]) -> core.Usage:
-    """What several tasks cost together."""
+    """Add up usages."""
     input_tokens = output_tokens = cached = image = reasoning = 0
     for usage in usages:
         input_tokens += usage.input_tokens

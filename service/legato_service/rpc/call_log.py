@@ -1,4 +1,4 @@
-"""The log lines of calls: one for each, made when several are due."""
+"""The log records of RPCs: one for each, written in batches."""
 
 from __future__ import annotations
 
@@ -11,54 +11,50 @@ import structlog
 from legato_service.logs import configuration
 from legato_service.rpc.call import Call
 
-PAUSE = 0.01  # seconds that the end of a call may wait for others
-QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
+FLUSH_DELAY = 0.01  # seconds
+DEBUG_METHODS = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 
 log = structlog.get_logger("legato.rpc")
 
 
 _Ended: TypeAlias = tuple[Call, str, str, float, int]
-"""A call, the name of the status that it ended with, why, the seconds it took, and when it ended,
-of `time.time_ns()`."""
+"""A call, the name of its status, the reason, its seconds, and its end in `time.time_ns()`."""
 
 
-class RpcLog:
-    """Tells the log how calls ended, in order, a moment later. Belongs to a running event loop.
+class CallLog:
+    """Logs how RPCs ended, in order, a moment later. Needs a running event loop.
 
-    The line of a call costs several times as much while answers leave as it does among others: by
-    then all that makes it has left the processor's caches.
+    A record costs several times as much while responses are being sent as it does in a batch, for
+    which the processor's caches are warm.
     """
 
     def __init__(self) -> None:
         self._ended: list[_Ended] = []
         self._closed = False
 
-    def tell(self, call: Call, code: str, reason: str = "") -> None:
-        """The call has ended now."""
+    def record(self, call: Call, code: str, reason: str = "") -> None:
+        """Record a call that ends now."""
         if not self._ended and not self._closed:
-            asyncio.get_running_loop().call_later(PAUSE, self.flush)
-        call.received = b""  # megabytes, perhaps
+            asyncio.get_running_loop().call_later(FLUSH_DELAY, self.flush)
+        call.received = b""  # perhaps megabytes
         seconds = time.monotonic() - call.started
         self._ended.append((call, code, reason, seconds, time.time_ns()))
         if self._closed:
             self.flush()
 
     def flush(self) -> None:
-        """Tell of all that have ended."""
+        """Write all records."""
         ended, self._ended = self._ended, []
-        configuration.write(log.bind(), [_line(*each) for each in ended])
+        configuration.write(log.bind(), [_log_record(*each) for each in ended])
 
     def close(self) -> None:
-        """Tell of all, and from now on at once: the loop is about to end."""
+        """Write all records now, and later ones at once."""
         self._closed = True
         self.flush()
 
 
-class _Line(configuration.Line, omit_defaults=True):
-    """Names, times in milliseconds, and counts; never a prompt, a picture or an answer.
-
-    To round these times, by a call and to a number of digits, would be most of what a line costs.
-    """
+class _CallRecord(configuration.LogRecord, omit_defaults=True):
+    """Names, times in milliseconds, and counts; never a prompt, an image or an answer."""
 
     request_id: str
     method: str
@@ -78,21 +74,21 @@ class _Line(configuration.Line, omit_defaults=True):
     reply: str = ""
 
 
-def _line(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _Line:
+def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _CallRecord:
     queue = prefill = decode = None
     if (timings := call.timings) is not None:
-        queue = (timings.queue * 1e6 + 0.5).__trunc__() / 1e3
-        prefill = (timings.prefill * 1e6 + 0.5).__trunc__() / 1e3
-        decode = (timings.decode * 1e6 + 0.5).__trunc__() / 1e3
+        queue = _milliseconds(timings.queue)
+        prefill = _milliseconds(timings.prefill)
+        decode = _milliseconds(timings.decode)
     usage = call.usage
-    return _Line(
-        "rpc",
-        "debug" if call.method.startswith(QUIET) else "info",
+    return _CallRecord(
+        "rpc_ended",
+        "debug" if call.method.startswith(DEBUG_METHODS) else "info",
         configuration.timestamp(ended_ns),
         call.request_id,
         call.method,
         code,
-        (seconds * 1e6 + 0.5).__trunc__() / 1e3,
+        _milliseconds(seconds),
         queue,
         prefill,
         decode,
@@ -106,3 +102,7 @@ def _line(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> 
         call.previous_attempts,
         call.reply,
     )
+
+
+def _milliseconds(seconds: float) -> float:
+    return int(seconds * 1e6 + 0.5) / 1e3

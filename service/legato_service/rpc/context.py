@@ -1,4 +1,4 @@
-"""The context of an RPC as this service's handlers know it."""
+"""The type of the context of an RPC."""
 
 from __future__ import annotations
 

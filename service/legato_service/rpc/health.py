@@ -1,4 +1,4 @@
-"""grpc.health.v1 that tells the truth: driven by the engine's state and its steps."""
+"""grpc.health.v1, driven by the engine's state, its heartbeats and its steps."""
 
 from __future__ import annotations
 
@@ -17,96 +17,96 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-LIVENESS = ""  # the service that says: this process answers
+LIVENESS = ""  # the service that is SERVING while this process responds
 
 
 class Progress:
-    """Whether an engine that has work is getting on with it."""
+    """Whether an engine with work makes progress. Times are seconds."""
 
     def __init__(self, engine: Engine, *, stuck_after: float, silent_after: float) -> None:
         self._engine = engine
         self._stuck_after = stuck_after
         self._silent_after = silent_after
         self._step = engine.step
-        self._moved = time.monotonic()
+        self._stepped_at = time.monotonic()
 
     def is_ready(self, now: float) -> bool:
-        """Ready, heard from lately, and idle or stepping; `now` is `time.monotonic()` seconds.
+        """Return whether the engine is ready, sends heartbeats, and is idle or stepping.
 
-        A full queue is still ready: busy and broken are different things.
+        A full queue counts as ready: busy is not broken. `now` is `time.monotonic()`.
         """
         load = self._engine.load
         idle = load.running + load.waiting + load.inflight == 0
         if idle or self._engine.step != self._step:
-            self._step, self._moved = self._engine.step, now
-        heard = now - self._engine.last_heartbeat < self._silent_after
-        moving = now - self._moved < self._stuck_after
-        return self._engine.state is EngineState.READY and heard and moving
+            self._step, self._stepped_at = self._engine.step, now
+        alive = now - self._engine.last_heartbeat < self._silent_after
+        stepping = now - self._stepped_at < self._stuck_after
+        return self._engine.state is EngineState.READY and alive and stepping
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Check and Watch. Never asks the engine anything, so it answers under any load."""
+    """Check and Watch. They never wait for the engine, so they respond under any load."""
 
     def __init__(self, services: Iterable[str], progress: Progress) -> None:
         self._services = tuple(services)
         self._progress = progress
         self._ready = False
-        self._shut = False  # for good: the server is going away
+        self._withdrawn = False  # for good, because the server shuts down
         self._closed = False
         self._changed = asyncio.Event()
 
     async def Check(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """The status now; NOT_FOUND for a service that this server does not have."""
+        """Return the current status; NOT_FOUND for an unknown service."""
         status = self.status(request.service)
         if status == SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now and at every change, until the server closes."""
-        told: int | None = None
+        """Yield the status and its changes, until the server closes."""
+        sent: int | None = None
         while not self._closed:
             changed, status = self._changed, self.status(request.service)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await changed.wait()
 
     def status(self, service: str) -> int:
-        """The ServingStatus of a service, as of the last `update`."""
+        """Return the ServingStatus as of the last `update`."""
         if service == LIVENESS:
             return SERVING
         if service not in self._services:
             return SERVICE_UNKNOWN
-        return SERVING if self._ready and not self._shut else NOT_SERVING
+        return SERVING if self._ready and not self._withdrawn else NOT_SERVING
 
     def update(self) -> None:
-        """Look at the engine and tell those who watch; cheap, called often."""
+        """Check the engine; notify watchers of a change."""
         ready = self._progress.is_ready(time.monotonic())
         if ready != self._ready:
             self._ready = ready
-            self._tell()
+            self._notify()
 
     async def keep_updated(self, interval: float) -> None:
-        """Look every `interval` seconds, for ever."""
+        """Update every `interval` seconds."""
         while True:
             self.update()
             await asyncio.sleep(interval)
 
     def withdraw(self) -> None:
-        """NOT_SERVING from now on, whatever the engine does."""
-        self._shut = True
-        self._tell()
+        """Report NOT_SERVING from now on."""
+        self._withdrawn = True
+        self._notify()
 
     def close(self) -> None:
-        """End all watches, so that a server that stops need not wait for them."""
+        """End all watches."""
         self._closed = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
-"""What a call's metadata says of it, read once.
+"""The metadata of a call.
 
-Keys that are not here are nobody's business. A key that is here stands at most once; a malformed
-value is `InvalidField` naming `metadata.<key>`.
+Unknown keys are ignored. A known key may be sent once; a malformed value raises `InvalidField` with
+the field `metadata.<key>`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _INTEGER = re.compile(r"-?[0-9]{1,3}")
 
 
 def read(call: Call) -> None:
-    """Tell `call` what its metadata says, which it needs no more then. Raises `InvalidField`."""
+    """Move the call's metadata into its fields.
+
+    Raises:
+        InvalidField: a key was sent twice, or its value is malformed.
+    """
     seen: list[str] = []
     metadata, call.metadata = call.metadata, ()
     for key, value in metadata:
@@ -33,7 +37,7 @@ def read(call: Call) -> None:
         if reader is None:
             continue
         if key in seen or not isinstance(value, str):
-            raise _malformed(key, "is one value")
+            raise _malformed(key, "must be one value")
         seen.append(key)
         reader(call, value)
 
@@ -41,7 +45,7 @@ def read(call: Call) -> None:
 def _priority(call: Call, value: str) -> None:
     number = int(value) if _INTEGER.fullmatch(value) else MAX_PRIORITY + 1
     if not MIN_PRIORITY <= number <= MAX_PRIORITY:
-        raise _malformed(PRIORITY, f"is a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}")
+        raise _malformed(PRIORITY, f"must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}")
     call.priority = number
 
 
@@ -51,7 +55,7 @@ def _tenant(call: Call, value: str) -> None:
 
 def _client(call: Call, value: str) -> None:
     if len(value) > MAX_CLIENT:
-        raise _malformed(CLIENT, f"has at most {MAX_CLIENT} characters")
+        raise _malformed(CLIENT, f"must have at most {MAX_CLIENT} characters")
     call.client = value
 
 
@@ -63,19 +67,19 @@ def _request_id(call: Call, value: str) -> None:
 def _trace(call: Call, value: str) -> None:
     trace_id = trace_context.trace_id(value)
     if not trace_id:
-        raise _malformed(trace_context.KEY, "is not a W3C trace context")
+        raise _malformed(trace_context.KEY, "must be a W3C trace context")
     call.trace_id = trace_id
 
 
 def _attempts(call: Call, value: str) -> None:
-    """What gRPC's own retries count; only a number is worth a word in the log."""
+    """Malformed counts are ignored, because they are for the log only."""
     if value.isascii() and value.isdigit():
         call.previous_attempts = int(value)
 
 
 def _identifier(key: str, value: str) -> str:
     if ID_FORM.fullmatch(value) is None:
-        raise _malformed(key, "is 1 to 64 of A-Z a-z 0-9 . _ : -")
+        raise _malformed(key, "must be 1 to 64 of A-Z a-z 0-9 . _ : -")
     return value
 
 

@@ -1,8 +1,8 @@
 """Server reflection with comments.
 
-The stock servicer answers from the generated code, which holds no comments. This one answers from
-the descriptor set that is generated with source info, so `grpcurl describe` shows what fields mean.
-The messages of v1 and v1alpha are the same on the wire; both names are served.
+The stock servicer uses the generated code, which has no comments. This one uses a descriptor set
+with source info, so that `grpcurl describe` shows what fields mean. The messages of v1 and v1alpha
+are the same on the wire, so both names are served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Serv
 
 
 class Descriptors:
-    """Files by name and by symbol; the generated code's pool answers for files without comments."""
+    """Proto files by name and symbol; those without comments come from the generated pool."""
 
     def __init__(self, documented: descriptor_pb2.FileDescriptorSet) -> None:
         self._documented = {file.name: file for file in documented.file}
@@ -28,12 +28,16 @@ class Descriptors:
 
     @classmethod
     def of_contract(cls) -> Descriptors:
-        """With the comments of the contract."""
+        """Load the contract's files with their comments."""
         data = importlib.resources.files("legato.v1").joinpath("descriptor.binpb").read_bytes()
         return cls(descriptor_pb2.FileDescriptorSet.FromString(data))
 
     def with_dependencies(self, name: str) -> list[bytes]:
-        """The file and all it imports, itself first. Raises `KeyError` for an unknown name."""
+        """Return the serialized file and all its imports, itself first.
+
+        Raises:
+            KeyError: the name is unknown.
+        """
         found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
         waiting = [name]
         while waiting:
@@ -44,9 +48,12 @@ class Descriptors:
         return [file.SerializeToString() for file in found.values()]
 
     def file_of(self, symbol: str) -> str:
-        """The name of the file that defines a symbol. Raises `KeyError` for an unknown one.
+        """Return the name of the file that defines a symbol.
 
-        The pool knows messages, enums and services; their members are found by what they are in.
+        The pool knows messages, enums and services; their members are found by their parents.
+
+        Raises:
+            KeyError: the symbol is unknown.
         """
         try:
             return self._pool.FindFileContainingSymbol(symbol).name
@@ -65,14 +72,14 @@ class Descriptors:
 
 
 class Reflection:
-    """Lists `services` and describes all that `descriptors` knows. There are no extensions."""
+    """Lists `services` and describes the symbols of `descriptors`. There are no extensions."""
 
     def __init__(self, services: Iterable[str], descriptors: Descriptors) -> None:
         self._services = sorted((*services, *SERVICES))
         self._descriptors = descriptors
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """What to register with the server."""
+        """Return the handlers of both versions."""
         method = grpc.stream_stream_rpc_method_handler(
             self._info,
             pb.ServerReflectionRequest.FromString,
@@ -104,8 +111,8 @@ class Reflection:
                     services = pb.ListServiceResponse(service=listed)
                     return pb.ServerReflectionResponse(list_services_response=services)
         except KeyError:
-            return _error(grpc.StatusCode.NOT_FOUND, "not known here")
-        return _error(grpc.StatusCode.NOT_FOUND, "there are no extensions here")
+            return _error(grpc.StatusCode.NOT_FOUND, "unknown file or symbol")
+        return _error(grpc.StatusCode.NOT_FOUND, "extensions are not supported")
 
     def _files(self, name: str) -> pb.ServerReflectionResponse:
         files = self._descriptors.with_dependencies(name)

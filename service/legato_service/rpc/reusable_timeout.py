@@ -1,4 +1,4 @@
-"""How long to wait, for tasks that wait often."""
+"""A timeout for asyncio tasks that wait often."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Self
 
 
 class ReusableTimeout:
-    """Bounds the current task's waits, one after another, each like `asyncio.timeout` would.
+    """Bounds waits of the current asyncio task, each as `asyncio.timeout` would.
 
-        with patience.until(moment):
-            await something  # TimeoutError when it is not there by then
+        with timeout.until(moment):
+            await something  # raises TimeoutError at `moment`
 
-    One timer serves them all: most waits end early, and a timer made and dropped for each costs
-    more than the wait. Moments are `time.monotonic()` seconds. Waits do not nest. `close` it.
+    All waits share one timer, because most of them end early, and a timer for each would cost more
+    than the wait. Moments are `time.monotonic()` seconds. Waits must not nest; `close` it after
+    the last one.
     """
 
     __slots__ = ("_cancelling", "_due", "_expired", "_loop", "_task", "_timer", "_until")
 
     def __init__(self) -> None:
         task = asyncio.current_task()
-        assert task is not None, "only tasks wait"
+        assert task is not None, "needs an asyncio task"
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf  # of the timer
-        self._until = math.inf  # of the wait
+        self._due = math.inf  # when the timer fires
+        self._until = math.inf  # when the current wait times out
         self._cancelling = 0
         self._expired = False
 
     def until(self, moment: float) -> Self:
-        """The bound of the wait that follows; infinite for none."""
+        """Set the end of the next wait, infinity for none."""
         self._until = moment
         return self
 
     def close(self) -> None:
-        """Drop the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -65,10 +66,10 @@ class ReusableTimeout:
         self.close()
         self._due = moment
         if moment < math.inf:
-            self._timer = self._loop.call_later(moment - time.monotonic(), self._look)
+            self._timer = self._loop.call_later(moment - time.monotonic(), self._on_timer)
 
-    def _look(self) -> None:
-        """The timer is that of a wait that ended, or of the one that has lasted long enough."""
+    def _on_timer(self) -> None:
+        """The timer may have been set for an earlier wait."""
         if self._until <= time.monotonic():
             self._arm(math.inf)
             self._expired = True

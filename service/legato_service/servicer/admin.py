@@ -1,17 +1,19 @@
-"""AdminService: what the engine holds, what to stop, and when to leave; for the operator."""
+"""AdminService: load, abort and drain, for the operator."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
-from legato_service.convert import info, responses
+from legato_service.convert import responses
+from legato_service.convert.response_info import duration
 from legato_service.engine import Engine
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
@@ -27,49 +29,47 @@ _STATES = {
 
 
 class Sessions(Protocol):
-    """The sessions that are open."""
+    """The open sessions."""
 
-    def __len__(self) -> int:
-        """How many."""
-        ...
+    def __len__(self) -> int: ...
 
     def abort(self, session_id: str) -> bool:
-        """End the session of this id with all its work; whether there was one."""
+        """Abort a session; return whether it was open."""
         ...
 
     def abort_all(self) -> int:
-        """End all; how many there were."""
+        """Abort all sessions; return how many were open."""
         ...
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Answers from what this process knows and never waits for the engine: under any load.
+    """Responds under any load, because it never waits for the engine.
 
-    `drain` begins a drain with its grace in seconds, `default_grace` when the operator names none.
-    `abort_elsewhere` stops what other processes have of an id, or all, and tells how many.
+    `drain` begins a drain with a grace in seconds, by default `default_grace`. `abort_elsewhere`
+    stops the requests of an id in other processes, or all of them, and returns their count.
     """
 
     def __init__(
         self,
         engine: Engine,
         progress: Progress,
-        gate: RequestRegistry,
+        registry: RequestRegistry,
         sessions: Sessions,
         *,
         drain: Callable[[float], None],
         default_grace: float,
-        abort_elsewhere: Callable[[str], Awaitable[int]] | None = None,
+        abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
     ) -> None:
         self._engine = engine
         self._progress = progress
-        self._gate = gate
+        self._registry = registry
         self._sessions = sessions
         self._drain = drain
         self._default_grace = default_grace
         self._abort_elsewhere = abort_elsewhere
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """Counts as of the last heartbeat; all zero while there is no engine."""
+        """Return the counts of the last heartbeat."""
         load = self._engine.load
         response = pb.GetLoadResponse(
             running=load.running,
@@ -80,7 +80,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engine_step=self._engine.step,
         )
         if self._engine.state is EngineState.READY:
-            wait = info.duration(self._engine.estimated_wait)
+            wait = duration(self._engine.estimated_wait)
             response.estimated_wait.CopyFrom(wait)
         if load.decode_steps is not None:
             response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
@@ -89,29 +89,26 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Stop one request, one session, or all; calls that share a request count as one.
 
-        Ids are a tenant's own: an operator that names a tenant in its metadata means that one's,
-        any other means the id whosever it is.
+        With a tenant in the metadata, an id is that tenant's; without one, it is of any tenant.
         """
         target = request.WhichOneof("target")
         if target == "session_id":
-            known = self._sessions.abort(_named(request, target))
+            known = self._sessions.abort(_target_id(request, target))
             return pb.AbortResponse(aborted=int(known))
         if target == "request_id":
-            aborted, ended = self._gate.stop(_meaning(_named(request, target)))
-            aborted += await self._elsewhere(call.current().scoped(request.request_id))
+            key = RequestKey(_target_id(request, target), call.current().tenant)
+            aborted, ended = self._registry.stop(key)
+            aborted += await self._elsewhere(key)
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
-            aborted, _ = self._gate.stop(lambda _: True)
-            aborted += await self._elsewhere("")
+            aborted = self._registry.stop_all() + await self._elsewhere(None)
             return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
         if target == "all":
             raise InvalidField("must be true", field="all")
-        raise InvalidField(
-            "one of request_id, session_id and all says what to stop", field="target"
-        )
+        raise InvalidField("must be one of request_id, session_id and all", field="target")
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Begin to leave, as SIGTERM does; the counts are those of the last heartbeat."""
+        """Begin to drain, as SIGTERM does; return the counts of the last heartbeat."""
         grace = self._default_grace
         if request.HasField("grace"):
             grace = request.grace.ToNanoseconds() / 1e9
@@ -123,29 +120,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
 
-    async def _elsewhere(self, request_id: str) -> int:
-        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(request_id)
+    async def _elsewhere(self, target: RequestKey | None) -> int:
+        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
 
     def _state(self) -> str:
-        """The contract's word for where the engine stands."""
-        if self._gate.closed:
+        if self._registry.closed:
             return "draining"
         if self._engine.state is not EngineState.READY:
             return _STATES[self._engine.state]
         return "serving" if self._progress.is_ready(time.monotonic()) else "stuck"
 
 
-def _named(request: pb.AbortRequest, field: str) -> str:
-    name: str = getattr(request, field)
-    if not name:
+def _target_id(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> str:
+    target = request.session_id if field == "session_id" else request.request_id
+    if not target:
         raise InvalidField("must not be empty", field=field)
-    return name
-
-
-def _meaning(request_id: str) -> Callable[[str], bool]:
-    """Whether a scoped name is this request's."""
-    rpc = call.current()
-    if rpc.tenant:
-        scoped = rpc.scoped(request_id)
-        return lambda name: name == scoped
-    return lambda name: name.rpartition("/")[2] == request_id
+    return target

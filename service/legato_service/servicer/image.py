@@ -1,4 +1,4 @@
-"""ImageService: pictures that are sent once and asked about many times."""
+"""ImageService: images that are uploaded once, for many requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -23,28 +24,28 @@ from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
-from legato_service.convert import info
+from legato_service.convert.response_info import image_info
 from legato_service.engine import Engine
 from legato_service.images.intake import as_source
 from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
-from legato_service.rpc.quota_owner import caller
+from legato_service.rpc.quota_owner import quota_owner
 
 
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
-    """Gathers uploads and has the engine hold them; the engine alone knows what is held.
+    """Receives uploads and has the engine hold them; only the engine knows what is held.
 
-    Uploads under way may take as much memory as what is held, besides it.
+    The uploads in progress have a quota of their own, as large as that of held images.
     """
 
     def __init__(
-        self, config: ServiceConfig, engine: Engine, blobs: BlobStore, gate: RequestRegistry
+        self, config: ServiceConfig, engine: Engine, blobs: BlobStore, registry: RequestRegistry
     ) -> None:
         self._engine = engine
         self._blobs = blobs
-        self._gate = gate
+        self._registry = registry
         self._limits = UploadLimits(
             max_bytes=config.max_image_bytes,
             max_pixels=config.engine.max_image_pixels,
@@ -62,43 +63,41 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def PutImage(
         self, request_iterator: AsyncIterator[pb.PutImageRequest], context: Context
     ) -> pb.PutImageResponse:
-        """Gather, check, have it held. However it ends, nothing of the upload itself is left."""
-        owner = caller(context)
-        request_id = self._name()
-        with self._gate.hold(request_id), self._in_time(context) as timeout:
+        """Receive an image, check it, and have the engine hold it."""
+        owner = quota_owner(context)
+        key = self._key()
+        with self._registry.admit(key), self._deadline_timeout(context) as timeout:
             async with timeout:
                 messages = aiter(request_iterator)
                 header = read_header(await self._next(messages), self._limits)
                 with Upload.begin(header, self._limits, self._blobs, self._quota, owner) as upload:
                     while (message := await self._next(messages)) is not None:
                         await upload.add(message)
-                    # grpc ends the messages of a cancelled call as if it were complete; that it is
-                    # cancelled comes right behind, here or, by way of an Abort, within the hold.
+                    # gRPC ends the messages of a cancelled call as if it were complete. The
+                    # cancellation follows, here or, after an Abort, within the hold.
                     await asyncio.sleep(0)
-                    held = await self._hold(request_id, upload, header, owner)
-        return pb.PutImageResponse(image=info.image(held.image), expire_time=_wall_time(held.until))
+                    held = await self._hold(key, upload, header, owner)
+        return pb.PutImageResponse(image=image_info(held.image), expire_time=_wall_time(held.until))
 
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
-        """Ask the engine, which knows."""
+        """Release a held image."""
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
-        request_id = self._name()
-        with self._gate.hold(request_id), self._in_time(context) as timeout:
+        key = self._key()
+        with self._registry.admit(key), self._deadline_timeout(context) as timeout:
             async with timeout:
                 await self._engine.drop(
-                    DropImage(
-                        request_id=request_id, image_id=request.image_id, owner=caller(context)
-                    )
+                    DropImage(request_id=key, image_id=request.image_id, owner=quota_owner(context))
                 )
         return pb.DeleteImageResponse()
 
-    async def _hold(self, request_id: str, upload: Upload, header: Header, owner: str) -> ImageHeld:
-        form = await upload.finish()
+    async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
+        image_format = await upload.finish()
         command = HoldImage(
-            request_id=request_id,
-            image=as_source(form, upload.draft.publish()),
+            request_id=key,
+            image=as_source(image_format, upload.writer.publish()),
             owner=owner,
             ttl=header.ttl,
             sha256=header.sha256,
@@ -112,26 +111,22 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             error.metadata["field"] = f"header.{error.metadata.get('field', '')}"
             raise
 
-    def _name(self) -> str:
-        """The call's id as the engine knows it."""
-        rpc = call.current()
-        return rpc.scoped(rpc.avoid(self._gate))
+    def _key(self) -> RequestKey:
+        return call.current().avoid(self._registry)
 
     async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
-        """The next message, None behind the last; an upload that stands still is given up."""
         try:
             async with asyncio.timeout(self._stall_timeout):
                 return await anext(messages, None)
         except TimeoutError:
             raise ClientTooSlow(
-                f"nothing was sent for {self._stall_timeout:g} s",
+                f"no message was sent for {self._stall_timeout:g} s",
                 limit_ms=round(self._stall_timeout * 1000),
             ) from None
 
     @contextmanager
-    def _in_time(self, context: Context) -> Iterator[asyncio.Timeout]:
-        """The call's own deadline, or that of calls that bring none, as a `DeadlineExceeded`."""
-        # None without a deadline, whatever the typing of grpc says.
+    def _deadline_timeout(self, context: Context) -> Iterator[asyncio.Timeout]:
+        # None without a deadline, despite the type annotation of grpc.
         given: float | None = context.time_remaining()
         left = self._deadline if given is None else given
         call.current().deadline = time.monotonic() + left

@@ -2,199 +2,196 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, TypeVar
 
-from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
-from legato.v1 import inference_pb2_grpc, media_pb2
+from legato.v1 import inference_pb2_grpc
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
 from legato_service.convert import requests, responses
 from legato_service.convert.event_stream import EventStream
-from legato_service.convert.info import Answers
-from legato_service.convert.requests import Fields
-from legato_service.requests.dispatcher import Caller, Dispatcher, answered, follow
-from legato_service.requests.idempotency import IdempotencyCache, fingerprint
+from legato_service.convert.response_info import fill_info
+from legato_service.requests.dispatcher import CallContext, Dispatcher, completed, follow
+from legato_service.requests.idempotency import IdempotencyCache, ReplyT, fingerprint
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
 from legato_service.servicer.task_run import TaskRun
 
-Answer: TypeAlias = Awaitable[Any]
-"""A message as it travels, which the boundary leaves so; generated code expects the message."""
+RequestT = TypeVar(
+    "RequestT",
+    pb.QueryRequest,
+    pb.CaptionRequest,
+    pb.DetectRequest,
+    pb.PointRequest,
+    pb.SegmentRequest,
+)
+ResultT = TypeVar("ResultT", bound=core.TaskResult)
+ResponseT = TypeVar(
+    "ResponseT",
+    pb.QueryResponse,
+    pb.CaptionResponse,
+    pb.DetectResponse,
+    pb.PointResponse,
+    pb.SegmentResponse,
+)
 
-Work: TypeAlias = Callable[[Fields, Fields, str, Caller], Coroutine[Any, Any, bytes]]
-"""Answers a request of these fields and options under a name."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Skill(Generic[RequestT, ResultT, ResponseT]):
+    """The conversions of one unary RPC."""
+
+    task: Callable[[RequestT], core.TaskSpec]
+    result: type[ResultT]
+    response: Callable[[ResultT], ResponseT]  # without its info
+
+
+_QUERY: _Skill[pb.QueryRequest, core.QueryResult, pb.QueryResponse] = _Skill(
+    requests.query, core.QueryResult, responses.query
+)
+_CAPTION: _Skill[pb.CaptionRequest, core.CaptionResult, pb.CaptionResponse] = _Skill(
+    requests.caption, core.CaptionResult, responses.caption
+)
+_DETECT: _Skill[pb.DetectRequest, core.DetectResult, pb.DetectResponse] = _Skill(
+    requests.detect, core.DetectResult, responses.detect
+)
+_POINT: _Skill[pb.PointRequest, core.PointResult, pb.PointResponse] = _Skill(
+    requests.point, core.PointResult, responses.point
+)
+_SEGMENT: _Skill[pb.SegmentRequest, core.SegmentResult, pb.SegmentResponse] = _Skill(
+    requests.segment, core.SegmentResult, responses.segment
+)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Questions about one picture. Deadlines are seconds, for calls that bring none."""
+    """Tasks on one image. The deadlines, in seconds, are for calls that bring none."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        replies: IdempotencyCache,
+        idempotency_cache: IdempotencyCache,
         *,
         unary_deadline: float,
         stream_deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
-        self._replies = replies
+        self._idempotency_cache = idempotency_cache
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
-        self._query, self._caption, self._detect, self._point, self._segment = (
-            functools.partial(self._answer, skill, Answers(skill.response, skill.fill))
-            for skill in (_QUERY, _CAPTION, _DETECT, _POINT, _SEGMENT)
-        )
 
-    def Query(self, request: pb.QueryRequest, context: Context) -> Answer:
+    async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         """Answer a question."""
-        return self._once(self._query, request, context)
+        return await self._unary(_QUERY, request, context)
 
-    def Caption(self, request: pb.CaptionRequest, context: Context) -> Answer:
-        """Describe the picture."""
-        return self._once(self._caption, request, context)
+    async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
+        """Describe the image."""
+        return await self._unary(_CAPTION, request, context)
 
-    def Detect(self, request: pb.DetectRequest, context: Context) -> Answer:
+    async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
         """Box every instance."""
-        return self._once(self._detect, request, context)
+        return await self._unary(_DETECT, request, context)
 
-    def Point(self, request: pb.PointRequest, context: Context) -> Answer:
+    async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
         """Point at every instance."""
-        return self._once(self._point, request, context)
+        return await self._unary(_POINT, request, context)
 
-    def Segment(self, request: pb.SegmentRequest, context: Context) -> Answer:
+    async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
         """Outline an instance."""
-        return self._once(self._segment, request, context)
+        return await self._unary(_SEGMENT, request, context)
 
-    def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Answer:
-        """Several tasks, one picture."""
-        return self._once(self._run_tasks, request, context)
+    async def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> pb.RunTasksResponse:
+        """Run several tasks on one image."""
+        work = functools.partial(self._run_tasks, request)
+        return await self._once(work, request.options.request_id, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """One task, streamed."""
-        options = requests.fields(request.options)
-        given = options.get("request_id", "")
-        request_id = self._dispatcher.name(given)
-        silence = requests.heartbeat(options)
-        spec = requests.task(request.task, "task")
-        requests.image(request.image, spec, "task.query.")
+        """Run one task and stream its events."""
+        given = request.options.request_id
+        key = self._dispatcher.key(given)
+        silence = requests.heartbeat(request.options)
+        task = requests.task(request.task, "task")
+        requests.check_image(request.image, task, "task.query.")
         sampling = requests.sampling(request.task.sampling, "task.")
-        asked = requests.request(request_id, spec, sampling, options)
-        alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
-        with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as visit:
-            self._dispatcher.check(asked, "task.")
-            events = EventStream(
-                request_id,
-                request.task.task_id,
-                request.stamp if request.HasField("stamp") else None,
-            )
-            picture = await self._dispatcher.pictures.check(request.image)
-            stream = self._dispatcher.submit(asked, picture, visit)
-            async with aclosing(follow(stream, silence)) as reports:
-                async for report in reports:
-                    for event in events.of(report):
+        converted = requests.request(key, task, sampling, request.options)
+        stamp = request.stamp if request.HasField("stamp") else None
+        with (
+            self._idempotency_cache.exclusive(key) if given else nullcontext(),
+            self._dispatcher.admit(key, context, self._stream_deadline) as active,
+        ):
+            self._dispatcher.check(converted, "task.")
+            image = await self._dispatcher.images.check(request.image)
+            stream = self._dispatcher.submit(converted, image, active)
+            events = EventStream(key.caller_id, request.task.task_id, stamp)
+            async with aclosing(follow(stream, silence)) as outputs:
+                async for output in outputs:
+                    for event in events.convert(output):
                         yield event
 
-    def _once(self, work: Work, request: Message, context: Context) -> Answer:
-        """What `work` answers; calls that their callers gave one id share it.
-
-        No coroutine, as the handlers are none: every one on the way of a call is resumed with it.
-        """
-        asked = requests.fields(request)
-        options = requests.fields(asked.get("options"))
-        given = options.get("request_id", "")
-        name = self._dispatcher.name(given)
-        if given:
-            return self._shared(functools.partial(work, asked, options, name), name, context)
-        return work(asked, options, name, context)
-
-    async def _shared(
-        self, work: Callable[[Caller], Coroutine[Any, Any, bytes]], name: str, context: Context
-    ) -> bytes:
-        rpc = call.current()
-        asked = await fingerprint(rpc.method, rpc.received)
-        return await self._replies.once(rpc.scoped(name), asked, work, context)
-
-    async def _run_tasks(
-        self, asked: Fields, options: Fields, request_id: str, caller: Caller
-    ) -> bytes:
-        requests.heartbeat(options)
-        run = TaskRun(self._dispatcher, asked, options, request_id)
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
-            model = run.check()
-            picture = await self._dispatcher.pictures.check(asked.get("image"))
-            outcomes = await run.execute(picture, visit)
-        return run.response(outcomes, model, asked.get("stamp")).SerializeToString()
-
-    async def _answer(
+    async def _unary(
         self,
-        skill: _Skill,
-        answers: Answers,
-        asked: Fields,
-        options: Fields,
-        request_id: str,
-        caller: Caller,
-    ) -> bytes:
-        """One task's answer."""
-        image: media_pb2.Image | None = asked.get("image")
-        requests.heartbeat(options)
-        spec = skill.convert(asked)
-        has_picture = requests.image(image, spec)
-        sampling = requests.sampling(asked.get("sampling"))
-        request = requests.request(
-            request_id, spec, sampling, options, deltas=False, progress=False
+        skill: _Skill[RequestT, ResultT, ResponseT],
+        request: RequestT,
+        context: Context,
+    ) -> ResponseT:
+        work = functools.partial(self._run_skill, skill, request)
+        return await self._once(work, request.options.request_id, context)
+
+    async def _once(
+        self,
+        work: Callable[[RequestKey, CallContext], Coroutine[Any, Any, ReplyT]],
+        given: str,
+        context: Context,
+    ) -> ReplyT:
+        """Run `work`; calls to which clients gave one id share it."""
+        key = self._dispatcher.key(given)
+        if not given:
+            return await work(key, context)
+        rpc = call.current()
+        return await self._idempotency_cache.get_or_run(
+            key,
+            await fingerprint(rpc.method, rpc.received),
+            functools.partial(work, key),
+            context,
         )
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
-            model = self._dispatcher.check(request)
-            picture = await self._dispatcher.pictures.check(image) if has_picture else None
-            done = answered(await self._dispatcher.submit(request, picture, visit).done())
+
+    async def _run_skill(
+        self,
+        skill: _Skill[RequestT, ResultT, ResponseT],
+        request: RequestT,
+        key: RequestKey,
+        context: CallContext,
+    ) -> ResponseT:
+        options = request.options
+        requests.heartbeat(options)  # only checked: a unary call has none
+        task = skill.task(request)
+        has_image = requests.check_image(request.image, task)
+        sampling = requests.sampling(request.sampling)
+        converted = requests.request(key, task, sampling, options, deltas=False, progress=False)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+            model = self._dispatcher.check(converted)
+            image = await self._dispatcher.images.check(request.image) if has_image else None
+            done = completed(await self._dispatcher.submit(converted, image, active).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        return answers.write(request_id, model.name, done, asked.get("stamp"))
+        response = skill.response(done.result)
+        stamp = request.stamp if request.HasField("stamp") else None
+        fill_info(response.info, key.caller_id, model.name, done, stamp)
+        return response
 
-
-class _Skill(NamedTuple):
-    """What sets one skill apart: how its request is read and its answer told."""
-
-    convert: Callable[[Fields], core.TaskSpec]
-    result: type[core.Value]
-    response: type[Message]
-    fill: Callable[[Any, Any], None]  # a response, with a result
-
-
-_QUERY = _Skill(
-    requests.query,
-    core.QueryResult,
-    pb.QueryResponse,
-    responses.fill_query,
-)
-_CAPTION = _Skill(
-    requests.caption,
-    core.CaptionResult,
-    pb.CaptionResponse,
-    responses.fill_caption,
-)
-_DETECT = _Skill(
-    requests.detect,
-    core.DetectResult,
-    pb.DetectResponse,
-    responses.fill_objects,
-)
-_POINT = _Skill(
-    requests.point,
-    core.PointResult,
-    pb.PointResponse,
-    responses.fill_points,
-)
-_SEGMENT = _Skill(
-    requests.segment,
-    core.SegmentResult,
-    pb.SegmentResponse,
-    responses.fill_segments,
-)
+    async def _run_tasks(
+        self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
+    ) -> pb.RunTasksResponse:
+        requests.heartbeat(request.options)  # only checked: a unary call has none
+        run = TaskRun(self._dispatcher, request, key)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
+            model = run.check()
+            image = await self._dispatcher.images.check(request.image)
+            outcomes = await run.execute(image, active)
+        return run.response(outcomes, model)

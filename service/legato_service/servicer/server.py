@@ -1,4 +1,4 @@
-"""ServerService: what this server is and what it can do."""
+"""ServerService: version, limits, capabilities and models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.errors import EngineStarting, InvalidField
 from legato_engine.ipc.messages import ModelInfo
 
 from legato_service.config import ServiceConfig
-from legato_service.convert import info
+from legato_service.convert.response_info import duration
 from legato_service.engine import Engine
 from legato_service.images.shared_memory import shm_namespace
 from legato_service.rpc.context import Context
@@ -25,15 +25,12 @@ CAPABILITIES = (
     "logprobs",
     "pixel_format.nv12",
     "pixel_format.yuyv",
-)  # what every such server has
+)  # of every server
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
-    """Answers about the server itself; needs no room in the engine.
-
-    `capabilities` are words of `GetServerInfoResponse.capabilities`, beside `CAPABILITIES`.
-    """
+    """Describes the server. `capabilities` are additions to `CAPABILITIES`."""
 
     def __init__(
         self, config: ServiceConfig, engine: Engine, capabilities: Sequence[str] = ()
@@ -48,7 +45,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """Version, limits and capabilities; what only the model knows is 0 until it is loaded."""
+        """Describe the server; the model's limits are 0 until it is loaded."""
         return pb.GetServerInfoResponse(
             name="legato",
             version=_version(),
@@ -63,7 +60,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """The models, a page at a time; a page token is the offset of its page."""
+        """Return one page; a page token is the offset of its page."""
         if request.page_size < 0:
             raise InvalidField("must not be negative", field="page_size")
         models = self._models()
@@ -98,7 +95,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_running=self._config.engine.max_running,
             max_waiting=self._config.engine.max_waiting,
             max_sessions=self._config.max_sessions,
-            default_deadline=info.duration(self._config.unary_deadline),
+            default_deadline=duration(self._config.unary_deadline),
         )
 
 
@@ -110,7 +107,6 @@ def _version() -> str:
 
 
 def _offset(token: str, count: int) -> int:
-    """Where the page begins; raises `InvalidField` for a token that this server never gives."""
     if not token:
         return 0
     if not (token.isascii() and token.isdigit() and 0 < int(token[:9]) < count):

@@ -1,4 +1,4 @@
-"""SessionService: admit, open, and let the session speak."""
+"""SessionService: admit a session, open it, stream its messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato_service.session.session import Session, SessionLimits
 
 
 class SessionServicer(session_pb2_grpc.SessionServiceServicer):
-    """Long conversations about frames."""
+    """Streams of frames, and of results about them."""
 
     def __init__(
         self, dispatcher: Dispatcher, registry: SessionRegistry, limits: SessionLimits
@@ -32,15 +32,15 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Frames in, results out. Only a deadline of the client's bounds the whole of it."""
+        """Run one session. Only a deadline of the client's limits the whole of it."""
         rpc = call.current()
         if rpc.request_id in self._registry:
             rpc.rename()
         session_id = rpc.request_id
-        # None without a deadline, whatever the typing of grpc says.
+        # None without a deadline, despite the type annotation of grpc.
         left: float | None = context.time_remaining()
         rpc.deadline = None if left is None else time.monotonic() + left
-        with self._registry.place(session_id):
+        with self._registry.reserve(session_id):
             opening = await self._opening(request_iterator)
             session = Session(
                 session_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
@@ -51,7 +51,6 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
                     yield message
 
     async def _opening(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionOpen:
-        """The first message. Raises `SessionProtocol` when it is another, or does not come."""
         timeout = self._limits.open_timeout
         try:
             async with asyncio.timeout(timeout):
@@ -59,5 +58,5 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         except TimeoutError:
             raise SessionProtocol(f"no `open` within {timeout:g} s", field="open") from None
         if first is None or first.WhichOneof("message") != "open":
-            raise SessionProtocol("the first message is `open`", field="open")
+            raise SessionProtocol("the first message must be `open`", field="open")
         return first.open

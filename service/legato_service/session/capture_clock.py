@@ -1,4 +1,4 @@
-"""How old a frame is when it arrives, told from a clock that is not ours."""
+"""The age of frames on arrival, from capture times on the client's clock."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 
 
 class CaptureClock:
-    """Reads ages from capture times. All times are seconds; those of one session, in order.
+    """Computes ages from capture times. Times are seconds; frames of one session come in order.
 
-    A caller's clock may be off, or count from its own start. It is trusted while the quickest frame
-    so far shows a delay that could be one: at least 0, and below `max_age`. Otherwise that frame's
-    delay is the clocks' difference, and ages count from it.
+    A client's clock may be wrong, or start at zero. It is trusted as long as the least delay so far
+    is plausible: at least 0 and below `max_age`. Otherwise that delay counts as the difference of
+    the clocks, and ages are relative to it.
     """
 
     def __init__(self, max_age: float) -> None:
         self._max_age = max_age
-        self._least = math.inf
+        self._least_delay = math.inf
 
     def age(self, captured: float, now: float) -> float:
-        """The age at `now`, our wall clock, of a frame captured at `captured`, the caller's."""
+        """Return the age of a frame, from its capture on the client's clock and `now` on ours."""
         delay = now - captured
-        self._least = min(self._least, delay)
-        if 0 <= self._least < self._max_age:
+        self._least_delay = min(self._least_delay, delay)
+        if 0 <= self._least_delay < self._max_age:
             return delay
-        return delay - self._least
+        return delay - self._least_delay

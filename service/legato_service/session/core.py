@@ -1,7 +1,7 @@
-"""The rules of a session as a state machine: frames in, one outcome for each out.
+"""The rules of a session as a state machine: each frame gets exactly one outcome.
 
-It neither waits nor reads a clock: whoever drives it says what happened and what time it is. What
-it decides is told to `Workers` at once, and to the client through `next`.
+The core neither waits nor reads a clock: `Session` reports what happened and the current time. The
+core gives orders to its `Runner` at once, and messages to the client through `next`.
 """
 
 from __future__ import annotations
@@ -21,271 +21,273 @@ from legato_service.session.frame import (
     GoAway,
     Notice,
     Outcome,
-    Report,
+    Output,
     Result,
 )
 from legato_service.session.frame_queue import FrameQueue
 from legato_service.session.send_queue import SendQueue
-from legato_service.session.terms import Cause, Policy, Terms
+from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
 
-MAX_UNREAD = 4096  # notices: more are due only to a client that sends and does not read
+MAX_UNREAD = 4096  # notices; only a client that sends without reading is due more
 
-Worked_contra = TypeVar("Worked_contra", bound=Frame, contravariant=True)
+Frame_contra = TypeVar("Frame_contra", bound=Frame, contravariant=True)
 
 
-class Workers(Protocol[Worked_contra]):
-    """Who runs frames. Answers through `SessionCore.taken`, `report` and `ended`, never at once."""
+class Runner(Protocol[Frame_contra]):
+    """Runs frames. Calls `SessionCore.image_ready`, `output` and `ended`, but never at once."""
 
-    def start(self, frame: Worked_contra) -> None:
-        """Take the frame's picture in, and run its tasks."""
+    def start(self, frame: Frame_contra) -> None:
+        """Run the frame."""
         ...
 
-    def stop(self, frame: Worked_contra, index: int) -> None:
-        """Have this task end now, with what it has."""
+    def stop(self, frame: Frame_contra, index: int) -> None:
+        """End a task with its partial result."""
         ...
 
-    def abort(self, frame: Worked_contra) -> None:
-        """Forget the frame; what is still said of it is not heard. Harmless when repeated."""
+    def abort(self, frame: Frame_contra) -> None:
+        """Abort the frame. Idempotent."""
         ...
 
 
 class SessionCore(Generic[F]):
-    """One session. `now` is seconds on the clock that `Frame.born` is read from.
+    """One session. `now` is seconds on the clock of `Frame.captured_at`.
 
-    A frame is open from its arrival to its outcome: its last result, or its drop, handed to the
-    writer. It waits, then runs, then its last results wait for the writer; of these stages the
-    mailbox, `_running` and the outbox know, and a frame whose tasks ended one by one may be in the
-    last two at once.
+    A frame is open from its arrival until its outcome, its last result or its drop, is handed to
+    the writer. It passes through three stages: waiting (`_queue`), running (`_running`), and with
+    results to send (`_send_queue`). A frame whose tasks end one by one may be in the last two.
     """
 
-    def __init__(self, terms: Terms, workers: Workers[F]) -> None:
-        self._terms = terms
-        self._workers = workers
-        self._mailbox: FrameQueue[F] = FrameQueue(terms.policy, terms.frame_credits)
-        self._outbox: SendQueue[F] = SendQueue(terms.response_credits)
+    def __init__(self, settings: SessionSettings, runner: Runner[F]) -> None:
+        self._settings = settings
+        self._runner = runner
+        self._queue: FrameQueue[F] = FrameQueue(settings.policy, settings.frame_credits)
+        self._send_queue: SendQueue[F] = SendQueue(settings.response_credits)
         self._open: dict[int, F] = {}
         self._running: list[F] = []
         self._last_sequence = -1
-        self._going = False
+        self._going_away = False
         self._half_closed = False
         self._starved_since: float | None = None
         self.num_frames = 0
         self.num_must_run = 0
-        self.dropped: collections.Counter[Cause] = collections.Counter()
+        self.dropped: collections.Counter[DropReason] = collections.Counter()
 
-    # ------------------------------------------------------------ what can be asked
+    # ------------------------------------------------------------ state
 
     @property
     def frame_credits(self) -> int:
-        """Frames that a client may have sent without knowing them accepted or dropped."""
-        return 0 if self._going else self._terms.frame_credits
+        """Frames that may be sent without a notice about them."""
+        return 0 if self._going_away else self._settings.frame_credits
 
     @property
     def is_settled(self) -> bool:
-        """Whether every frame had its outcome, and all was handed to the writer."""
-        return not self._open and self._outbox.is_empty
+        """Whether all frames have outcomes and all messages were handed over."""
+        return not self._open and self._send_queue.is_empty
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client has said all, and so has this side."""
+        """Whether the session may end."""
         return self._half_closed and self.is_settled
 
     def next_wake(self) -> float:
-        """When `next` must be called again although nothing happened; infinity for never."""
-        ages = (each.born for each in self._open.values() if each.may_be_dropped)
-        oldest = min(ages, default=math.inf) + self._terms.max_frame_age
+        """Return when to call `next` even if nothing happens; infinity for never."""
+        captured = (each.captured_at for each in self._open.values() if each.may_be_dropped)
+        oldest = min(captured, default=math.inf) + self._settings.max_frame_age
         if self._starved_since is None:
             return oldest
-        return min(oldest, self._starved_since + self._terms.patience)
+        return min(oldest, self._starved_since + self._settings.credit_timeout)
 
     # ------------------------------------------------------------ the client's side
 
     def receive(self, frame: F, now: float) -> None:
-        """A frame arrived.
+        """Queue, start or drop a frame that arrived.
 
-        Raises `SessionProtocol` when its sequence does not grow, and `ClientTooSlow` when too much
-        of what it was told before is unread.
+        Raises:
+            SessionProtocol: its sequence number does not increase.
+            ClientTooSlow: the client leaves too many notices unread.
         """
         if frame.sequence <= self._last_sequence:
             raise SessionProtocol(
-                f"{frame.sequence} is not above {self._last_sequence}", field="frame.stamp.sequence"
+                f"{frame.sequence} is not above the last one, {self._last_sequence}",
+                field="frame.stamp.sequence",
             )
-        if self._outbox.num_notices >= MAX_UNREAD:
-            raise ClientTooSlow(f"{MAX_UNREAD} messages are unread", limit=MAX_UNREAD)
+        if self._send_queue.num_notices >= MAX_UNREAD:
+            raise ClientTooSlow(
+                f"{MAX_UNREAD} messages are unread, which is the limit", limit=MAX_UNREAD
+            )
         self._last_sequence = frame.sequence
         self.num_frames += 1
         self.num_must_run += frame.must_run
         self._open[frame.sequence] = frame
-        if self._going:
-            self._drop(frame, Cause.GOING_AWAY)
+        if self._going_away:
+            self._drop(frame, DropReason.GOING_AWAY)
         elif self._is_too_old(frame, now):
-            self._drop(frame, Cause.TOO_OLD)
+            self._drop(frame, DropReason.TOO_OLD)
         else:
-            self._let_in(frame)
+            self._enqueue(frame)
 
     def cancel(self, sequence: int) -> None:
-        """The client wants no more of this frame."""
+        """Drop or stop a frame for the client."""
         frame = self._open.get(sequence)
         if frame is None:
             return
-        if frame in self._mailbox:
-            self._drop(frame, Cause.CANCELLED)
+        if frame in self._queue:
+            self._drop(frame, DropReason.CANCELLED)
         else:
-            self._stop(frame, Cause.CANCELLED)
+            self._stop(frame, DropReason.CANCELLED)
 
     def cancel_task(self, task_id: str) -> None:
-        """The client wants no more of the running tasks of this id; an empty one names none."""
+        """Stop running tasks for the client; an empty id matches none."""
         for frame in list(self._running) if task_id else []:
             for index, name in enumerate(frame.task_ids):
                 if name == task_id:
-                    self._stop_task(frame, index, Cause.CANCELLED)
+                    self._stop_task(frame, index, DropReason.CANCELLED)
 
     def grant(self, count: int) -> None:
-        """The client is ready for more results and events."""
-        self._outbox.grant(count)
+        """Add credits for results and events."""
+        self._send_queue.grant(count)
         self._starved_since = None
 
     def half_close(self) -> None:
-        """The client will say no more, so it cannot grant credits either: none are needed now."""
+        """Need no credits any more, which the client cannot grant."""
         self._half_closed = True
-        self._outbox.lift()
+        self._send_queue.lift_limit()
 
-    # ------------------------------------------------------------ the workers' side
+    # ------------------------------------------------------------ the runner's side
 
-    def taken(self, frame: F) -> None:
-        """The frame's bytes are the server's own now; a result that was told says so too."""
-        if self._is_open(frame) and not frame.accepted and frame.told == 0:
+    def image_ready(self, frame: F) -> None:
+        """Accept the frame, unless a result that was sent implies it."""
+        if self._is_open(frame) and not frame.accepted and frame.num_sent == 0:
             frame.accepted = True
-            self._outbox.say(Accepted(frame.sequence, self.frame_credits))
+            self._send_queue.add_notice(Accepted(frame.sequence, self.frame_credits))
 
-    def report(self, frame: F, index: int, report: Report) -> None:
-        """A running task said something on its way."""
+    def output(self, frame: F, index: int, output: Output) -> None:
+        """Send an output of a running task."""
         if self._is_open(frame) and index not in frame.ended:
-            self._outbox.add_report(frame, index, report)
+            self._send_queue.add_output(frame, index, output)
 
     def ended(self, frame: F, index: int, outcome: Outcome) -> None:
-        """A task ended. Each must; only the first time counts."""
+        """Send the outcome of a task, unless it has one. Every task must end."""
         if not self._is_open(frame) or index in frame.ended:
             return
         frame.ended.add(index)
-        self._outbox.add_result(frame, index, outcome)
+        self._send_queue.add_result(frame, index, outcome)
         if len(frame.ended) == len(frame.task_ids):
             self._running.remove(frame)
-        self._bound_ring()
+        self._limit_unsent()
         self._start_waiting()
 
     # ------------------------------------------------------------ the server's side
 
     def go_away(self, time_left: float) -> None:
-        """Take no frames from now on; those that came before go on. Idempotent."""
-        if not self._going:
-            self._going = True
-            self._outbox.say(GoAway(time_left))
+        """Drop new frames from now on; earlier ones go on. Idempotent."""
+        if not self._going_away:
+            self._going_away = True
+            self._send_queue.add_notice(GoAway(time_left))
 
-    def wind_up(self) -> None:
-        """The time is over: what runs ends with what it has, what waits does not run."""
-        for frame in self._mailbox:
-            self._drop(frame, Cause.GOING_AWAY)
+    def stop_all(self) -> None:
+        """Drop waiting frames and stop running ones."""
+        for frame in self._queue:
+            self._drop(frame, DropReason.GOING_AWAY)
         for frame in list(self._running):
-            self._stop(frame, Cause.CANCELLED)
+            self._stop(frame, DropReason.CANCELLED)
 
-    def cut(self) -> None:
-        """Give every open frame its outcome at once; nothing is waited for after this."""
-        self.wind_up()
-        self._outbox.lift()
+    def end_all(self) -> None:
+        """Give every open frame its outcome now."""
+        self.stop_all()
+        self._send_queue.lift_limit()
         for frame in list(self._running):
-            self._workers.abort(frame)
+            self._runner.abort(frame)
             for index in range(len(frame.task_ids)):
                 self.ended(frame, index, None)
 
     # ------------------------------------------------------------ the writer's side
 
     def next(self, now: float) -> Notice | Event[F] | Result[F] | None:
-        """The next message to send, if any; no result leaves when its frame is too old.
+        """Return the next message to send, if any; frames that are too old are dropped first.
 
-        Raises `ClientTooSlow` when the client was out of credits for too long.
+        Raises:
+            ClientTooSlow: messages waited for credits longer than `credit_timeout`.
         """
         for frame in list(self._open.values()):
             if self._is_too_old(frame, now):
-                self._drop(frame, Cause.TOO_OLD)
-        message = self._outbox.next()
+                self._drop(frame, DropReason.TOO_OLD)
+        message = self._send_queue.next()
         if isinstance(message, Result) and message.last:
             del self._open[message.frame.sequence]
-        self._mind_credits(now)
+        self._check_credits(now)
         self._start_waiting()
         return message
 
     # ------------------------------------------------------------ the rules
 
-    def _let_in(self, frame: F) -> None:
-        victim = self._mailbox.put(frame)
+    def _enqueue(self, frame: F) -> None:
+        victim = self._queue.put(frame)
         if victim is not None:
             self._drop(*victim)
-        if self._terms.policy is Policy.PREEMPT and frame in self._mailbox:
+        if self._settings.policy is FramePolicy.PREEMPT and frame in self._queue:
             for older in list(self._running):
                 if not older.must_run:
-                    self._stop(older, Cause.SUPERSEDED)
+                    self._stop(older, DropReason.SUPERSEDED)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start frames while there is room for them, and for their results."""
         while (
-            len(self._mailbox) > 0
-            and len(self._running) < self._terms.max_in_flight
-            and not self._is_clogged()
+            len(self._queue) > 0
+            and len(self._running) < self._settings.max_in_flight
+            and not self._is_blocked()
         ):
-            frame = self._mailbox.take()
+            frame = self._queue.take()
             self._running.append(frame)
-            self._workers.start(frame)
+            self._runner.start(frame)
 
-    def _is_clogged(self) -> bool:
-        """Whether as many frames as may wait for the reader cannot be dropped for another."""
-        kept = [each for each in self._outbox.frames() if not each.may_be_dropped]
-        return len(kept) >= self._terms.ring
+    def _is_blocked(self) -> bool:
+        """Whether the unsent frames are at their limit and none of them may be dropped."""
+        kept = [each for each in self._send_queue.frames() if not each.may_be_dropped]
+        return len(kept) >= self._settings.max_unsent_frames
 
-    def _bound_ring(self) -> None:
-        waiting = self._outbox.frames()
-        if len(waiting) > self._terms.ring:
+    def _limit_unsent(self) -> None:
+        waiting = self._send_queue.frames()
+        if len(waiting) > self._settings.max_unsent_frames:
             droppable = (each for each in waiting if each.may_be_dropped)
             victim = next(droppable, None)
             if victim is not None:
-                self._drop(victim, Cause.OVERLOADED)
+                self._drop(victim, DropReason.OVERLOADED)
 
-    def _drop(self, frame: F, cause: Cause) -> None:
-        """The frame's one outcome, wherever it is by now."""
+    def _drop(self, frame: F, reason: DropReason) -> None:
         del self._open[frame.sequence]
-        if frame in self._mailbox:
-            self._mailbox.remove(frame)
+        if frame in self._queue:
+            self._queue.remove(frame)
         if frame in self._running:
             self._running.remove(frame)
-            self._workers.abort(frame)
-        self._outbox.remove(frame)
-        self.dropped[cause] += 1
+            self._runner.abort(frame)
+        self._send_queue.remove(frame)
+        self.dropped[reason] += 1
         total = self.dropped.total()
-        self._outbox.say(Dropped(frame.sequence, cause, self.frame_credits, total))
+        self._send_queue.add_notice(Dropped(frame.sequence, reason, self.frame_credits, total))
 
-    def _stop(self, frame: F, cause: Cause) -> None:
+    def _stop(self, frame: F, reason: DropReason) -> None:
         for index in range(len(frame.task_ids)):
-            self._stop_task(frame, index, cause)
+            self._stop_task(frame, index, reason)
 
-    def _stop_task(self, frame: F, index: int, cause: Cause) -> None:
+    def _stop_task(self, frame: F, index: int, reason: DropReason) -> None:
         if index not in frame.ended and index not in frame.stopped:
-            frame.stopped[index] = cause
-            self._workers.stop(frame, index)
+            frame.stopped[index] = reason
+            self._runner.stop(frame, index)
 
     def _is_open(self, frame: F) -> bool:
         return self._open.get(frame.sequence) is frame
 
     def _is_too_old(self, frame: F, now: float) -> bool:
-        return frame.may_be_dropped and now - frame.born >= self._terms.max_frame_age
+        return frame.may_be_dropped and now - frame.captured_at >= self._settings.max_frame_age
 
-    def _mind_credits(self, now: float) -> None:
-        if not self._outbox.is_starved:
+    def _check_credits(self, now: float) -> None:
+        if not self._send_queue.is_starved:
             self._starved_since = None
         elif self._starved_since is None:
             self._starved_since = now
-        elif now - self._starved_since >= self._terms.patience:
+        elif now - self._starved_since >= self._settings.credit_timeout:
             raise ClientTooSlow(
-                f"nothing was granted for {self._terms.patience:g} s while answers waited",
-                limit_ms=round(self._terms.patience * 1000),
+                f"no credit was granted for {self._settings.credit_timeout:g} s",
+                limit_ms=round(self._settings.credit_timeout * 1000),
             )

@@ -1,4 +1,4 @@
-"""One frame, from its arrival to its one outcome, and what a session says about frames."""
+"""A frame of a session, and the messages about frames."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Generic, TypeVar
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
-from legato_service.session.terms import Cause
+from legato_service.session.settings import DropReason
 
-Report = Queued | Started | Delta
+Output = Queued | Started | Delta
 Outcome = Done | LegatoError | None
-"""How a task ended; None: it was stopped before the engine heard of it."""
+"""How a task ended; None: it was stopped before it was submitted to the engine."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Frame:
-    """What the core must know of a frame; its last four fields are the core's to change.
+    """What `SessionCore` knows of a frame. Only the core changes the last four fields.
 
-    `born` is when its age was zero, on the clock that all of the core's `now` are read from.
+    `captured_at` is when the frame's age was zero, on the clock of the core's `now`.
     """
 
     sequence: int
-    task_ids: tuple[str, ...]  # one for each task, at least one; may repeat when empty
-    born: float
+    task_ids: tuple[str, ...]  # one for each task, at least one; empty ids may repeat
+    captured_at: float
     must_run: bool = False
 
     accepted: bool = dataclasses.field(default=False, init=False)
-    stopped: dict[int, Cause] = dataclasses.field(default_factory=dict, init=False)  # by task
+    stopped: dict[int, DropReason] = dataclasses.field(default_factory=dict, init=False)  # by task
     ended: set[int] = dataclasses.field(default_factory=set, init=False)  # tasks
-    told: int = dataclasses.field(default=0, init=False)  # results handed to the writer
+    num_sent: int = dataclasses.field(default=0, init=False)  # results handed to the writer
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether `dropped` may still be its outcome: no result of it was told."""
-        return self.told == 0 and not self.must_run
+        """Whether the frame may still be dropped: none of its results was sent."""
+        return self.num_sent == 0 and not self.must_run
 
 
 F = TypeVar("F", bound=Frame)
@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Frame)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accepted:
-    """The frame's bytes are the server's own now."""
+    """The server has the frame's bytes."""
 
     sequence: int
     frame_credits: int
@@ -54,7 +54,7 @@ class Dropped:
     """The frame gets no results."""
 
     sequence: int
-    cause: Cause
+    reason: DropReason
     frame_credits: int
     dropped_total: int
 
@@ -68,23 +68,23 @@ class GoAway:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event(Generic[F]):
-    """What task `index` of a running frame said; a `Delta` holds one event."""
+    """An output of task `index` of a running frame; a `Delta` has one event."""
 
     frame: F
     index: int
-    report: Report
+    output: Output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result(Generic[F]):
-    """How task `index` of a frame ended; `stopped` says why where the session stopped it."""
+    """How task `index` of a frame ended; `stopped` is set if the session stopped it."""
 
     frame: F
     index: int
     outcome: Outcome
-    stopped: Cause | None
-    last: bool
+    stopped: DropReason | None
+    last: bool  # of its frame
 
 
 Notice = Accepted | Dropped | GoAway
-"""What takes no credit."""
+"""Messages that need no credit."""

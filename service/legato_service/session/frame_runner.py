@@ -1,4 +1,4 @@
-"""Runs the frames of a session: the picture taken in once, its tasks side by side."""
+"""Runs the frames of a session: the image is read once, and its tasks run at the same time."""
 
 from __future__ import annotations
 
@@ -16,203 +16,207 @@ from legato_engine.errors import InternalError, InvalidField, LegatoError
 from legato_engine.ipc.messages import Done, Started
 
 from legato_service.engine import Stream
-from legato_service.images.intake import NewPicture, Picture
+from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import Dispatcher, follow
 from legato_service.requests.registry import ActiveRequest
-from legato_service.requests.shared_image import SHARED_FAILURES, held_name
-from legato_service.session.frame import Outcome, Report
-from legato_service.session.plan import Job
+from legato_service.requests.shared_image import SHARED_FAILURES, cached_image
+from legato_service.rpc import call
+from legato_service.session.frame import Outcome, Output
+from legato_service.session.frame_planner import FrameRequest
 
 log = structlog.get_logger("legato.session")
 
-Begun = asyncio.Future[core.CachedImage | LegatoError | None]
-"""What later tasks learn from the one that carries the bytes: their name, or that they are bad."""
+ImageResult = asyncio.Future[core.CachedImage | LegatoError | None]
+"""Set by the task with the image's bytes: the cached image, or the failure that tasks share."""
 
 
-class Listener(Protocol):
-    """Hears of frames that run; `SessionCore` says what each call means."""
+class FrameListener(Protocol):
+    """Receives the progress of running frames; `SessionCore` has methods of the same meaning."""
 
-    def taken(self, job: Job) -> None:
-        """The picture was taken in."""
+    def image_ready(self, frame: FrameRequest) -> None:
+        """The frame's image was read."""
         ...
 
-    def report(self, job: Job, index: int, report: Report) -> None:
-        """A task said something on its way."""
+    def output(self, frame: FrameRequest, index: int, output: Output) -> None:
+        """A task has an output."""
         ...
 
-    def ended(self, job: Job, index: int, outcome: Outcome) -> None:
+    def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None:
         """A task ended."""
         ...
 
 
 class FrameRunner:
-    """The workers of one session. A frame may run for `patience` seconds.
+    """Runs the frames of one session, each for at most `frame_deadline` seconds.
 
-    The end of the call, its deadline included, is not theirs to know: it aborts them all. The
-    listener owns them; only a frame that runs holds the listener.
+    The session shuts it down at the end of the call, also for the call's own deadline. The session
+    is its listener and owns it; only running frames refer back to the listener.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: Listener,
+        listener: FrameListener,
         session_id: str,
         *,
-        patience: float,
+        frame_deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._listener = weakref.ref(listener)
         self._session_id = session_id
-        self._patience = patience
-        self._runs: dict[Job, FrameRun] = {}
-        self._dismissed = False
+        self._frame_deadline = frame_deadline
+        self._runs: dict[FrameRequest, FrameRun] = {}
+        self._shut_down = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, job: Job) -> None:
-        """Run a frame, unless all were dismissed."""
+    def start(self, frame: FrameRequest) -> None:
+        """Start a frame, unless the runner was shut down."""
         listener = self._listener()
-        if self._dismissed or listener is None:
+        if self._shut_down or listener is None:
             return
-        request_id = f"{self._session_id}#{job.sequence}"
-        deadline = time.monotonic() + self._patience
-        run = FrameRun(self._dispatcher, listener, job, request_id, deadline)
-        self._runs[job] = run
-        task = asyncio.create_task(run.run(), name=f"frame {request_id}")
+        key = core.RequestKey(self._session_id, part=str(frame.sequence))
+        deadline = time.monotonic() + self._frame_deadline
+        run = FrameRun(self._dispatcher, listener, frame, key, deadline)
+        self._runs[frame] = run
+        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
         run.cancel = task.cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._runs.pop(job, None))
+        task.add_done_callback(lambda _: self._runs.pop(frame, None))
 
-    def stop(self, job: Job, index: int) -> None:
-        """End a task with what it has."""
-        if job in self._runs:
-            self._runs[job].stop(index)
+    def stop(self, frame: FrameRequest, index: int) -> None:
+        """End a task with its partial result."""
+        if frame in self._runs:
+            self._runs[frame].stop(index)
 
-    def abort(self, job: Job) -> None:
-        """Forget a frame."""
-        if job in self._runs:
-            self._runs.pop(job).abort()
+    def abort(self, frame: FrameRequest) -> None:
+        """Abort a frame. Idempotent."""
+        if frame in self._runs:
+            self._runs.pop(frame).abort()
 
-    def dismiss(self) -> None:
-        """Forget all frames, at once, and start none any more. Idempotent.
+    def shut_down(self) -> None:
+        """Abort all frames at once, and start no more. Idempotent.
 
-        The end of a frame makes room for one that waits: without this, the next would start while
-        the others are being forgotten, and outlive them all.
+        The end of a frame lets a waiting one start, which would outlive the runner otherwise.
         """
-        self._dismissed = True
-        for job in list(self._runs):
-            self.abort(job)
+        self._shut_down = True
+        for frame in list(self._runs):
+            self.abort(frame)
 
-    async def gone(self) -> None:
-        """Until what was aborted is out of the way."""
+    async def wait_stopped(self) -> None:
+        """Wait until all frames have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
 
 class FrameRun:
-    """One frame under way. `cancel` ends its asyncio task."""
+    """A running frame. `cancel` cancels its asyncio task."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        listener: Listener,
-        job: Job,
-        request_id: str,
+        listener: FrameListener,
+        frame: FrameRequest,
+        key: core.RequestKey,
         deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._listener = listener
-        self._job = job
-        self._request_id = request_id
+        self._frame = frame
+        self._key = key
         self._deadline = deadline
         self._streams: dict[int, Stream] = {}
         self._stopped: set[int] = set()
         self.cancel: Callable[[], object] = lambda: None
 
     def stop(self, index: int) -> None:
-        """End a task with what it has, which is nothing where it has not begun."""
+        """End a task with its partial result."""
         self._stopped.add(index)
         if index in self._streams:
             self._streams[index].stop()
 
     def abort(self) -> None:
-        """Have the engine forget the frame, at once."""
+        """Abort all requests of the frame."""
         for stream in self._streams.values():
             stream.abort()
         self.cancel()
 
     async def run(self) -> None:
-        """Every task ends, whatever happens, unless this is cancelled."""
+        """Give every task an outcome, unless this is cancelled."""
         try:
-            picture = await self._take_in()
+            image = await self._read_image()
             async with asyncio.TaskGroup() as group:
-                await self._begin_all(picture, group)
+                await self._start_tasks(image, group)
         except Exception as error:
-            log.error("uncaught_exception", request_id=self._request_id, exc_info=error)
-            for index in range(len(self._job.tasks)):  # those that ended stay as they are
-                self._listener.ended(self._job, index, InternalError("a frame could not be run"))
+            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
+            for index in range(len(self._frame.tasks)):  # earlier outcomes stay
+                self._listener.ended(self._frame, index, InternalError("a frame could not be run"))
         finally:
-            del self._listener  # a cancelled task group keeps its frames, and so this one
+            del self._listener  # a cancelled task group keeps its stack frames, and so this object
 
-    async def _take_in(self) -> Picture | LegatoError:
-        """The picture, its bytes ours from here on; or what is wrong with it."""
-        image, self._job.image = self._job.image, None
-        picture: Picture | LegatoError = None
+    async def _read_image(self) -> CheckedImage | LegatoError:
+        message, self._frame.image = self._frame.image, None
+        image: CheckedImage | LegatoError = None
         try:
-            if image is not None:
-                picture = await self._dispatcher.pictures.check(image)
-            if picture is None:
-                picture = InvalidField("a frame needs a picture", field="image")
+            if message is not None:
+                image = await self._dispatcher.images.check(message)
+            if image is None:
+                image = InvalidField("a frame needs an image", field="image")
         except LegatoError as error:
-            picture = error
-        self._listener.taken(self._job)
-        return picture
+            image = error
+        self._listener.image_ready(self._frame)
+        return image
 
-    async def _begin_all(self, picture: Picture | LegatoError, group: asyncio.TaskGroup) -> None:
-        """Begin every task; those after the first that carries bytes name what it brought in."""
-        last = len(self._job.tasks) - 1
-        for index, task in enumerate(self._job.tasks):
-            asked = task.asked
-            if isinstance(asked, LegatoError):
-                self._listener.ended(self._job, index, asked)
-            elif isinstance(picture, LegatoError):
-                self._listener.ended(self._job, index, _placed(picture))
+    async def _start_tasks(
+        self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
+    ) -> None:
+        """The first task carries the image's bytes; the others refer to it."""
+        last = len(self._frame.tasks) - 1
+        for index, task in enumerate(self._frame.tasks):
+            request = task.request
+            if isinstance(request, LegatoError):
+                self._listener.ended(self._frame, index, request)
+            elif isinstance(image, LegatoError):
+                self._listener.ended(self._frame, index, _with_session_field(image))
             else:
-                begun: Begun = asyncio.get_running_loop().create_future()
-                group.create_task(self._work(index, asked, picture, begun))
-                if isinstance(picture, NewPicture) and index < last:
-                    picture = await begun or picture
+                cached: ImageResult = asyncio.get_running_loop().create_future()
+                group.create_task(self._run_task(index, request, image, cached))
+                if isinstance(image, NewImage) and index < last:
+                    image = await cached or image
 
-    async def _work(self, index: int, asked: core.Request, picture: Picture, begun: Begun) -> None:
+    async def _run_task(
+        self, index: int, request: core.Request, image: CheckedImage, cached: ImageResult
+    ) -> None:
         outcome: Outcome = None
         try:
             if index not in self._stopped:
-                outcome = await self._follow(index, asked, picture, begun)
+                outcome = await self._follow(index, request, image, cached)
         except LegatoError as error:
-            outcome = _placed(error)
-        if not begun.done():
-            begun.set_result(outcome if isinstance(outcome, SHARED_FAILURES) else None)
-        self._listener.ended(self._job, index, outcome)
+            outcome = _with_session_field(error)
+        if not cached.done():
+            cached.set_result(outcome if isinstance(outcome, SHARED_FAILURES) else None)
+        self._listener.ended(self._frame, index, outcome)
 
     async def _follow(
-        self, index: int, asked: core.Request, picture: Picture, begun: Begun
+        self, index: int, request: core.Request, image: CheckedImage, cached: ImageResult
     ) -> Done:
-        request = msgspec.structs.replace(asked, request_id=f"{self._request_id}.{index}")
-        with ActiveRequest(self._deadline) as visit:
-            stream = self._streams[index] = self._dispatcher.submit(request, picture, visit)
-            async with aclosing(follow(stream)) as reports:
-                async for report in reports:
-                    if isinstance(report, Done):
-                        return report
-                    if isinstance(report, Started) and not begun.done():
-                        begun.set_result(held_name(report))
-                    if asked.deltas and report is not None:
-                        self._listener.report(self._job, index, report)
+        part = f"{self._key.part}.{index}"
+        key = core.RequestKey(self._key.caller_id, call.current().tenant, part)
+        request = msgspec.structs.replace(request, request_id=key)
+        with ActiveRequest(self._deadline) as active:
+            stream = self._streams[index] = self._dispatcher.submit(request, image, active)
+            async with aclosing(follow(stream)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Done):
+                        return output
+                    if isinstance(output, Started) and not cached.done():
+                        cached.set_result(cached_image(output))
+                    if request.deltas and output is not None:
+                        self._listener.output(self._frame, index, output)
         raise InternalError("a stream ended without its result")
 
 
-def _placed(error: LegatoError) -> LegatoError:
-    """The same error, its field named from the session's message on."""
+def _with_session_field(error: LegatoError) -> LegatoError:
     field = error.metadata.get("field", "")
     if field.split(".")[0] == "image":
         error.metadata["field"] = f"frame.{field}"

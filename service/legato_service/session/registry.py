@@ -1,4 +1,4 @@
-"""The sessions that are open on this server."""
+"""The open sessions of this server."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from legato_engine.errors import Draining, LegatoError, Preempted
 from legato_service.errors import SessionsFull
 
 
-class Endable(Protocol):
-    """A session, as whoever ends it sees it."""
+class OpenSession(Protocol):
+    """The ways to end a session from outside."""
 
     def fail(self, error: LegatoError) -> None:
-        """End it now with this error; its running work is aborted."""
+        """End the session with this error."""
         ...
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Announce its end; running work may go on for `time_left` seconds. None is no failure."""
+        """Announce the end; running work may go on for `time_left` seconds. None is no failure."""
         ...
 
 
 class SessionRegistry:
-    """Knows the sessions by their ids, at most `limit` at a time, those being opened included."""
+    """The sessions by id, at most `limit` at a time, including those that are being opened."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._sessions: dict[str, Endable | None] = {}
-        self._going: tuple[float, LegatoError | None] | None = None
+        self._sessions: dict[str, OpenSession | None] = {}  # None while being opened
+        self._going_away: tuple[float, LegatoError | None] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -38,16 +38,22 @@ class SessionRegistry:
         return len(self._sessions)
 
     def __contains__(self, session_id: str) -> bool:
-        """Whether a session of this id is open."""
         return session_id in self._sessions
 
     @contextmanager
-    def place(self, session_id: str) -> Iterator[None]:
-        """Keep a place for the length of the block. Raises `Draining` or `SessionsFull`."""
-        if self._going is not None:
+    def reserve(self, session_id: str) -> Iterator[None]:
+        """Reserve a place for the length of the block.
+
+        Raises:
+            Draining: the server is shutting down.
+            SessionsFull: the limit of sessions is reached.
+        """
+        if self._going_away is not None:
             raise Draining("the server is shutting down")
         if len(self._sessions) >= self._limit:
-            raise SessionsFull("as many sessions are open as may be", limit=self._limit)
+            raise SessionsFull(
+                f"{self._limit} sessions are open, which is the limit", limit=self._limit
+            )
         self._sessions[session_id] = None
         self._empty.clear()
         try:
@@ -57,30 +63,30 @@ class SessionRegistry:
             if not self._sessions:
                 self._empty.set()
 
-    def opened(self, session_id: str, session: Endable) -> None:
-        """The session of this place is open; it is told at once to go where all were told so."""
+    def opened(self, session_id: str, session: OpenSession) -> None:
+        """Register the session of a reserved place; it goes away at once if all have to."""
         self._sessions[session_id] = session
-        if self._going is not None:
-            session.go_away(*self._going)
+        if self._going_away is not None:
+            session.go_away(*self._going_away)
 
     def abort(self, session_id: str) -> bool:
-        """End one session with ABORTED PREEMPTED; whether there is one of this id."""
+        """End one session with ABORTED PREEMPTED; return whether it was open."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.fail(Preempted("an operator stopped the session"))
         return session is not None
 
     def abort_all(self) -> int:
-        """End all of them so; how many there were."""
+        """Abort all sessions; return their count."""
         return sum(self.abort(session_id) for session_id in list(self._sessions))
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
         """Announce the end of all sessions, and of any that opens later."""
-        self._going = (time_left, reason)
+        self._going_away = (time_left, reason)
         for session in self._sessions.values():
             if session is not None:
                 session.go_away(time_left, reason)
 
     async def wait_empty(self) -> None:
-        """Until the last session has ended."""
+        """Wait until no session is open."""
         await self._empty.wait()

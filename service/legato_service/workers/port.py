@@ -1,4 +1,4 @@
-"""A port that several processes of one server listen on, and nobody else's."""
+"""A port that only the processes of this server share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address family without a network
+_NOT_HERE = (
+    errno.EADDRNOTAVAIL,
+    errno.EAFNOSUPPORT,
+)  # an address family that this host does not have
 
 
 @contextmanager
 def reserved(listen: str) -> Iterator[str]:
-    """Hold `listen` (host:port) for the length of the block; yields it with a port that is not 0.
+    """Hold `listen` (host:port) for the length of the block; yields it with the port's number.
 
-    SO_REUSEPORT would let us join whoever listens there with the same option. So the port is bound
-    without it first, which fails when anybody listens, and opened to our own processes after.
-    Raises `OSError` when the address cannot be had.
+    SO_REUSEPORT alone would let this server join another one that set it, too. So the port is first
+    bound without it, which fails when it is in use, and then opened to this server's processes.
+
+    Raises:
+        OSError: the address is in use or does not exist.
     """
     host, _, port_text = listen.rpartition(":")
     port = int(port_text)
@@ -36,8 +41,8 @@ def reserved(listen: str) -> Iterator[str]:
 
 
 def _hold(holder: socket.socket, address: str, port: int) -> int:
-    """Bind the socket without listening; the port that it got."""
-    # What is left of connections that were closed is no obstacle.
+    """Bind the socket without listening; return its port."""
+    # Connections in TIME_WAIT do not prevent the bind.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, port))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

@@ -1,4 +1,4 @@
-"""The service processes beside the first, as the first runs them."""
+"""The worker processes, which the first service process runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.client.supervisor import Backoff, ChildProcess
+from legato_engine.core import RequestKey
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle.peers import abort_elsewhere
-from legato_service.workers.control_channel import Leave, Line, Serving
+from legato_service.workers.control_channel import ControlChannel, Drain, Serving
 from legato_service.workers.worker import Settings
 
 log = structlog.get_logger("legato.service")
@@ -28,10 +29,10 @@ _MODULE = "legato_service.workers.worker"
 
 
 class WorkerProcesses:
-    """Starts them, starts again those that die, and takes them along when the server leaves.
+    """Starts the workers, restarts those that die, and drains them with the server.
 
-    What a dead one left in shared memory is removed here; its requests, the engine forgets itself.
-    To the first process's server these are the `Peers`; `drain_first` has it drain.
+    Removes what a dead worker left in shared memory; the engine aborts its requests itself. These
+    are the `Peers` of the first process's server, which `drain_first` drains.
     """
 
     is_first = True
@@ -50,101 +51,102 @@ class WorkerProcesses:
             )
             for number in range(1, config.processes)
         ]
-        self._leaving = asyncio.Event()
-        self._leave_by = math.inf  # monotonic seconds
-        self._lines: dict[int, Line] = {}  # by number, of those that run
-        self._unheard = {each.number for each in self._settings}
+        self._draining = asyncio.Event()
+        self._drain_until = math.inf  # monotonic seconds
+        self._channels: dict[int, ControlChannel] = {}  # by number of a running worker
+        self._not_ready = {each.number for each in self._settings}
         self._tasks: list[asyncio.Task[None]] = []
-        self.failed_starts = 0  # of processes that died before one of their number ever served
+        self.failed_starts = 0  # of workers that died before one of the same number ever served
 
     @property
     def ready(self) -> bool:
-        """Whether each has served."""
-        return not self._unheard
+        """Whether all have served."""
+        return not self._not_ready
 
     def start(self) -> None:
-        """Start all, without waiting."""
+        """Start all workers without waiting."""
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self._settings]
 
     def drain(self, grace: float) -> None:
-        """Have all drain, the first process included. Doing so again only shortens the grace."""
-        self._leave_by = min(self._leave_by, time.monotonic() + grace)
-        self._leaving.set()
+        """Drain all processes, the first included; a second call can only shorten the grace."""
+        self._drain_until = min(self._drain_until, time.monotonic() + grace)
+        self._draining.set()
         self._drain_first(grace)
-        for line in self._lines.values():
-            line.send(Leave(grace=grace))
+        for channel in self._channels.values():
+            channel.send(Drain(grace=grace))
 
-    async def abort(self, request_id: str) -> int:
-        """Stop what they have of this id, or all they have; how many requests."""
-        return await abort_elsewhere(self._engine, request_id) if self._settings else 0
+    async def abort(self, target: RequestKey | None) -> int:
+        """Stop the workers' requests that match `target`, or all; return how many."""
+        return await abort_elsewhere(self._engine, target) if self._settings else 0
 
-    async def left(self, within: float | None = None) -> bool:
-        """Wait until all have left, at most so many seconds; whether they did."""
+    async def exited(self, within: float | None = None) -> bool:
+        """Wait until all have exited, `within` seconds at most; return whether they have."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=within)
         return not pending
 
     async def close(self) -> None:
-        """Kill those that are left. Idempotent."""
+        """Kill the remaining workers. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, settings: Settings) -> None:
-        """One after the other under this number, until the server leaves."""
+        """Keep a worker of this number running until the server drains."""
         backoff = Backoff(first=0.25, cap=30.0, stable=60.0)
-        while not self._leaving.is_set():
+        while not self._draining.is_set():
             began = time.monotonic()
             try:
                 code = await self._run_once(settings)
             finally:
                 BlobStore(settings.namespace).close()
-            if self._leaving.is_set():
+            if self._draining.is_set():
                 return
-            self.failed_starts += settings.number in self._unheard
+            self.failed_starts += settings.number in self._not_ready
             delay = backoff.delay_after(time.monotonic() - began)
-            log.error("process_lost", number=settings.number, exit_code=code, restart_in=delay)
+            log.error("worker_lost", number=settings.number, exit_code=code, restart_in=delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
-                    await self._leaving.wait()
+                    await self._draining.wait()
 
     async def _run_once(self, settings: Settings) -> int:
-        """From spawn to exit; killed when this is cancelled."""
+        """Run a worker from spawn to exit and return its exit code; cancellation kills it."""
         ours, theirs = socket.socketpair()
-        line = await Line.over(ours)
-        listening = asyncio.create_task(self._listen(settings.number, line))
+        channel = await ControlChannel.over(ours)
+        listening = asyncio.create_task(self._listen(settings.number, channel))
         process: ChildProcess | None = None
         try:
             with theirs:
                 process = await ChildProcess.spawn(_command(settings, theirs), (theirs.fileno(),))
-            self._lines[settings.number] = line
-            if self._leaving.is_set():  # while it was being started
-                line.send(Leave(grace=max(0.0, self._leave_by - time.monotonic())))
+            self._channels[settings.number] = channel
+            if self._draining.is_set():  # since it was spawned
+                channel.send(Drain(grace=max(0.0, self._drain_until - time.monotonic())))
             return await process.wait()
         except OSError as error:
-            log.error("process_cannot_be_started", error=str(error))
+            log.error("worker_start_failed", error=str(error))
             return 127
         finally:
-            self._lines.pop(settings.number, None)
+            self._channels.pop(settings.number, None)
             if process is not None:
                 process.kill()
             listening.cancel()
-            line.close()
+            channel.close()
 
-    async def _listen(self, number: int, line: Line) -> None:
-        while (note := await line.receive()) is not None:
-            match note:
+    async def _listen(self, number: int, channel: ControlChannel) -> None:
+        while (message := await channel.receive()) is not None:
+            match message:
                 case Serving():
-                    self._unheard.discard(number)
-                case Leave(grace=grace):
+                    self._not_ready.discard(number)
+                case Drain(grace=grace):
                     self.drain(grace)
 
 
-def _command(settings: Settings, line: socket.socket) -> list[str]:
+def _command(settings: Settings, channel: socket.socket) -> list[str]:
     return [
         *(sys.executable, "-m", _MODULE),
         *("--settings", msgspec.json.encode(settings).decode()),
-        *("--line", str(line.fileno())),
+        *("--channel", str(channel.fileno())),
+        *("--latency-policy", settings.config.engine.latency_policy),
         *("--parent", str(os.getpid())),
     ]

@@ -1,4 +1,4 @@
-# ruff: noqa: D102 - the methods are those of the contract
+
 """An image service that holds what it is sent, and refuses what the contract refuses."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEST_CHUNK = 256 * 1024
 
 
 class FakeImages(image_pb2_grpc.ImageServiceServicer):
-    """Holds pictures by id; `held` maps an id to its header and bytes.
+    """Holds images by id; `held` maps an id to its header and bytes.
 
     `script` holds failures to answer the next uploads with, `chunks` the sizes of the last one's.
     """

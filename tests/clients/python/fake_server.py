@@ -1,4 +1,4 @@
-# ruff: noqa: D102 - the methods are those of the contract
+
 """A scripted server on a loopback port: real gRPC, no model."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-# ruff: noqa: D102 - the methods are those of the contract
-"""A session service that keeps the contract to the letter, and notes who does not."""
+
+"""A session service that keeps the contract to the letter, and records violations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-# ruff: noqa: D102 - the methods are those of the contract
+
 """What an operator asks."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ TALK = (
 
 
 def told(messages):
-    """What a server reads of them: roles, and texts with a picture as None."""
+    """What a server reads of them: roles, and texts with an image as None."""
     return [
         (message.role, [part.text if part.HasField("text") else None for part in message.parts])
         for message in messages
@@ -35,7 +35,7 @@ SAME = [
 
 
 def test_chat(client, server):
-    """Messages go in order, and the picture that one of them shows is the request's."""
+    """Messages go in order, and the image that one of them shows is the request's."""
     answer = client.chat(TALK, reasoning=True, sampling=Sampling(max_tokens=5))
     assert answer.answer == "two cats"
     asked = server.last("Query")
@@ -45,13 +45,13 @@ def test_chat(client, server):
 
 
 def test_chat_without_a_picture(client, server):
-    """A conversation of words alone has no picture."""
+    """A conversation of words alone has no image."""
     client.chat([Message("user", "Hi")])
     assert not server.last("Query").HasField("image")
 
 
 def test_chat_streams(client, server):
-    """A conversation is a task of `generate`, with its picture inside or beside it."""
+    """A conversation is a task of `generate`, with its image inside or beside it."""
     task = QueryTask(messages=TALK)
     assert isinstance(client.generate(None, task)[-1], Finished)
     asked = server.last("Generate")
@@ -62,7 +62,7 @@ def test_chat_streams(client, server):
 
 
 def test_chat_reads_a_file(client, server, tmp_path):
-    """A path is a picture; a string is text even if a file is called so."""
+    """A path is an image; a string is text even if a file is called so."""
     path = tmp_path / "picture"
     path.write_bytes(b"bytes")
     client.chat([Message("user", [Path(path), str(path)])])
@@ -72,11 +72,11 @@ def test_chat_reads_a_file(client, server, tmp_path):
 
 
 def test_one_picture_a_conversation(client, server):
-    """A second picture is refused before anything is sent, as is an unknown role."""
+    """A second image is refused before anything is sent, as is an unknown role."""
     twice = (*TALK, Message("assistant", "Red."), Message("user", (PICTURE, "And this?")))
-    with pytest.raises(ValueError, match="one picture"):
+    with pytest.raises(ValueError, match="one image"):
         client.chat(twice)
-    with pytest.raises(ValueError, match="one picture"):
+    with pytest.raises(ValueError, match="one image"):
         client.generate(PICTURE, QueryTask(messages=TALK))
     nobody: Any = "judge"
     with pytest.raises(ValueError, match="role"):
@@ -85,7 +85,7 @@ def test_one_picture_a_conversation(client, server):
 
 
 def test_a_shared_picture_is_not_inside_a_message(client, server):
-    """Where several tasks share a picture, one inside a message is refused, not lost."""
+    """Where several tasks share an image, one inside a message is refused, not lost."""
     with pytest.raises(ValueError, match="beside the tasks"):
         client.run_tasks(None, [QueryTask(messages=TALK)])
     with (

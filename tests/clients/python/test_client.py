@@ -42,7 +42,7 @@ IMAGE = b"picture"
 
 
 def test_spatial_answers(client, server):
-    """Detect, Point and Segment give typed places in fractions of the picture."""
+    """Detect, Point and Segment give typed places in fractions of the image."""
     assert client.detect(IMAGE, "cat").objects[0].box == Box(0.25, 0.5, 0.75, 1.0)
     assert client.point(IMAGE, "nose").points[0].point == Point(0.5, 0.25)
     outline = client.segment(IMAGE, "cat").segments[0]

@@ -1,4 +1,4 @@
-"""Annotated pictures."""
+"""Annotated images."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changed(picture: Image.Image, x: float, y: float) -> bool:
 
 @pytest.fixture
 def ground() -> Image.Image:
-    """A white picture."""
+    """A white image."""
     return Image.new("RGB", (SIZE, SIZE), "white")
 
 
@@ -71,7 +71,7 @@ def test_unreadable_outline(ground):
 
 
 def test_labels(ground):
-    """A label is written at its box, inside the picture even for a box at the edge."""
+    """A label is written at its box, inside the image even for a box at the edge."""
     picture = annotate(ground, [Detection(Box(0, 0, 1, 1), "cat")])
     assert changed(picture, 0.02, 0.02)
     assert picture.size == (SIZE, SIZE)
@@ -90,7 +90,7 @@ def test_colours(ground):
 
 
 def test_text_panel(ground):
-    """Lines of text make the picture taller and leave the picture itself alone."""
+    """Lines of text make the image taller and leave the image itself alone."""
     picture = annotate(ground, lines=["a cat " * 60])
     assert picture.width == SIZE
     assert picture.height > SIZE + 40
@@ -98,7 +98,7 @@ def test_text_panel(ground):
 
 
 def test_small_pictures_are_enlarged():
-    """A small picture grows by a whole factor, so that labels do not cover it."""
+    """A small image grows by a whole factor, so that labels do not cover it."""
     assert annotate(Image.new("RGB", (200, 100))).size == (600, 300)
 
 
@@ -136,13 +136,13 @@ RED, GREEN = (81, 90, 240), (145, 54, 34)  # Y, U, V in BT.601, limited range
 
 
 def planes(height: int, width: int) -> list[np.ndarray]:
-    """Y, U and V of a picture that is red on the left and green on the right."""
+    """Y, U and V of an image that is red on the left and green on the right."""
     left = np.arange(width) < width // 2
     return [np.tile(np.where(left, *pair), (height, 1)) for pair in zip(RED, GREEN, strict=True)]
 
 
 def frame_of(name: str) -> RawFrame:
-    """The red and green picture, 8 by 4, in a format with padded rows."""
+    """The red and green image, 8 by 4, in a format with padded rows."""
     y, u, v = (plane.astype(np.uint8) for plane in planes(4, 8))
     if name == "nv12":
         chroma = np.stack([u[::2, ::2], v[::2, ::2]], -1).reshape(2, 8)

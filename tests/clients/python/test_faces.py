@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 from legato_client import AsyncClient, Client
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 
-CALLS = [name for name in vars(Calls) if not name.startswith("_")]
+CALLS = [name for name in vars(ClientMethods) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", [*CALLS, "session", "encode_image"])

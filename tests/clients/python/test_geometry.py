@@ -67,6 +67,6 @@ def test_not_a_path(path):
 
 
 def test_outline_is_placed_in_its_box():
-    """An outline's path is in fractions of its box; its polygons are in those of the picture."""
+    """An outline's path is in fractions of its box; its polygons are in those of the image."""
     outline = Outline("M 0 0 L 1 0 L 1 1 z", Box(0.5, 0.5, 1.0, 0.75), "a")
     assert outline.polygons() == ((Point(0.5, 0.5), Point(1.0, 0.5), Point(1.0, 0.75)),)

@@ -1,4 +1,4 @@
-"""The table for people who come from the moondream package."""
+"""The table for users of the moondream package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""The examples of README.md and of the quickstarts run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import pytest
 from legato_client.cli import main
 from PIL import Image
 
-README = Path(__file__).parents[3] / "README.md"
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[3]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("quickstart-*.md")))
+BLOCKS = [
+    (page.name, kind, text)
+    for page in PAGES
+    for kind, text in re.findall(r"```(\w+)\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+]
+PROGRAMS = [(page, text) for page, kind, text in BLOCKS if kind == "python"]
 COMMANDS = [
-    line
-    for kind, text in BLOCKS
+    (page, line)
+    for page, kind, text in BLOCKS
     if kind == "sh"
     for line in text.splitlines()
     if re.match(r"legato (detect|point|segment|caption|query|info)", line)
@@ -23,28 +29,32 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with the picture that the README speaks of."""
+    """A working folder with the image that the examples name."""
     Image.new("RGB", (200, 100), "white").save(tmp_path / "street.jpg")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("program", [text for kind, text in BLOCKS if kind == "python"])
-def test_python(program, folder, server):
+@pytest.mark.parametrize(("page", "program"), PROGRAMS)
+def test_python(page, program, folder, server):
     """Each Python example runs against a server."""
-    exec(compile(program.replace("127.0.0.1:50051", server.target), "README.md", "exec"), {})
+    exec(compile(program.replace("127.0.0.1:50051", server.target), page, "exec"), {})
     assert server.requests or server.sessions.conversations
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands(command, folder, server, monkeypatch):
-    """Each command of the README runs against a server with exit code 0."""
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands(page, command, folder, server, monkeypatch):
+    """Each command of these pages runs against a server with exit code 0."""
     monkeypatch.setenv("LEGATO_SERVER", server.target)
-    assert main(shlex.split(command)[1:]) == 0
+    assert main(shlex.split(command)[1:]) == 0, page
     assert server.requests
 
 
 def test_examples_are_found():
-    """The patterns above still find the README's examples."""
-    assert len(COMMANDS) >= 6
-    assert sum(kind == "python" for kind, _ in BLOCKS) >= 2
+    """The patterns above find the examples of README.md and of the quickstarts."""
+    shell = [command for page, command in COMMANDS if page == "quickstart-shell.md"]
+    assert len(shell) >= 6
+    assert sum(page == "README.md" for page, _ in COMMANDS) >= 2
+    assert sum(page == "README.md" for page, _ in PROGRAMS) >= 2
+    for page in ("quickstart-python.md", "quickstart-robot.md"):
+        assert page in dict(PROGRAMS)

@@ -57,7 +57,7 @@ def test_messages_mirror_their_definitions(message: str, fields: str) -> None:
 
 
 def test_a_box_is_its_centre_and_sides_in_pixels_of_the_image() -> None:
-    """Fractions become pixels of the answered picture, not rounded; id and label come along."""
+    """Fractions become pixels of the answered image, not rounded; id and label come along."""
     (found,) = ros2.detections(detected(CUP)).detections
     assert found.bbox == ros2.BoundingBox2D(ros2.Pose2D(ros2.Point2D(320, 270), 0.0), 320, 60)
     assert [one.hypothesis for one in found.results] == [ros2.ObjectHypothesis("cup", 0.5)]

@@ -7,7 +7,7 @@ from legato_client import CaptionTask, Options, QueryTask, Token, TokensDelta
 
 from tests.clients.python.fake_server import events
 
-IMAGE = b"a picture"
+IMAGE = b"an image"
 TOKENS = (
     inference_pb2.Token(token_id=9, text="hi", logprob=-0.5),
     inference_pb2.Token(token_id=5, coordinate=0.0),

@@ -1,4 +1,4 @@
-"""What is measured of a decode phase, and what is predicted for it."""
+"""Measurement and prediction of a decode phase."""
 
 import dataclasses
 
@@ -35,14 +35,14 @@ COST = StepCost(
 
 @pytest.fixture(scope="module")
 def assembly():
-    """One model for all tests, with room for three streams."""
+    """One model for all tests, with rows for three streams."""
     made = assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=3))
     yield made
     made.device.close()
 
 
-def test_the_phase_holds_decodes_alone_where_prefills_may_be_shared(assembly):
-    """Every stream is prefilled first, alone, whatever the engine shares when it serves."""
+def test_the_phase_has_only_decodes_even_if_prefills_may_be_shared(assembly):
+    """Every stream is prefilled first, in a launch of its own, whatever a server shares."""
     shared = assemble(msgspec.structs.replace(assembly.config, max_prefill_rows=3))
     workload = Workload(shared, kind="query", count=3, length=6, context=0)
     for depth in (1, 2):
@@ -55,7 +55,7 @@ def test_the_phase_holds_decodes_alone_where_prefills_may_be_shared(assembly):
 
 
 def test_step_cost():
-    """Parts, period, idle and tick are read from consecutive full decode steps."""
+    """Parts, period, idle and tick come from consecutive full decode steps."""
     assert step_cost([make_step(i) for i in range(5)], 2) == StepCost(
         forward=6.0,
         sampling=1.5,
@@ -69,15 +69,15 @@ def test_step_cost():
 
 
 def test_only_full_decode_steps_count():
-    """Prefills, partial batches, what neighbours them and the seam of two runs are left out."""
+    """Prefills, partial batches, their neighbours and the seam of two runs are excluded."""
     steps = [make_step(0, kind=PREFILL), make_step(1), make_step(2), make_step(3, rows=1)]
     assert step_cost([*steps, make_step(4), make_step(1)], 2).num_steps == 1
     with pytest.raises(ValueError, match="no two full steps"):
         step_cost([make_step(0), make_step(1, rows=1), make_step(2)], 2)
 
 
-def test_the_phase_begins_behind_the_last_prefill():
-    """Only decode steps of all streams make a phase; streams that did not fit together do not."""
+def test_the_phase_begins_after_the_last_prefill():
+    """A phase has only decode steps of all streams; otherwise it is refused."""
     steps = [make_step(0, kind=PREFILL), make_step(1, kind=PREFILL), make_step(2), make_step(3)]
     assert decode_phase(steps, 2) == steps[2:]
     for broken in (
@@ -91,7 +91,7 @@ def test_the_phase_begins_behind_the_last_prefill():
 @pytest.mark.parametrize("kind", ["query", "detect"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_streams_start_and_end_together(assembly, depth, kind):
-    """A phase is one full batch per token behind the first; depth 2 adds one step of zombies."""
+    """A phase has one full batch per token after the first; depth 2 adds a step of zombies."""
     workload = Workload(assembly, kind=kind, count=3, length=10)
     phase = decode_phase(run(assembly, workload, depth), 3)
     assert len(phase) == 9 + (depth == 2)
@@ -99,7 +99,7 @@ def test_all_streams_start_and_end_together(assembly, depth, kind):
 
 
 def test_measure_counts_the_tokens_it_times(assembly):
-    """A measurement has both depths, the context asked for, and the tokens between its clocks."""
+    """A measurement has both depths, the requested context, and the tokens in its time."""
     measured = measure(assembly, task="query", streams=2, length=8, context=60, repeats=2)
     assert (measured.context, measured.num_tokens) == (60, 2 * 6)
     assert {depth: cost.num_steps for depth, cost in measured.costs.items()} == {1: 12, 2: 14}
@@ -107,7 +107,7 @@ def test_measure_counts_the_tokens_it_times(assembly):
 
 
 def test_compare():
-    """Prediction and observation speak of one phase: its zombies fill a step, a serving one's do
+    """Prediction and observation are of one phase, whose zombies fill a step; in serving they do
     not.
     """
     costs = {1: COST, 2: dataclasses.replace(COST, period=5.0)}
@@ -117,7 +117,7 @@ def test_compare():
         length=102,
         context=30,
         costs=costs,
-        # 100 blocking steps of 6 ms behind the first commit, 101 pipelined ones of 5 ms.
+        # 100 blocking steps of 6 ms after the first commit, 101 pipelined ones of 5 ms.
         seconds={1: 0.600, 2: 0.505},
     )
     row = compare(measurement, forward_single=3.0)

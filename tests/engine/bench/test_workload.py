@@ -24,7 +24,7 @@ def assembly():
 @pytest.mark.parametrize("context", [0, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_request_has_its_length_context_and_pages(assembly, kind, context):
-    """All requests take exactly `length` tokens from `context` on, and share no page."""
+    """All requests have exactly `length` tokens from `context` on, and share no page."""
     workload = Workload(assembly, kind=kind, count=5, length=LENGTH, context=context)
     timeline = Timeline(capacity=100)
     feed = StepFeed(assembly.runner.times, (timeline,))
@@ -37,11 +37,11 @@ def test_every_request_has_its_length_context_and_pages(assembly, kind, context)
     assert [sequence.num_committed for sequence in sequences] == [LENGTH] * 5
     assert {sequence.prompt_length for sequence in sequences} == {workload.context}
     assert workload.context == context or not context
-    assert [sequence.cached_tokens for sequence in sequences] == [0] * 5
+    assert [sequence.pages.cached_tokens for sequence in sequences] == [0] * 5
 
 
 def test_every_detect_step_is_constrained(assembly):
-    """A detection waits for the commit before it samples; its list goes on and on."""
+    """Every step of a detection is constrained, and its list never ends."""
     (sequence,) = Workload(assembly, kind="detect", count=1, length=LENGTH).sequences()
     assert sequence.task.constrained
     assert sequence.task.has_payload
@@ -57,7 +57,7 @@ def test_every_detect_step_is_constrained(assembly):
 
 
 def test_endless():
-    """Only what another constraint narrows is replaced, by the widest that does."""
+    """Only a constraint that another one narrows is replaced, by the widest that does."""
     table = (
         Constraint(),
         Constraint(allowed=(1,)),
@@ -70,6 +70,6 @@ def test_endless():
 
 
 def test_a_context_too_short_is_refused(assembly):
-    """A context that the prompt alone exceeds is an error, not a shorter prompt."""
+    """A context shorter than the prompt is an error."""
     with pytest.raises(InvalidField, match="detect has a context of"):
         Workload(assembly, kind="detect", count=1, length=LENGTH, context=5)

@@ -19,12 +19,12 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     TextDelta,
     Timings,
     Usage,
 )
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
     Abort,
     Delta,
@@ -44,6 +44,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers
 from legato_engine.shm.blob_reader import BlobReader
 
@@ -60,37 +61,37 @@ INFO = ModelInfo(
 )
 
 
-def asked(request: Request) -> str:
+def question_of(request: Request) -> str:
     """The question of a request."""
     assert isinstance(request.task, QueryTask)
     return request.task.question
 
 
-def answer(links, request, blobs):
+def run(connections, request, blobs):
     """Do what the question says."""
     name = request.request_id
     if request.image is not None:
         blobs.take(request.image.blob)
-    links.send(
+    connections.send(
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
-    question = asked(request)
+    question = question_of(request)
     if question == "die":
         os._exit(3)
     if question == "bad":
-        links.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+        connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
     if question == "freeze":
         time.sleep(3600)
     if question == "hang":
         return
     for piece in ("a", "b", "c"):
-        links.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
+        connections.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
     if question != "slow":
-        links.send(done(name, "abc", FinishReason.STOP))
+        connections.send(done(name, "abc", FinishReason.STOP))
 
 
 def done(name, text, reason):
-    """The end of a request."""
+    """The last output of a request."""
     return Done(
         request_id=name,
         result=QueryResult(answer=text),
@@ -100,14 +101,14 @@ def done(name, text, reason):
     )
 
 
-def keep(links, command, blobs, held):
-    """Hold what is not "bad", for ever; "hang" is never answered and "die" exits."""
+def run_image_command(connections, command, blobs, held):
+    """Hold images other than "bad"; "hang" gets no reply and "die" exits."""
     name = command.request_id
     if isinstance(command, DropImage):
         known = command.image_id in held
         held.discard(command.image_id)
         missing = Failed(request_id=name, error=to_value(ImageNotFound("not held")))
-        links.send(ImageDropped(request_id=name) if known else missing)
+        connections.send(ImageDropped(request_id=name) if known else missing)
         return
     match bytes(blobs.take(command.image.blob)):
         case b"die":
@@ -115,27 +116,27 @@ def keep(links, command, blobs, held):
         case b"hang":
             return
         case b"bad":
-            links.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+            connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
         case data:
             held.add(data.decode())
             info = ImageInfo(image_id=data.decode(), width=4, height=3, cache_hit=False)
-            links.send(ImageHeld(request_id=name, image=info, until=command.ttl))
+            connections.send(ImageHeld(request_id=name, image=info, until=command.ttl))
 
 
 def beat(arguments, config, live, frozen):
     """Send heartbeats until frozen or orphaned."""
-    audience = Subscribers(arguments.doors[1])
+    subscribers = Subscribers(arguments.listeners[1])
     step = 0
     while not frozen.is_set():
         step += 1
         if os.getppid() != int(arguments.parent):
             os._exit(1)
-        audience.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
+        subscribers.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
         time.sleep(config.heartbeat_interval)
 
 
 def load(model):
-    """Take as long as the model does, which may be for ever."""
+    """Load for as long as the model says, perhaps for ever."""
     if model == "heavy":
         time.sleep(2)
     if model == "broken":
@@ -143,44 +144,44 @@ def load(model):
 
 
 def main():
-    """Serve until told to stop."""
+    """Serve until `Shutdown`."""
     parser = argparse.ArgumentParser()
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name, required=True)
-    parser.add_argument("--doors", required=True, type=int, nargs=2)
+    parser.add_argument("--listeners", required=True, type=int, nargs=2)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     load(config.model)
     blobs = BlobReader(arguments.namespace)
-    links = Links(arguments.doors[0], os.eventfd(0))
-    live: set[str] = set()
+    connections = ServiceConnections(arguments.listeners[0], os.eventfd(0))
+    live: set[RequestKey] = set()
     held: set[str] = set()
     frozen = threading.Event()
     threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()
-    links.broadcast(Loading(stage="weights", fraction=0.5))
-    links.broadcast(Ready(model=INFO, pid=os.getpid()))
+    connections.broadcast(Loading(stage="weights", fraction=0.5))
+    connections.broadcast(Ready(model=INFO, pid=os.getpid()))
     while True:
-        links.flush()
-        links.wait(None)
-        for command in links.receive():
+        connections.flush()
+        connections.wait(None)
+        for command in connections.receive():
             if isinstance(command, Shutdown):
-                links.close(100)
+                connections.close(100)
                 return
             if isinstance(command, Abort):
                 live.discard(command.request_id)
                 continue
             if isinstance(command, Stop):
                 live.discard(command.request_id)
-                links.send(done(command.request_id, "", FinishReason.CANCELLED))
+                connections.send(done(command.request_id, "", FinishReason.CANCELLED))
                 continue
             if isinstance(command, HoldImage | DropImage):
-                keep(links, command, blobs, held)
+                run_image_command(connections, command, blobs, held)
                 continue
             assert isinstance(command, Submit)
             live.add(command.request.request_id)
-            if asked(command.request) == "freeze":
+            if question_of(command.request) == "freeze":
                 frozen.set()
-            answer(links, command.request, blobs)
+            run(connections, command.request, blobs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The client against a process that speaks the protocol without a model."""
+"""The engine client against a process that speaks the protocol without a model."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from legato_engine.client.engine_client import EngineClient, EngineLimits, Engin
 from legato_engine.client.request_stream import merge_events
 from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, TextDelta
+from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, RequestKey, TextDelta
 from legato_engine.errors import (
     Draining,
     EngineLost,
@@ -24,8 +24,9 @@ from legato_engine.errors import (
     ImageUndecodable,
     InvalidField,
 )
-from legato_engine.ipc.links import pending_connections
+from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
+from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import blob_folder
 
 FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
@@ -52,9 +53,9 @@ async def running(
         assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
 
 
-def ask(question, name="r", image=None):
+def request_to(question, name="r", image=None):
     """A request that tells the fake engine what to do."""
-    return Request(request_id=name, task=QueryTask(question=question), image=image)
+    return Request(request_id=RequestKey(name), task=QueryTask(question=question), image=image)
 
 
 def running_process(client: EngineClient) -> ChildProcess:
@@ -64,17 +65,17 @@ def running_process(client: EngineClient) -> ChildProcess:
 
 
 async def until(condition):
-    """Poll what has no event to wait for."""
+    """Poll a condition without an event."""
     while not condition():  # noqa: ASYNC110 - the condition is another process's
         await asyncio.sleep(0.005)
 
 
-async def test_answer():
-    """A request's reports arrive in order and end with the result."""
+async def test_result():
+    """Outputs arrive in order and end with the result."""
     async with running() as client:
         assert client.model is not None
         assert client.model.name == "fake"
-        reports = [r async for r in client.submit(ask("echo"))]
+        reports = [r async for r in client.submit(request_to("echo"))]
         assert isinstance(reports[0], Started)
         assert isinstance(reports[-1], Done)
         events = [e for r in reports if isinstance(r, Delta) for e in r.events]
@@ -85,7 +86,7 @@ async def test_answer():
 async def test_heartbeats_are_seen():
     """Step, load and estimate are those of the last heartbeat."""
     async with running() as client:
-        stream = client.submit(ask("hang"))
+        stream = client.submit(request_to("hang"))
         await until(lambda: client.load.running == 1)
         assert client.step > 0
         assert client.estimated_wait == 0.5
@@ -94,69 +95,69 @@ async def test_heartbeats_are_seen():
 
 
 async def test_failure_of_one_request():
-    """A failed request raises its own error; the engine serves on."""
+    """A failed request raises its own error, and the engine serves on."""
     async with running() as client:
-        stream = client.submit(ask("bad"))
+        stream = client.submit(request_to("bad"))
         with pytest.raises(ImageUndecodable):
             [r async for r in stream]
-        assert isinstance([r async for r in client.submit(ask("echo", "r2"))][-1], Done)
+        assert isinstance([r async for r in client.submit(request_to("echo", "r2"))][-1], Done)
 
 
 async def test_refused_before_ready():
-    """A request before the engine is ready is told that it starts."""
+    """A request before the engine is ready raises EngineStarting."""
     async with running(ready=False) as client:
         with pytest.raises(EngineStarting):
-            client.submit(ask("echo"))
+            client.submit(request_to("echo"))
 
 
 async def test_same_id_twice():
-    """A second request with an id that is open is refused; the first is untouched."""
+    """A second request with an open id is refused; the first one is untouched."""
     async with running() as client:
-        first = client.submit(ask("slow"))
+        first = client.submit(request_to("slow"))
         with pytest.raises(InvalidField):
-            client.submit(ask("echo"))
+            client.submit(request_to("echo"))
         assert isinstance(await anext(first), Started)
 
 
 @pytest.mark.parametrize("question", ["die", "kill"])
 async def test_engine_death(question):
-    """When the engine dies every open stream fails with EngineLost at once, then it recovers."""
+    """When the engine dies, every open stream fails with EngineLost at once; then it recovers."""
     async with running() as client:
         states: list[EngineState] = []
         client.subscribe(states.append)
-        others = [client.submit(ask("slow", f"o{i}")) for i in range(5)]
+        others = [client.submit(request_to("slow", f"o{i}")) for i in range(5)]
         for stream in others:
             await anext(stream)
         if question == "kill":
             os.killpg(running_process(client).pid, signal.SIGKILL)
         else:
-            client.submit(ask("die"))
+            client.submit(request_to("die"))
         for stream in others:
             with pytest.raises(EngineLost):
                 [r async for r in stream]
         assert states == [EngineState.LOST], "streams fail before the restart, not after it"
         with pytest.raises(EngineLost):
-            client.submit(ask("echo", "while-lost"))
+            client.submit(request_to("echo", "while-lost"))
         await client.wait_ready()
         assert states == [EngineState.LOST, EngineState.STARTING, EngineState.READY]
         assert client.restarts == 1
-        assert isinstance([r async for r in client.submit(ask("echo"))][-1], Done)
+        assert isinstance([r async for r in client.submit(request_to("echo"))][-1], Done)
 
 
 async def test_engine_that_never_starts():
-    """An engine that cannot start is tried again and again, and requests are refused meanwhile."""
+    """It is restarted again and again, and requests are refused."""
     async with running(model="broken", ready=False, backoff_cap=0.05) as client:
         await until(lambda: client.restarts >= 3)
         with pytest.raises((EngineLost, EngineStarting)):
-            client.submit(ask("echo"))
-        waiting = list(pending_connections(client._doors._sockets[0]))
+            client.submit(request_to("echo"))
+        waiting = list(pending_connections(client._listeners._sockets[0]))
         assert len(waiting) <= 2, "links to engines that never came do not pile up"
         for each in waiting:
             each.close()
 
 
-async def test_an_engine_that_loads_may_be_silent_for_longer():
-    """Until it is ready another patience holds; where that ends, it is replaced, too."""
+async def test_a_loading_engine_may_be_silent_for_longer():
+    """Until it is ready, the limit `loading` holds; after that it is replaced, too."""
     async with running(model="heavy", silence=1.0) as client:
         assert client.restarts == 0
     async with running(model="heavy", ready=False, loading=1.0) as client:
@@ -164,9 +165,9 @@ async def test_an_engine_that_loads_may_be_silent_for_longer():
 
 
 async def test_frozen_engine_is_replaced():
-    """An engine whose heartbeats stop is aborted and restarted."""
+    """An engine without heartbeats is aborted and restarted."""
     async with running(silence=1.0) as client:
-        stream = client.submit(ask("freeze"))
+        stream = client.submit(request_to("freeze"))
         with pytest.raises(EngineLost):
             [r async for r in stream]
         await client.wait_ready()
@@ -174,7 +175,7 @@ async def test_frozen_engine_is_replaced():
 
 
 async def test_stopped_engine_is_replaced():
-    """An engine that was stopped by a signal is killed and restarted."""
+    """An engine that a signal stopped is killed and restarted."""
     async with running(silence=1.0) as client:
         os.kill(running_process(client).pid, signal.SIGSTOP)
         await until(lambda: client.restarts >= 1)
@@ -182,23 +183,23 @@ async def test_stopped_engine_is_replaced():
 
 
 async def test_abort_races():
-    """Aborting at any moment leaves nothing open and no other stream disturbed."""
+    """Aborting at any moment leaves nothing open and disturbs no other stream."""
     async with running() as client:
-        streams = [client.submit(ask("slow", f"s{i}")) for i in range(200)]
+        streams = [client.submit(request_to("slow", f"s{i}")) for i in range(200)]
         for i, stream in enumerate(streams):
             if i % 3 == 0:
                 await asyncio.sleep(0)
             stream.abort()
-        again = [client.submit(ask("echo", f"s{i}")) for i in range(200)]
+        again = [client.submit(request_to("echo", f"s{i}")) for i in range(200)]
         for stream in again:
             assert isinstance([r async for r in stream][-1], Done)
         assert client.num_open == 0
 
 
-async def test_a_stopped_request_ends_with_what_it_has():
-    """The engine is asked for the end, and the stream says CANCELLED."""
+async def test_a_stopped_request_has_a_partial_result():
+    """The engine ends the request, and `Done` says CANCELLED."""
     async with running() as client:
-        stream = client.submit(ask("slow"))
+        stream = client.submit(request_to("slow"))
         assert isinstance(await anext(stream), Started)
         stream.stop()
         last = await stream.done()
@@ -206,36 +207,36 @@ async def test_a_stopped_request_ends_with_what_it_has():
         assert client.num_open == 0
 
 
-async def test_blob_ends_with_its_request():
-    """A blob is gone when its request ended, was refused, or died with the engine."""
+async def test_a_blob_ends_with_its_request():
+    """It is unlinked when its request ends, is refused, or dies with the engine."""
     async with running() as client:
 
         def picture():
             return EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
 
-        [r async for r in client.submit(ask("echo", image=picture()))]
+        [r async for r in client.submit(request_to("echo", image=picture()))]
         assert len(client.blobs) == 0
         with contextlib.suppress(EngineLost):
-            [r async for r in client.submit(ask("die", image=picture()))]
+            [r async for r in client.submit(request_to("die", image=picture()))]
         with pytest.raises((EngineLost, EngineStarting)):
-            client.submit(ask("echo", image=picture()))
+            client.submit(request_to("echo", image=picture()))
         assert len(client.blobs) == 0
         assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
 
 
 def hold(client, data, name="h"):
-    """A command to hold a picture of these bytes."""
+    """A command to hold an image of these bytes."""
     image = EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
-    return HoldImage(request_id=name, image=image, owner="me", ttl=5.0)
+    return HoldImage(request_id=RequestKey(name), image=image, owner="me", ttl=5.0)
 
 
 def drop(image_id, name="d"):
-    """A command to drop it."""
-    return DropImage(request_id=name, image_id=image_id, owner="me")
+    """A command to drop an image."""
+    return DropImage(request_id=RequestKey(name), image_id=image_id, owner="me")
 
 
-async def test_a_picture_is_held_and_dropped():
-    """Each command is answered once; what is wrong is raised; no blob stays."""
+async def test_an_image_is_held_and_dropped():
+    """Each command has one reply or raises; no blob stays."""
     async with running() as client:
         held = await client.hold(hold(client, b"img"))
         assert (held.image.image_id, held.until) == ("img", 5.0)
@@ -248,7 +249,7 @@ async def test_a_picture_is_held_and_dropped():
 
 
 async def test_a_hold_is_lost_with_its_engine():
-    """An engine that dies fails what it has not answered, and its successor holds nothing."""
+    """A dying engine fails its pending commands, and its successor holds nothing."""
     async with running() as client:
         waiting = asyncio.create_task(client.hold(hold(client, b"hang", "h1")))
         await asyncio.sleep(0)
@@ -267,7 +268,7 @@ async def test_a_hold_is_lost_with_its_engine():
 
 
 async def test_a_cancelled_hold_leaves_nothing():
-    """Who is cancelled while a picture is prepared leaves no blob and no waiting call."""
+    """Cancelling while an image is prepared leaves no blob and no pending command."""
     async with running() as client:
         command = hold(client, b"hang")
         waiting = asyncio.create_task(client.hold(command))
@@ -276,17 +277,19 @@ async def test_a_cancelled_hold_leaves_nothing():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert len(client.blobs) == 0
-        assert len(client._calls) == 0
+        assert len(client._commands) == 0
         assert (await client.hold(hold(client, b"img"))).image.image_id == "img"
 
 
 async def test_drain():
-    """While draining, what runs goes on and nothing new is taken; a death then stays final."""
+    """While draining, open requests finish and new ones are refused; a lost engine is not
+    restarted.
+    """
     async with running() as client:
-        stream = client.submit(ask("slow"))
+        stream = client.submit(request_to("slow"))
         client.drain()
         with pytest.raises(Draining):
-            client.submit(ask("echo", "late"))
+            client.submit(request_to("echo", "late"))
         assert isinstance(await anext(stream), Started)
         delta = await anext(stream)
         assert isinstance(delta, Delta)
@@ -299,10 +302,10 @@ async def test_drain():
         assert client.state is EngineState.DRAINING
 
 
-async def test_close_fails_what_is_open():
-    """Closing fails open streams with Draining and leaves no process behind."""
+async def test_close_fails_open_streams():
+    """They fail with Draining, and no process is left."""
     async with running() as client:
-        stream = client.submit(ask("hang"))
+        stream = client.submit(request_to("hang"))
         pid = running_process(client).pid
         await client.close()
         await client.close()
@@ -319,18 +322,18 @@ def test_uvloop():
     async def scenario():
         async with running() as client:
             with contextlib.suppress(EngineLost):
-                [r async for r in client.submit(ask("die"))]
+                [r async for r in client.submit(request_to("die"))]
             await client.wait_ready()
-            reports = [r async for r in client.submit(ask("echo"))]
+            reports = [r async for r in client.submit(request_to("echo"))]
             assert isinstance(reports[-1], Done)
 
     uvloop.run(scenario())
 
 
 @contextlib.asynccontextmanager
-async def beside(client, number=1):
-    """The connection of another service process to a client's engine, here in this one."""
-    connection = EngineConnection(f"{client.blobs.namespace}-{number}", number)
+async def worker_connection(client, number=1):
+    """Another service process's connection to a client's engine, in this process."""
+    connection = EngineConnection(f"{client.blobs.namespace}-{number}", SHARED, number)
     connection.connect(client.endpoint)
     try:
         await connection.wait_ready()
@@ -341,40 +344,45 @@ async def beside(client, number=1):
         assert list(blob_folder().glob(f"{connection.blobs.namespace}*")) == []
 
 
-async def test_memory_for_pictures_is_kept_for_one_engine():
-    """It takes one picture after another, and a new engine is given new memory."""
+async def test_segments_are_reused_for_one_engine():
+    """It takes one image after another in the same segment; a new engine gets new ones."""
     async with running() as client:
         names = []
         for question in ("echo", "echo", "die", "echo", "echo"):
             image = EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
             names.append(image.blob.name)
             with contextlib.suppress(EngineLost):
-                [r async for r in client.submit(ask(question, image=image))]
+                [r async for r in client.submit(request_to(question, image=image))]
             await client.wait_ready()
         assert [name == names[0] for name in names] == [True, True, True, False, False]
         assert names[3] == names[4]
 
 
 async def test_two_processes_may_use_one_id():
-    """The same id in two service processes is two requests, each answered to its own."""
-    async with running() as client, beside(client) as other:
+    """The same id in two service processes is two requests with outputs of their own."""
+    async with running() as client, worker_connection(client) as other:
         assert other.model == client.model
         image = EncodedImage(blob=other.blobs.put(b"picture"), mime_type="image/png")
-        first, second = client.submit(ask("slow")), other.submit(ask("echo", image=image))
+        first, second = (
+            client.submit(request_to("slow")),
+            other.submit(request_to("echo", image=image)),
+        )
         assert isinstance([r async for r in second][-1], Done)
         first.stop()
         assert (await first.done()).finish_reason is FinishReason.CANCELLED
 
 
 async def test_stopping_elsewhere():
-    """`stop_elsewhere` ends other processes' requests and none of its own, and counts them."""
-    async with running() as client, beside(client) as other:
-        own, another = ([each.submit(ask("slow", n)) for n in "abc"] for each in (client, other))
+    """`stop_elsewhere` stops and counts only other processes' requests."""
+    async with running() as client, worker_connection(client) as other:
+        own, another = (
+            [each.submit(request_to("slow", n)) for n in "abc"] for each in (client, other)
+        )
         for stream in another:
             assert isinstance(await anext(stream), Started)
-        assert await client.stop_elsewhere("a") == 1
+        assert await client.stop_elsewhere(RequestKey("a")) == 1
         assert (await another[0].done()).finish_reason is FinishReason.CANCELLED
-        assert await client.stop_elsewhere("a") == 0
+        assert await client.stop_elsewhere(RequestKey("a")) == 0
         assert await client.stop_elsewhere() == 2
         for stream in another[1:]:
             assert (await stream.done()).finish_reason is FinishReason.CANCELLED
@@ -383,12 +391,12 @@ async def test_stopping_elsewhere():
             stream.abort()
 
 
-async def test_an_engine_that_dies_is_lost_to_all():
-    """Every connection fails what it has open, is lost, and ready again with the next engine."""
-    async with running() as client, beside(client) as other:
+async def test_all_connections_lose_a_dead_engine():
+    """Each fails its open requests, and is ready again with the next engine."""
+    async with running() as client, worker_connection(client) as other:
         states: list[EngineState] = []
         other.subscribe(states.append)
-        streams = [each.submit(ask("slow")) for each in (client, other)]
+        streams = [each.submit(request_to("slow")) for each in (client, other)]
         for stream in streams:
             await anext(stream)
         running_process(client).kill()
@@ -399,13 +407,13 @@ async def test_an_engine_that_dies_is_lost_to_all():
             await other.stop_elsewhere()
         for each in (client, other):
             await each.wait_ready()
-            assert isinstance([r async for r in each.submit(ask("echo"))][-1], Done)
+            assert isinstance([r async for r in each.submit(request_to("echo"))][-1], Done)
         assert states[0] is EngineState.LOST
         assert states[-1] is EngineState.READY
 
 
-async def test_what_waits_for_an_answer_ends_with_the_engine():
-    """A `stop_elsewhere` that the engine did not answer fails with it."""
+async def test_a_pending_stop_fails_with_the_engine():
+    """`stop_elsewhere` without a reply raises EngineLost."""
     async with running() as client:
         os.kill(running_process(client).pid, signal.SIGSTOP)
         asking = asyncio.create_task(client.stop_elsewhere())

@@ -1,4 +1,4 @@
-"""One request's stream of reports."""
+"""A request's stream of outputs."""
 
 import asyncio
 
@@ -15,6 +15,7 @@ from legato_engine.core import (
     QueryTask,
     ReasoningDelta,
     Request,
+    RequestKey,
     TextDelta,
     Timings,
     TokenInfo,
@@ -25,7 +26,7 @@ from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_va
 from legato_engine.ipc.messages import Delta, Done, Failed
 
 DONE = Done(
-    request_id="r",
+    request_id=RequestKey("r"),
     result=QueryResult(answer="ab"),
     finish_reason=FinishReason.STOP,
     usage=Usage(input_tokens=1, output_tokens=2),
@@ -35,30 +36,30 @@ DONE = Done(
 
 def delta(*events):
     """A delta of request r."""
-    return Delta(request_id="r", events=events)
+    return Delta(request_id=RequestKey("r"), events=events)
 
 
 @pytest.fixture
 def aborted():
-    """Streams that asked for an abort."""
+    """Streams that called `on_abort`."""
     return []
 
 
 @pytest.fixture
 def stopped():
-    """Streams that asked to be stopped."""
+    """Streams that called `on_stop`."""
     return []
 
 
 @pytest.fixture
 def stream(aborted, stopped):
     """A stream under test."""
-    request = Request(request_id="r", task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("r"), task=QueryTask(question="?"))
     return RequestStream(request, on_abort=aborted.append, on_stop=stopped.append)
 
 
-async def test_a_stopped_stream_goes_on_to_its_end(stream, stopped, aborted):
-    """Stopping asks the engine for the end; what it says until then is still read."""
+async def test_a_stopped_stream_is_read_to_its_end(stream, stopped, aborted):
+    """Outputs until the end are still delivered."""
     stream.feed(delta(TextDelta(text="a")))
     stream.stop()
     assert (stopped, aborted) == ([stream], [])
@@ -69,7 +70,7 @@ async def test_a_stopped_stream_goes_on_to_its_end(stream, stopped, aborted):
 
 
 async def test_lagging_consumer_gets_one_delta(stream):
-    """Deltas that piled up arrive as one, with neighbouring text joined."""
+    """Unread deltas are merged, with neighbouring text joined."""
     for text in "abc":
         stream.feed(delta(TextDelta(text=text)))
     stream.feed(DONE)
@@ -77,15 +78,15 @@ async def test_lagging_consumer_gets_one_delta(stream):
 
 
 async def test_prompt_consumer_gets_each_delta(stream):
-    """A consumer that keeps up gets every delta as it was sent."""
+    """A reader that keeps up gets every delta as it was sent."""
     for text in "ab":
         stream.feed(delta(TextDelta(text=text)))
         assert await anext(stream) == delta(TextDelta(text=text))
 
 
 async def test_failure_is_raised_once(stream):
-    """A failure reaches the reader as its own error, then the stream is at its end."""
-    stream.feed(Failed(request_id="r", error=to_value(PromptTooLong("long", limit=4))))
+    """The reader gets the error, then the end."""
+    stream.feed(Failed(request_id=RequestKey("r"), error=to_value(PromptTooLong("long", limit=4))))
     with pytest.raises(PromptTooLong) as caught:
         await anext(stream)
     assert caught.value.metadata == {"limit": "4"}
@@ -94,7 +95,7 @@ async def test_failure_is_raised_once(stream):
 
 
 async def test_nothing_follows_the_end(stream):
-    """What arrives after the terminal report is dropped."""
+    """Outputs after the last one are dropped."""
     stream.feed(DONE)
     stream.feed(delta(TextDelta(text="x")))
     stream.fail(EngineLost("gone"))
@@ -102,7 +103,7 @@ async def test_nothing_follows_the_end(stream):
 
 
 async def test_abort_wakes_the_reader(stream, aborted):
-    """A reader that waits when the stream is aborted sees its end; a second abort is nothing."""
+    """A waiting reader sees the end; a second abort has no effect."""
     reader = asyncio.ensure_future(anext(stream, None))
     await asyncio.sleep(0)
     stream.abort()
@@ -111,15 +112,15 @@ async def test_abort_wakes_the_reader(stream, aborted):
     assert aborted == [stream]
 
 
-async def test_abort_after_the_end_tells_nobody(stream, aborted):
-    """Aborting an ended stream does not reach the engine."""
+async def test_abort_after_the_end_is_not_sent(stream, aborted):
+    """The engine has no such request any more."""
     stream.feed(DONE)
     stream.abort()
     assert aborted == []
 
 
 async def test_cancelled_read_loses_nothing(stream):
-    """A report that comes after a cancelled read is there for the next one."""
+    """An output that arrives after a cancelled read is delivered by the next one."""
     reader = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     stream.feed(DONE)
@@ -129,7 +130,7 @@ async def test_cancelled_read_loses_nothing(stream):
 
 
 def test_merge_keeps_order_and_all_content():
-    """Only neighbours of one kind are joined; boxes, points and tokens all survive."""
+    """Only neighbours of one kind are joined; boxes, points and tokens are all kept."""
     token = TokenInfo(token_id=1, text="a")
     box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
     point = PointEvent(point=Point(x=0, y=0), label="x")
@@ -161,8 +162,8 @@ def test_merge_keeps_order_and_all_content():
     )
 
 
-async def test_done_is_woken_by_the_end_alone(stream):
-    """Who waits for the result is not woken by what comes before it."""
+async def test_done_resolves_at_the_end(stream):
+    """Earlier outputs do not wake its reader."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
     stream.feed(delta(TextDelta(text="a")))
@@ -172,15 +173,15 @@ async def test_done_is_woken_by_the_end_alone(stream):
     assert await waiting == DONE
 
 
-async def test_done_of_what_has_ended(stream):
-    """A result that is there already is given without waiting."""
+async def test_done_after_the_end(stream):
+    """A result that has arrived is returned without waiting."""
     stream.feed(delta(TextDelta(text="a")))
     stream.feed(DONE)
     assert await stream.done() == DONE
 
 
 async def test_done_raises_the_failure(stream):
-    """A failed request raises its own error, whatever was unread."""
+    """The error is raised whatever was unread."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
     stream.feed(delta(TextDelta(text="a")))
@@ -190,7 +191,7 @@ async def test_done_raises_the_failure(stream):
 
 
 async def test_done_of_an_aborted_stream(stream):
-    """An aborted stream has no result; its waiting reader is told."""
+    """An aborted stream has no result; its waiting reader gets an error."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
     stream.abort()
@@ -198,7 +199,7 @@ async def test_done_of_an_aborted_stream(stream):
         await waiting
 
 
-async def test_reading_on_after_waiting_for_the_end(stream):
+async def test_reading_after_a_cancelled_done(stream):
     """A cancelled wait for the result leaves the stream as it was."""
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)

@@ -14,13 +14,13 @@ def test_backoff_doubles_up_to_the_cap_and_resets():
 
 
 async def test_kill_takes_the_whole_group():
-    """Children of the engine do not survive it."""
+    """Children of the engine are killed with it."""
     script = "import subprocess,sys; p=subprocess.Popen(['sleep','60']); p.wait()"
     process = await ChildProcess.spawn([sys.executable, "-c", script])
     process.kill()
     assert await process.wait() == -signal.SIGKILL
     assert not process.alive
-    process.kill()  # again, with nobody there
+    process.kill()  # again, with no process left
 
 
 async def test_abort_ends_a_process_that_ignores_it():

@@ -51,7 +51,7 @@ def test_streams_run_side_by_side(device: CpuDevice) -> None:
 
 
 def test_a_stream_waits_for_another_streams_event(device: CpuDevice) -> None:
-    """Work behind `wait_event` sees what the other stream wrote before the event."""
+    """Work after `wait_event` sees what the other stream wrote before the event."""
     gate = threading.Event()
     value = torch.zeros(1)
     copied = torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Adapter files by name: found when asked for, read on other threads, kept while the same."""
+"""Adapter files by name: found per request, read on other threads, cached while unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.layers.lora import AdapterWeights, MlpWeights
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 
 MAX_VALUES = 100
 
 
 class Reader:
-    """Stands in for the model: an adapter is the bytes of its file; `gate` holds reads up."""
+    """Returns a file's bytes as an adapter; `gate` delays reads."""
 
     def __init__(self):
         self.keys = []
@@ -25,7 +25,7 @@ class Reader:
         self.gate.set()
 
     def __call__(self, data, key):
-        """Note the read."""
+        """Count the read."""
         assert self.gate.wait(10)
         self.keys.append(key)
         self.threads.add(threading.current_thread())
@@ -37,13 +37,13 @@ class Reader:
 
 @pytest.fixture
 def reader():
-    """Reads at once."""
+    """A reader whose gate is set."""
     return Reader()
 
 
 @pytest.fixture
 def store(reader, tmp_path):
-    """Over two folders, with room for ten bytes."""
+    """A store over two folders with a cache of ten bytes."""
     folders = (tmp_path / "given", tmp_path / "shipped")
     for folder in folders:
         folder.mkdir()
@@ -54,12 +54,12 @@ def store(reader, tmp_path):
 
 
 def get(store, name):
-    """The adapter, waited for."""
+    """Return the adapter."""
     return store.start(name).result(10)
 
 
-def test_a_file_is_found_when_it_is_there(store, reader, tmp_path):
-    """A file that appears later is found by the next request; another thread reads it, once."""
+def test_a_file_is_found_once_it_exists(store, reader, tmp_path):
+    """A file that appears later is found by the next request, and another thread reads it once."""
     with pytest.raises(AdapterNotFound) as caught:
         get(store, "cups@12")
     assert caught.value.metadata == {"resource": "cups@12"}
@@ -70,7 +70,7 @@ def test_a_file_is_found_when_it_is_there(store, reader, tmp_path):
 
 
 def test_the_first_folder_wins(store, tmp_path):
-    """A file of the operator's hides one of the same name that came with the model."""
+    """A file in the operator's folder hides one of the same name in the model's."""
     (tmp_path / "shipped" / "a.safetensors").write_bytes(b"shipped")
     shipped = get(store, "a")
     (tmp_path / "given" / "a.pt").write_bytes(b"given")
@@ -78,7 +78,7 @@ def test_the_first_folder_wins(store, tmp_path):
 
 
 def test_a_replaced_file_is_another_adapter(store, tmp_path):
-    """New content under the same name has a new key; the same content has the old one."""
+    """New content under the same name has a new key; the same content has the same key."""
     path = tmp_path / "given" / "a.pt"
     path.write_bytes(b"one")
     first = get(store, "a")
@@ -97,7 +97,7 @@ def test_a_replaced_file_is_another_adapter(store, tmp_path):
 
 
 def test_memory_is_bounded(store, reader, tmp_path):
-    """Beyond its bytes the store reads again, the least recently used first."""
+    """Over `cache_bytes` the least recently used adapter is dropped and read again."""
     for name in "abc":
         (tmp_path / "given" / f"{name}.pt").write_bytes(name.encode() * 4)
     for name in "abacab":
@@ -107,14 +107,14 @@ def test_memory_is_bounded(store, reader, tmp_path):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../secret", "a/b", "/etc/passwd", "x" * 200, "é"])
 def test_names_cannot_leave_the_folder(store, tmp_path, name):
-    """A name that no file may have is not found, wherever it would lead."""
+    """A name that is no file name is not found, wherever its path leads."""
     (tmp_path / "secret.pt").write_bytes(b"one")
     with pytest.raises(AdapterNotFound):
         get(store, name)
 
 
-def test_bad_files_are_told(store, tmp_path):
-    """What is no adapter, no file, or too large is refused each time, and keeps nobody up."""
+def test_bad_files_are_refused(store, tmp_path):
+    """Broken, too large and irregular files are refused each time; others are still read."""
     folder = tmp_path / "given"
     (folder / "bad.pt").write_bytes(b"bad")
     (folder / "folder.pt").mkdir()
@@ -133,8 +133,8 @@ def test_bad_files_are_told(store, tmp_path):
     assert get(store, "good").key
 
 
-def test_who_asks_at_a_time_shares_a_read(store, reader, tmp_path):
-    """Requests for one adapter that is being read wait for the same read."""
+def test_concurrent_requests_share_a_read(store, reader, tmp_path):
+    """Concurrent requests for one adapter share a read."""
     (tmp_path / "given" / "a.pt").write_bytes(b"one")
     reader.gate.clear()
     futures = [store.start("a") for _ in range(5)]

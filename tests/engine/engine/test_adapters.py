@@ -1,4 +1,4 @@
-"""The engine with adapters: a real model with random weights, and files that come and go."""
+"""The engine with adapters: a real model with random weights, and files that change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask
+from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask, RequestKey
 from legato_engine.engine.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done, Failed, Started
@@ -25,14 +25,14 @@ TASKS = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what is it?"
 
 
 def adapter_of(name, text=TEXT):
-    """One of three, of different ranks."""
+    """Return one of three adapters of different ranks."""
     seed = NAMES.index(name)
     return random_adapter(text, (2, 16, 10)[seed], seed)
 
 
 @pytest.fixture(scope="module")
 def make_assembly(tmp_path_factory):
-    """A model with three adapters of different ranks, one as published, and room for two."""
+    """Makes models with three adapters of different ranks, one as published, and two slots."""
     made = []
 
     def make(model):
@@ -58,13 +58,13 @@ def assembly(make_assembly):
 
 @pytest.fixture
 def folder(assembly):
-    """Where its adapters are."""
+    """The folder of adapters."""
     return Path(assembly.config.adapters)
 
 
 @pytest.fixture(scope="module", params=TEXTS)
 def either(request, assembly, make_assembly):
-    """That model, or one with experts."""
+    """The shared model, or one with experts."""
     return assembly if request.param == "random-tiny" else make_assembly(request.param)
 
 
@@ -76,31 +76,31 @@ def depth(request):
 
 @pytest.fixture
 def world(assembly, depth):
-    """A core over the shared model; at its end no slot is held."""
+    """An engine over the shared model; at its end no adapter slot is held."""
     made = World(assembly, pipeline_depth=depth)
     yield made
     made.close()
 
 
 def result(world, name):
-    """What a request ended with, its times left out."""
+    """Return the result and finish reason of a request."""
     (end,) = world.run(name)
     assert isinstance(end, Done), end
     return end.result, end.finish_reason
 
 
 def test_adapters_side_by_side_answer_as_alone(either, depth):
-    """Requests of all adapters and of none, mixed and more than the slots, answer as one by one."""
-    world, picture = World(either, pipeline_depth=depth), png()
+    """More adapters than slots, mixed with none, give the results that each gives alone."""
+    world, data = World(either, pipeline_depth=depth), png()
     asked = [(task, name) for name in ("", *NAMES) for task in TASKS] * 2
     alone = {}
     for number, (task, name) in enumerate(asked[: len(asked) // 2]):
         request_id = f"alone-{number}"
-        image = world.encoded(picture)
+        image = world.encoded(data)
         world.submit(request_id, task, image, adapter=name, cache_image=False)
         alone[type(task), name] = result(world, request_id)
     for number, (task, name) in enumerate(asked):
-        world.submit(f"r-{number}", task, world.encoded(picture), adapter=name)
+        world.submit(f"r-{number}", task, world.encoded(data), adapter=name)
     for number, (task, name) in enumerate(asked):
         assert result(world, f"r-{number}") == alone[type(task), name]
     assert len({repr(alone[CaptionTask, name]) for name in ("", *NAMES)}) == 4, "all say the same"
@@ -110,7 +110,7 @@ def test_adapters_side_by_side_answer_as_alone(either, depth):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slots_answer_as_merged_weights(either, depth, seed):
-    """Each skill answers as a model with the adapter in its weights, on every kind of launch."""
+    """Each skill gives the result of a model with merged weights, on every kind of launch."""
     world, name = World(either, pipeline_depth=depth), either.config.model
     merged = assemble(msgspec.structs.replace(CONFIG, model=name, max_waiting=64))
     model: Any = merged.model
@@ -133,10 +133,10 @@ def test_slots_answer_as_merged_weights(either, depth, seed):
 
 
 def test_a_prefix_is_shared_under_its_adapter_alone(world):
-    """A picture's positions are computed once for each adapter, and once without."""
-    picture, cached = png(seed=3), dict.fromkeys(("", *NAMES), False)
+    """An image's prefix is computed once per adapter, and once without."""
+    data, cached = png(seed=3), dict.fromkeys(("", *NAMES), False)
     for number, name in enumerate(("x", "x", "", "y", "", "x", "y")):
-        world.submit(f"r-{number}", DetectTask(object="x"), world.encoded(picture), adapter=name)
+        world.submit(f"r-{number}", DetectTask(object="x"), world.encoded(data), adapter=name)
         world.run(f"r-{number}")
         hit = world.of(f"r-{number}", Started)[0].cached_tokens > 0
         assert hit == cached[name]
@@ -144,7 +144,7 @@ def test_a_prefix_is_shared_under_its_adapter_alone(world):
 
 
 def test_a_file_that_appears_is_found(world, folder):
-    """The same name is unknown before its file is there, and found after."""
+    """A name is unknown before its file exists, and found afterwards."""
     world.submit("before", QueryTask(question="?"), adapter="late")
     world.run("before")
     assert type(world.error("before")).__name__ == "AdapterNotFound"
@@ -156,22 +156,24 @@ def test_a_file_that_appears_is_found(world, folder):
     path.unlink()
 
 
-def test_a_replaced_file_is_for_those_who_come_later(world, folder):
-    """Who began with the old content ends with it; the next request has the new one."""
+def test_a_replaced_file_is_for_later_requests(world, folder):
+    """A request that started with the old content finishes with it; the next one has the new
+    content.
+    """
     path = folder / "changing.safetensors"
-    task, picture = CaptionTask(), png(seed=4)
+    task, data = CaptionTask(), png(seed=4)
     answers = {}
     for seed in (20, 21):
         path.write_bytes(safetensors_file(random_adapter(TEXT, 6, seed)))
-        world.submit(f"alone-{seed}", task, world.encoded(picture), adapter="changing")
+        world.submit(f"alone-{seed}", task, world.encoded(data), adapter="changing")
         answers[seed] = result(world, f"alone-{seed}")
     assert answers[20] != answers[21]
     path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 20)))
-    world.submit("old", task, world.encoded(picture), adapter="changing")
+    world.submit("old", task, world.encoded(data), adapter="changing")
     while not world.of("old", Started):
         world.core.step()
     path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 21)))
-    world.submit("new", task, world.encoded(picture), adapter="changing")
+    world.submit("new", task, world.encoded(data), adapter="changing")
     assert result(world, "new") == answers[21]
     assert result(world, "old") == answers[20]
     path.unlink()
@@ -185,11 +187,11 @@ def test_a_replaced_file_is_for_those_who_come_later(world, folder):
         (safetensors_file(random_adapter(TEXT, 4), "moondream2"), "for the model moondream2"),
     ],
 )
-def test_a_bad_file_disturbs_nobody(world, folder, data, says):
-    """A malformed adapter fails its own request with what is wrong; those beside it answer."""
+def test_a_bad_file_fails_only_its_request(world, folder, data, says):
+    """A malformed adapter fails only its own request, with the reason."""
     (folder / "bad.safetensors").write_bytes(data)
-    picture = world.encoded(png(seed=5))
-    world.submit("good", DetectTask(object="x"), picture, adapter="x")
+    image = world.encoded(png(seed=5))
+    world.submit("good", DetectTask(object="x"), image, adapter="x")
     world.submit("bad", DetectTask(object="x"), world.encoded(png(seed=6)), adapter="bad")
     world.submit("other", QueryTask(question="?"))
     good, bad, other = world.run("good", "bad", "other")
@@ -202,8 +204,8 @@ def test_a_bad_file_disturbs_nobody(world, folder, data, says):
     (folder / "bad.safetensors").unlink()
 
 
-def test_a_failed_adapter_does_not_wait_for_its_picture(assembly, depth):
-    """A request ends with the first of its parts that fails, and its picture is given up."""
+def test_a_failed_adapter_does_not_wait_for_its_image(assembly, depth):
+    """A request fails with the first of its parts, and its image is cancelled."""
     world = World(assembly, pipeline_depth=depth, preprocess_threads=1)
     blocked = world.encoded(png(seed=7, size=(900, 900)))
     world.submit("busy", DetectTask(object="x"), blocked)
@@ -218,18 +220,18 @@ def test_aborts_and_stops_while_an_adapter_is_read(world):
     """A request whose adapter is being read can be aborted and stopped; no slot stays held."""
     for number in range(6):
         world.submit(f"r-{number}", CaptionTask(), world.encoded(png(seed=9)), adapter="x")
-    world.core.abort("r-0")
-    world.core.stop("r-1")
+    world.core.abort(RequestKey("r-0"))
+    world.core.stop(RequestKey("r-1"))
     for _ in range(5):
         world.core.step()
-    world.core.abort("r-2")
-    world.core.stop("r-3")
+    world.core.abort(RequestKey("r-2"))
+    world.core.stop(RequestKey("r-3"))
     world.run("r-1", "r-3", "r-4", "r-5")
     assert not world.of("r-0")
 
 
-def test_a_named_picture_with_an_adapter(world):
-    """A picture that is known by its id needs no thread, and still waits for its adapter."""
+def test_a_named_image_with_an_adapter(world):
+    """A request with a cached image still waits for its adapter."""
     world.submit("a", CaptionTask(), world.encoded(png(seed=10)))
     (done,) = world.run("a")
     named = CachedImage(image_id=done.image.image_id)
@@ -248,14 +250,14 @@ def test_a_named_picture_with_an_adapter(world):
     ],
 )
 def test_settings_that_make_no_sense(changes, field):
-    """A folder that is not there and numbers out of range are named when the engine starts."""
+    """A missing folder and numbers out of range are refused at start, by name."""
     with pytest.raises(InvalidField) as caught:
         assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, **changes))
     assert caught.value.metadata["field"] == field
 
 
-def test_as_many_as_have_slots_are_read_once(assembly, monkeypatch):
-    """However little the host is to keep, adapters that are asked for in turn stay in memory."""
+def test_adapters_with_a_slot_are_read_once(assembly, monkeypatch):
+    """With the smallest cache, adapters used in turn stay in memory."""
     config = msgspec.structs.replace(assembly.config, adapter_cache_bytes=1)
     world, reads = World(dataclasses.replace(assembly, config=config)), []
     read = assembly.model.read_adapter
@@ -273,7 +275,7 @@ def test_as_many_as_have_slots_are_read_once(assembly, monkeypatch):
 
 
 def test_without_a_folder_there_is_no_bank(assembly):
-    """Only an engine that has adapters says so, and pays for their slots."""
+    """Only an engine with adapters announces them and allocates their slots."""
     assert assembly.info.adapters
     plain = assemble(CONFIG)
     assert (plain.bank, plain.info.adapters) == (None, False)

@@ -1,4 +1,4 @@
-"""How an engine's parts are chosen for each other."""
+"""Assembly of an engine from its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from legato_engine.core import ImageInfo
 from legato_engine.engine import assembly
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream import family, presets
-from legato_engine.models.moondream.preprocess import Crops, WholeImage
+from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
 from safetensors.torch import save_file
@@ -23,11 +23,11 @@ CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=
 INFO = ImageInfo(image_id="img", width=300, height=200, cache_hit=False)
 
 
-@pytest.mark.parametrize(("encodes", "kind"), [(None, Crops), (True, WholeImage)])
-def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, encodes, kind):
-    """The runner decides, not the device: here it has none of the kernels, unless it says so."""
+@pytest.mark.parametrize(("encodes", "kind"), [(None, CroppedImage), (True, WholeImage)])
+def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, encodes, kind):
+    """The runner decides, not the device."""
     if encodes is not None:
-        monkeypatch.setattr(ModelRunner, "encodes_pictures", encodes)
+        monkeypatch.setattr(ModelRunner, "encodes_images", encodes)
         monkeypatch.setattr(assembly, "warm_up", lambda frontend, scheduler: None)
     made = assembly.assemble(CONFIG)
     try:
@@ -51,7 +51,7 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
     ],
 )
 def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
-    """By the name of the setting and its limit."""
+    """The error has the name of the setting and its limit."""
     reached: list[str] = []
     config = msgspec.structs.replace(CONFIG, **settings)
     with pytest.raises(InvalidField, match=re.escape(told)) as caught:
@@ -61,9 +61,7 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
-    """Whoever names a file wants that one, and hears what is wrong with it; without speculation
-    nobody asks for it.
-    """
+    """A named draft must be readable, unless speculation is off."""
     config = msgspec.structs.replace(CONFIG, draft=str(tmp_path / "absent"))
     assembly.assemble(config).device.close()
     with pytest.raises(InvalidField, match="absent cannot be read"):
@@ -72,7 +70,7 @@ def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
 
 @pytest.fixture
 def moondream2(monkeypatch, tmp_path):
-    """A small checkpoint under the name moondream2, with a tokenizer from elsewhere."""
+    """A small checkpoint under the name moondream2, with a tokenizer of another model."""
     monkeypatch.setitem(
         family._NAMES, "moondream2", (presets.tiny_random_config, family._read_published)
     )
@@ -90,7 +88,7 @@ def moondream2(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "name"), [("f32", "float32"), ("bf16", "bfloat16")])
 def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
-    """A checkpoint, a tokenizer and a dtype make a warm model, and the bar moves while they do."""
+    """A checkpoint, a tokenizer and a dtype make a warm model, and progress rises meanwhile."""
     seen = []
     made = assembly.assemble(
         msgspec.structs.replace(moondream2, dtype=dtype),
@@ -110,7 +108,7 @@ def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
 
 
 def test_weights_that_do_not_fit_the_memory_are_refused(moondream2, monkeypatch):
-    """The memory that the device has free is asked before the first weight is allocated."""
+    """The device's free memory is checked before the first weight is allocated."""
     monkeypatch.setattr(assembly, "available_memory", lambda: 1000)
     with pytest.raises(InvalidField, match="free on cpu") as caught:
         assembly.assemble(moondream2)

@@ -1,4 +1,4 @@
-"""Few pages and shared pages on real models: slower or faster, and never another answer."""
+"""Shortage and sharing of pages on real models never change a result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -31,14 +32,14 @@ PAGE = 16
 
 
 class Results(SilentSink):
-    """Keeps every request's result."""
+    """A sink that keeps all results."""
 
     def __init__(self) -> None:
         self.of: dict[str, TaskResult] = {}
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Remember it."""
-        self.of[sequence.request.request_id] = sequence.task.result(finish_reason)
+        """Keep the result."""
+        self.of[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 @pytest.fixture(scope="module", params=["random-tiny", "legato-tiny"])
@@ -53,18 +54,18 @@ def assembly(request):
 
 
 def texts(assembly: Assembly) -> list[Sequence]:
-    """Wild questions without a picture, whose answers are longer than their prompts."""
+    """Random queries without an image, with more output than prompt."""
     made = []
     for index, word in enumerate(("seen", "seen", "said", "seen", "heard")):
         sampling = SamplingParams(temperature=2.0, top_p=1.0, max_tokens=60, seed=index)
         task = QueryTask(question=f"what is there to be {word}")
-        made.append(sequence(assembly, f"r{index}", task, sampling, picture=False))
+        made.append(sequence(assembly, f"r{index}", task, sampling, has_image=False))
         made[-1].seq_id = index
     return made
 
 
 def sequences(assembly: Assembly) -> list[Sequence]:
-    """Greedy and wild requests, with and without a picture, of which many begin alike."""
+    """Greedy and random requests, with and without an image, many with a common prefix."""
     reasons = assembly.frontend.name == "random-tiny"  # points in between; the other cannot
     greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
     wild = SamplingParams(temperature=2.0, top_p=1.0, max_tokens=60, seed=7)
@@ -78,8 +79,8 @@ def sequences(assembly: Assembly) -> list[Sequence]:
         (QueryTask(question="what?", reasoning=reasons), True, wild),
     ]
     made = [
-        sequence(assembly, f"r{index}", task, sampling, picture=picture)
-        for index, (task, picture, sampling) in enumerate(asked)
+        sequence(assembly, f"r{index}", task, sampling, has_image=has_image)
+        for index, (task, has_image, sampling) in enumerate(asked)
     ]
     for index, each in enumerate(made):
         each.seq_id = index
@@ -87,25 +88,25 @@ def sequences(assembly: Assembly) -> list[Sequence]:
 
 
 def sequence(
-    assembly: Assembly, name: str, task: TaskSpec, sampling: SamplingParams, *, picture: bool
+    assembly: Assembly, name: str, task: TaskSpec, sampling: SamplingParams, *, has_image: bool
 ) -> Sequence:
-    """A request's sequence; all pictures are the same."""
+    """Return a request's sequence; all images are the same."""
     info = ImageInfo(image_id="noise", width=40, height=30, cache_hit=False)
     pixels = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     image = assembly.frontend.prepare_image(Image.fromarray(pixels), "noise", info)
     request = Request(
-        request_id=name,
+        request_id=RequestKey(name),
         task=task,
-        image=CachedImage(image_id="noise") if picture else None,
+        image=CachedImage(image_id="noise") if has_image else None,
         sampling=sampling,
     )
-    return make_sequence(assembly.frontend, request, image if picture else None)
+    return make_sequence(assembly.frontend, request, image if has_image else None)
 
 
 def answers(
     assembly: Assembly, asked: list[Sequence], num_pages: int, depth: int, *, together: bool
 ) -> tuple[dict[str, TaskResult], KVCacheStats]:
-    """All requests through one scheduler with so many pages, at once or one after another."""
+    """Run all requests through one scheduler of `num_pages`, together or one after another."""
     sink = Results()
     few = dataclasses.replace(assembly, num_pages=num_pages)
     scheduler: Scheduler = few.scheduler(sink, pipeline_depth=depth)
@@ -114,25 +115,25 @@ def answers(
         if not together:
             scheduler.drain()
     scheduler.drain()
-    report = scheduler.load().kv
-    assert report is not None
-    return sink.of, report
+    output = scheduler.load().kv
+    assert output is not None
+    return sink.of, output
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("make", [texts, sequences])
 def test_a_shortage_of_pages_changes_no_answer(assembly, make, depth):
-    """Preempted, resumed and sharing, every request answers bit for bit as with room for all."""
+    """With preemption and sharing, every result is bit for bit that with enough pages."""
     tight = -(-max(each.max_length for each in make(assembly)) // PAGE) + 3
     alone, _ = answers(assembly, make(assembly), assembly.num_pages, 2, together=False)
-    crowded, report = answers(assembly, make(assembly), tight, depth, together=True)
-    assert report.preemptions > 0 or make is sequences
-    assert report.hit_rate > 0
+    crowded, output = answers(assembly, make(assembly), tight, depth, together=True)
+    assert output.preemptions > 0 or make is sequences
+    assert output.hit_rate > 0
     assert crowded == alone
 
 
 def test_a_long_prefix_is_computed_once():
-    """Of a prompt of 700 tokens the next computes what differs, and answers as if first."""
+    """After a prompt of 700 tokens the next computes only what differs, with the same result."""
     config = EngineConfig(model="legato-tiny", device="cpu", threads=1, page_size=PAGE)
     assembly = assemble(config)
     sampling = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
@@ -140,7 +141,7 @@ def test_a_long_prefix_is_computed_once():
 
     def asked(name: str, question: str) -> Sequence:
         cut = QueryTask(question=system + question)
-        return sequence(assembly, name, cut, sampling, picture=False)
+        return sequence(assembly, name, cut, sampling, has_image=False)
 
     def run(*each: Sequence) -> Results:
         sink = Results()
@@ -153,7 +154,7 @@ def test_a_long_prefix_is_computed_once():
     first, second = asked("first", "where is it?"), asked("second", "which colour?")
     shared = run(first, second).of
     assert second.prompt_length > 700
-    assert first.cached_tokens == 0
-    assert second.cached_tokens >= 690
+    assert first.pages.cached_tokens == 0
+    assert second.pages.cached_tokens >= 690
     assert shared["second"] == run(asked("second", "which colour?")).of["second"]
     assembly.device.close()

@@ -1,4 +1,4 @@
-"""Pictures prepared on threads, and what the caller's thread does beside them."""
+"""Preparation of images, on threads and inline."""
 
 import io
 import threading
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from legato_engine.core import EncodedImage
 from legato_engine.engine import preprocessor
-from legato_engine.engine.once import Once
-from legato_engine.engine.preprocessor import Loaded, Picture, Preprocessor
+from legato_engine.engine.lazy import Lazy
+from legato_engine.engine.preprocessor import LoadedImage, PreprocessedImage, Preprocessor
 from legato_engine.images.cache import ImageCache
-from legato_engine.images.decoding import content_key, decode_encoded, image_id
+from legato_engine.images.decoding import content_key, decode_file, image_id, inspect
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.seen_images import SeenImages
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
@@ -23,17 +23,17 @@ TIMEOUT = 30.0
 
 
 class Frontend:
-    """Keeps the pixels as they are."""
+    """A frontend that keeps the pixels as they are."""
 
     def prepare_image(self, pixels_HWC, key, info):
-        """As a model's frontend."""
+        """Wrap the pixels."""
         return PreparedImage(key=key, pixels=pixels_HWC, info=info, num_bytes=pixels_HWC.nbytes)
 
 
 class World:
-    """A preprocessor with one thread, and a service that hands it pictures."""
+    """A preprocessor with one thread, and blobs for it."""
 
-    def __init__(self, quick_pixels=0):
+    def __init__(self, max_inline_pixels=0):
         self.blobs = BlobStore(new_namespace())
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, Frontend()),
@@ -42,28 +42,28 @@ class World:
             max_pixels=10_000,
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
-            quick_pixels=quick_pixels,
+            max_inline_pixels=max_inline_pixels,
         )
 
     def find(self, data, mime_type="image/png"):
-        """The picture's source, and what the preprocessor says of it with nothing else to do."""
+        """Put an image into a blob; return its source and what `find` returns in an idle engine."""
         source = EncodedImage(blob=self.blobs.put(data), mime_type=mime_type)
-        return source, self.preprocessor.find(source, look_inside=True)
+        return source, self.preprocessor.find(source, may_hash=True)
 
-    def start(self, data, *, here, mime_type="image/png", beside=None):
-        """A picture that is new, prepared or on its way."""
+    def start(self, data, *, inline, mime_type="image/png", prefetch=None):
+        """Start to prepare a new image."""
         source, found = self.find(data, mime_type)
-        assert isinstance(found, Loaded)
-        return self.preprocessor.start(source, found, keep=True, here=here, beside=beside)
+        assert isinstance(found, LoadedImage)
+        return self.preprocessor.start(source, found, keep=True, inline=inline, prefetch=prefetch)
 
-    def prepare(self, data: bytes) -> Picture:
-        """A picture that is new, prepared on a thread."""
-        future = self.start(data, here=False)
-        assert not isinstance(future, Picture)
-        return cast("Picture", future.result(TIMEOUT))
+    def prepare(self, data: bytes) -> PreprocessedImage:
+        """Prepare a new image on a thread."""
+        future = self.start(data, inline=False)
+        assert not isinstance(future, PreprocessedImage)
+        return cast("PreprocessedImage", future.result(TIMEOUT))
 
     def close(self):
-        """Stop the thread."""
+        """Stop the threads."""
         self.preprocessor.close()
         self.blobs.close()
 
@@ -77,7 +77,7 @@ def world():
 
 
 def png(seed=0, kind="PNG"):
-    """A picture of noise, 40 by 30."""
+    """An image of noise, 40 by 30."""
     pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind)
@@ -86,11 +86,11 @@ def png(seed=0, kind="PNG"):
 
 @pytest.fixture
 def hashed_last(monkeypatch):
-    """Whoever hashes waits until the picture is decoded."""
+    """Hashing waits until the image is decoded."""
     decoded = threading.Event()
 
     def decode(*arguments: Any, **options: Any) -> Any:
-        pixels_HWC = decode_encoded(*arguments, **options)
+        pixels_HWC = decode_file(*arguments, **options)
         decoded.set()
         return pixels_HWC
 
@@ -98,66 +98,83 @@ def hashed_last(monkeypatch):
         assert decoded.wait(TIMEOUT)
         return content_key(*arguments)
 
-    monkeypatch.setattr(preprocessor, "decode_encoded", decode)
+    monkeypatch.setattr(preprocessor, "decode_file", decode)
     monkeypatch.setattr(preprocessor, "content_key", hash_behind)
 
 
-def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, hashed_last):
-    """The decoding of a new picture does not wait for its hash."""
+def test_a_new_image_is_decoded_while_its_bytes_are_hashed(world, hashed_last):
+    """Decoding a new image does not wait for its hash."""
     data = png()
     assert world.prepare(data).image.info.image_id == image_id(content_key(data))
 
 
-def test_a_quick_picture_is_prepared_by_who_asks(hashed_last):
-    """With nothing else to do it needs a thread for its hash only, which nothing waits for."""
-    world, data = World(quick_pixels=40 * 30), png(kind="JPEG")
-    needed = Once(threading.get_ident)
-    picture = world.start(data, here=True, mime_type="image/jpeg", beside=needed)
+def test_a_small_image_is_prepared_inline(hashed_last):
+    """The helper thread hashes it and computes `prefetch` meanwhile."""
+    world, data = World(max_inline_pixels=40 * 30), png(kind="JPEG")
+    needed = Lazy(threading.get_ident)
+    prepared = world.start(data, inline=True, mime_type="image/jpeg", prefetch=needed)
     world.close()
-    assert isinstance(picture, Picture)
-    assert needed.made
+    assert isinstance(prepared, PreprocessedImage)
+    assert needed.is_computed
     assert needed.get() != threading.get_ident()
-    assert picture.image.info.image_id == image_id(content_key(data))
+    assert prepared.image.info.image_id == image_id(content_key(data))
+
+
+def test_a_header_is_read_once(monkeypatch):
+    """One read decides both whether an image is small and how it is decoded."""
+    reads = []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        reads.append(arguments)
+        return inspect(*arguments, **options)
+
+    monkeypatch.setattr(preprocessor, "inspect", count)
+    for max_inline_pixels in (0, 40 * 30):
+        world = World(max_inline_pixels)
+        world.start(png(kind="JPEG"), inline=True, mime_type="image/jpeg")
+        world.close()
+        assert len(reads) == 1
+        reads.clear()
 
 
 @pytest.mark.parametrize(
-    ("quick_pixels", "here", "kind"),
+    ("max_inline_pixels", "inline", "kind"),
     [(1199, True, "JPEG"), (1200, False, "JPEG"), (1200, True, "PNG")],
 )
-def test_others_take_a_thread(quick_pixels, here, kind):
-    """Large ones do, those of slow formats, and all while somebody else waits."""
-    world = World(quick_pixels)
-    future = world.start(png(kind=kind), here=here, mime_type=f"image/{kind.lower()}")
-    assert not isinstance(future, Picture)
+def test_other_images_go_to_the_pool(max_inline_pixels, inline, kind):
+    """Large images, slow formats, and images of a busy engine go to the pool."""
+    world = World(max_inline_pixels)
+    future = world.start(png(kind=kind), inline=inline, mime_type=f"image/{kind.lower()}")
+    assert not isinstance(future, PreprocessedImage)
     assert future.result(TIMEOUT).image.info.width == 40
     world.close()
 
 
-def test_a_picture_that_was_seen_is_found_without_a_thread(world):
-    """The second time its bytes are hashed, known, and not decoded."""
+def test_a_seen_image_is_found_without_a_thread(world):
+    """The second time, the bytes are hashed and found in the cache, not decoded."""
     first = world.prepare(png())
     _, found = world.find(png())
-    assert isinstance(found, Picture)
+    assert isinstance(found, PreprocessedImage)
     assert (first.image.info.cache_hit, found.image.info.cache_hit) == (False, True)
     assert found.image.pixels is first.image.pixels
 
 
-def test_pictures_that_look_alike_are_told_apart(world):
-    """One that differs only where nobody glanced is another picture."""
+def test_images_that_look_alike_are_told_apart(world):
+    """Images with the same fingerprint but other bytes have other ids."""
     data = png()
     at = data.index(b"IDAT") + 40
     other = data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
     world.prepare(data)
     _, found = world.find(other)
-    assert isinstance(found, Loaded)
-    assert found.name == image_id(content_key(other)) != image_id(content_key(data))
+    assert isinstance(found, LoadedImage)
+    assert found.image_id == image_id(content_key(other)) != image_id(content_key(data))
 
 
-def test_the_oldest_glimpse_goes_first(monkeypatch):
-    """What was seen last is remembered, within bounds."""
+def test_the_oldest_fingerprint_is_dropped_first(monkeypatch):
+    """The number of fingerprints is bounded; the oldest is dropped first."""
     monkeypatch.setattr("legato_engine.images.seen_images._MAX", 2)
-    glimpses = SeenImages()
+    seen = SeenImages()
     first, second, third = (memoryview(png(seed)) for seed in range(3))
     for each in (first, second, first, third):
-        glimpses.add(each)
-    assert [each in glimpses for each in (first, second, third)] == [True, False, True]
+        seen.add(each)
+    assert [each in seen for each in (first, second, third)] == [True, False, True]

@@ -1,4 +1,4 @@
-"""The real engine process behind the real client."""
+"""The real engine process with the real client."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,14 @@ import msgspec
 import pytest
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectTask, EncodedImage, QueryTask, Request, SamplingParams
+from legato_engine.core import (
+    DetectTask,
+    EncodedImage,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from legato_engine.errors import EngineLost, ImageUndecodable
 from legato_engine.ipc.messages import Done, Load
 from legato_engine.telemetry.timeline import timeline_path
@@ -32,7 +39,7 @@ import sys
 from legato_engine.engine import process
 from legato_engine.engine.engine_core import EngineCore
 def step(self, real=EngineCore.step):
-    if self._jobs or not self._scheduler.idle:
+    if len(self._requests) or not self._scheduler.idle:
         raise RuntimeError("device fault")
     return real(self)
 EngineCore.step = step
@@ -67,21 +74,21 @@ async def running(**options):
 
 
 def ask(name, image=None, max_tokens=8):
-    """A detection on a picture, or a question."""
+    """Return a detection on an image, or a query."""
     task = DetectTask(object="cat") if image else QueryTask(question="hello")
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(request_id=name, task=task, image=image, sampling=sampling)
+    return Request(request_id=RequestKey(name), task=task, image=image, sampling=sampling)
 
 
-def picture(client):
-    """A small PNG in a blob."""
+def image(client):
+    """Put a small PNG into a blob."""
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20), "red").save(buffer, "PNG")
     return EncodedImage(blob=client.blobs.put(buffer.getvalue()), mime_type="image/png")
 
 
 def exists(pid):
-    """Whether a process runs, zombies aside."""
+    """Return whether a process runs and is no zombie."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -89,16 +96,18 @@ def exists(pid):
 
 
 async def until(condition):
-    """Poll what has no event to wait for."""
+    """Poll a condition that has no event."""
     while not condition():  # noqa: ASYNC110 - the condition is another process's
         await asyncio.sleep(0.01)
 
 
 async def test_requests_kill_and_recovery():
-    """Requests are answered, fail alone, are lost with the engine, and answered the same after."""
+    """Requests run, fail alone and are lost with the engine; the next engine gives the same
+    results.
+    """
     async with running() as client:
         assert client.model.name == "random-tiny"
-        first = [r async for r in client.submit(ask("a", picture(client)))][-1]
+        first = [r async for r in client.submit(ask("a", image(client)))][-1]
         assert isinstance(first, Done)
         broken = EncodedImage(blob=client.blobs.put(b"no image"), mime_type="image/png")
         with pytest.raises(ImageUndecodable):
@@ -110,7 +119,7 @@ async def test_requests_kill_and_recovery():
             with pytest.raises(EngineLost):
                 [r async for r in stream]
         await client.wait_ready()
-        again = [r async for r in client.submit(ask("a", picture(client)))][-1]
+        again = [r async for r in client.submit(ask("a", image(client)))][-1]
         assert again.result == first.result
         streams = [client.submit(ask(f"s{i}", max_tokens=200)) for i in range(4)]
         for stream in streams:
@@ -125,7 +134,7 @@ def _idle(load):
 
 
 async def test_only_the_service_stops_it():
-    """SIGTERM and SIGINT are passed over; told to shut down, the engine leaves with exit code 0."""
+    """The engine ignores SIGTERM and SIGINT; after `Shutdown` it exits with code 0."""
     async with running() as client:
         process = client._process
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,7 +146,7 @@ async def test_only_the_service_stops_it():
 
 
 async def test_timeline_on_request():
-    """On SIGUSR1 the engine writes the timeline of its last launches, and serves on."""
+    """On SIGUSR1 the engine writes its timeline and keeps serving."""
     async with running() as client:
         pid = client._process.pid
         [r async for r in client.submit(ask("a"))]
@@ -149,8 +158,8 @@ async def test_timeline_on_request():
         path.unlink()
 
 
-async def test_decode_steps_are_reported():
-    """An engine that fell idle has told of every step, none left out for having come too soon."""
+async def test_decode_steps_are_in_the_heartbeat():
+    """The last heartbeat of an engine that becomes idle has all of its steps."""
     async with running() as client:
         assert client.load == Load()
         done = [r async for r in client.submit(ask("a", max_tokens=12))][-1]
@@ -164,8 +173,8 @@ async def test_decode_steps_are_reported():
         assert min(steps.step_ms, steps.forward_ms, steps.sampling_ms, steps.blocking_ms) > 0
 
 
-async def test_a_fault_in_a_tick_is_fatal():
-    """An exception out of a tick ends the process, and with it the requests, not the service."""
+async def test_a_fault_in_a_step_is_fatal():
+    """An exception in a step ends the process and its requests, not the service."""
     async with running(command=(sys.executable, "-c", FAILING)) as client:
         process = client._process
         with pytest.raises(EngineLost):
@@ -175,7 +184,7 @@ async def test_a_fault_in_a_tick_is_fatal():
 
 
 def test_engine_dies_with_its_service():
-    """When the service is killed no engine is left behind."""
+    """When the service is killed, its engine exits."""
     config = msgspec.json.encode(CONFIG).decode()
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, config], stdout=subprocess.PIPE, text=True
@@ -188,8 +197,8 @@ def test_engine_dies_with_its_service():
     asyncio.run(until(lambda: not exists(engine)))
 
 
-def test_front_door_loads_no_torch():
-    """What the service imports of the engine never loads torch."""
+def test_modules_of_the_service_load_no_torch():
+    """Modules that the service imports do not import torch."""
     script = (
         "import sys, legato_engine.client.engine_client;"
         "import legato_engine.images.decoding, legato_engine.shm.blob_store;"
@@ -201,8 +210,8 @@ def test_front_door_loads_no_torch():
 @pytest.mark.parametrize(
     ("model", "then"), [("random-tiny", os.SCHED_OTHER), ("null", os.SCHED_BATCH)]
 )
-async def test_who_keeps_a_device_waiting_runs_when_woken(model, then):
-    """Whatever its service does; an engine without a device lets others finish as that does."""
+async def test_scheduling_policy_with_and_without_a_device(model, then):
+    """An engine with a device runs under SCHED_OTHER; one without inherits the policy."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     client = EngineClient(msgspec.structs.replace(CONFIG, model=model))
     try:

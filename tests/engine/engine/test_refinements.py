@@ -1,4 +1,4 @@
-"""Outlines refined behind their requests, on a real model whose text is scripted."""
+"""Refinement of outlines after their requests, on a real model with scripted text."""
 
 import dataclasses
 import gc
@@ -16,10 +16,12 @@ from legato_engine.core import (
     FinishReason,
     OutlineEvent,
     QueryTask,
+    RequestKey,
     SamplingParams,
     SegmentTask,
 )
 from legato_engine.engine.assembly import assemble
+from legato_engine.engine.request_stages import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.ipc.messages import Delta, Done
 from PIL import Image
@@ -36,7 +38,7 @@ SAMPLING = SamplingParams(max_tokens=40)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """The scripted model's and its refiner's."""
+    """The configuration of the scripted model and its refiner."""
     folder = tmp_path_factory.mktemp("scripted")
     scripted.write_model(folder)
     scripted.write_head(folder / "head.pt")
@@ -52,7 +54,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def assembly(config):
-    """The scripted model and a refiner that has learnt."""
+    """The scripted model and a trained refiner."""
     made = assemble(config)
     yield made
     made.device.close()
@@ -67,7 +69,7 @@ def world(assembly):
 
 
 def truth():
-    """Where the egg is: an ellipse in the box that the model always says."""
+    """The mask of the egg: an ellipse in the box that the model always gives."""
     (x, y), (width, height) = scripted.CENTRE, scripted.EXTENT
     ys, xs = (np.mgrid[:HEIGHT, :WIDTH] + 0.5) / np.array([HEIGHT, WIDTH]).reshape(2, 1, 1)
     return ((xs - x) / width) ** 2 + ((ys - y) / height) ** 2 < 0.25
@@ -83,25 +85,25 @@ def egg():
 
 
 def ask(world, name, **fields):
-    """Ask for the egg's outline."""
+    """Submit a request for the egg's outline."""
     fields = {"sampling": SAMPLING, **fields}
     world.submit(name, EGG, world.encoded(egg()), **fields)
 
 
 def outline(done):
-    """The one outline of a report."""
+    """Return the only outline of an output."""
     (found,) = done.result.segments
     return found
 
 
 def likeness(found):
-    """Its overlap with what is there."""
+    """Return the overlap with the true mask."""
     box = msgspec.structs.astuple(found.box)
     return overlap(truth(), drawn(found.path, box, WIDTH, HEIGHT))
 
 
 class Changed:
-    """A refiner of which some parts are replaced; what runs on the device is the real one's."""
+    """A refiner with some parts replaced."""
 
     def __init__(self, refiner, **parts):
         self._refiner = refiner
@@ -112,34 +114,34 @@ class Changed:
 
 
 class Gate:
-    """Holds up whoever calls it until it is opened."""
+    """Blocks its callers until it is opened."""
 
     def __init__(self, then):
         self._then = then
-        self.picture: weakref.ref[object] = weakref.ref(self)  # of whoever came first
+        self.pixels: weakref.ref[object] = weakref.ref(self)  # of the first caller
         self.entered, self._open = threading.Event(), threading.Event()
 
     def __call__(self, outline, image):
-        """Raises if nobody opens it."""
+        """Wait, and fail after a minute."""
         if not self.entered.is_set():
-            self.picture = weakref.ref(image.pixels.picture)
+            self.pixels = weakref.ref(image.pixels.original)
         self.entered.set()
         assert self._open.wait(60)
         return self._then(outline, image)
 
     def open(self):
-        """Let all pass."""
+        """Let all callers pass."""
         self._open.set()
 
 
 def with_parts(assembly, **parts):
-    """An engine whose refiner has other parts."""
+    """Return an engine whose refiner has other parts."""
     return World(dataclasses.replace(assembly, refiner=Changed(assembly.refiner, **parts)))
 
 
 @pytest.fixture
 def gated(assembly):
-    """An engine whose outlines wait to be prepared until the gate opens."""
+    """An engine whose refinements wait for a gate."""
     gate = Gate(assembly.refiner.prepare)
     made = with_parts(assembly, prepare=gate)
     yield made, gate
@@ -148,15 +150,15 @@ def gated(assembly):
 
 
 def wait_held(world, gate, *names):
-    """Step until these requests, and no others, are being refined."""
-    while len(world.core._refinements) < len(names) or world.core.busy:
+    """Step until exactly these requests are being refined."""
+    while world.core._requests.count(PendingRefinement) < len(names) or world.core.busy:
         world.core.step()
     assert gate.entered.wait(60)
     assert not any(world.of(name, Done) for name in names)
 
 
-def test_an_outline_is_refined_before_it_is_told(world):
-    """What streams is the coarse outline, the result is the better one, nothing else changes."""
+def test_an_outline_is_refined_before_it_is_sent(world):
+    """Deltas have the coarse outline and the result the refined one; nothing else changes."""
     ask(world, "r")
     (done,) = world.run("r")
     events = [event for delta in world.of("r", Delta) for event in delta.events]
@@ -170,7 +172,7 @@ def test_an_outline_is_refined_before_it_is_told(world):
 
 
 def test_without_a_refiner_the_outline_stays_as_it_is(assembly):
-    """And overlaps the egg no more than a box does."""
+    """The coarse outline overlaps the egg no more than a box does."""
     world = World(dataclasses.replace(assembly, refiner=None))
     ask(world, "r")
     (done,) = world.run("r")
@@ -180,8 +182,8 @@ def test_without_a_refiner_the_outline_stays_as_it_is(assembly):
     world.close()
 
 
-def test_company_changes_nothing(world):
-    """Six outlines and other requests at once: each is what it is alone."""
+def test_concurrent_requests_change_nothing(world):
+    """Six concurrent outlines are each what one is alone."""
     ask(world, "alone")
     (alone,) = world.run("alone")
     for number in range(6):
@@ -193,7 +195,7 @@ def test_company_changes_nothing(world):
 
 
 class Fault(BaseException):
-    """What a library in another language raises when it gives up."""
+    """An exception of a native library."""
 
 
 def _fail(*given):
@@ -202,19 +204,19 @@ def _fail(*given):
 
 @pytest.mark.parametrize("part", ["prepare", "finish"])
 def test_a_failure_keeps_the_coarse_outline(assembly, part):
-    """Whatever is raised, by either half; the next outline is tried again."""
+    """A failure in either half keeps the coarse outline; the next outline is tried again."""
     world = with_parts(assembly, **{part: _fail})
     for name in ("a", "b"):
         ask(world, name)
         (done,) = world.run(name)
         assert (outline(done).path, outline(done).coarse) == (scripted.PATH, True)
         assert done.finish_reason is FinishReason.STOP
-    assert (world.core._refinements.num_kept, world.core._refinements.num_refined) == (2, 0)
+    assert (world.core._refinements.num_unrefined, world.core._refinements.num_refined) == (2, 0)
     world.close()
 
 
-def test_numbers_that_are_none_keep_the_coarse_outline(assembly):
-    """The head's answer is looked at before it is traced."""
+def test_nan_keeps_the_coarse_outline(assembly):
+    """The head's result is checked for NaN before it is traced."""
     finish = assembly.refiner.finish
     world = with_parts(assembly, finish=lambda *given: finish(*given[:2], given[2] * np.nan))
     ask(world, "r")
@@ -223,7 +225,7 @@ def test_numbers_that_are_none_keep_the_coarse_outline(assembly):
 
 
 def test_others_go_on_while_an_outline_is_refined(gated):
-    """It counts as running until it is told, and holds up nobody."""
+    """A pending refinement counts as running, and other requests go on."""
     world, gate = gated
     ask(world, "r")
     wait_held(world, gate, "r")
@@ -236,44 +238,44 @@ def test_others_go_on_while_an_outline_is_refined(gated):
     assert not outline(*world.run("r")).coarse
 
 
-def test_an_aborted_request_is_not_mentioned_again(gated):
-    """Its picture goes with it."""
+def test_an_aborted_request_sends_nothing_more(gated):
+    """An aborted refinement sends nothing and frees its image."""
     world, gate = gated
     ask(world, "r", cache_image=False)
     wait_held(world, gate, "r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     gate.open()
     ask(world, "s")
     assert not outline(*world.run("s")).coarse
     assert not world.of("r", Done)
     gc.collect()
-    assert gate.picture() is None
+    assert gate.pixels() is None
 
 
-def test_an_answer_for_an_aborted_request_is_not_its_successors(world):
-    """Who takes the id again while the device still works for the first is refined by itself."""
+def test_a_result_for_an_aborted_request_is_not_its_successors(world):
+    """A request that reuses the id while the device works for the aborted one is refined itself."""
     ask(world, "r")
-    refinements = world.core._refinements
-    while not (len(refinements) and refinements._jobs["r"].refinement):
+    requests = world.core._requests
+    while not getattr(requests.get(RequestKey("r")), "refinement", None):
         if not world.core.busy:
             world.woken.wait(10)
             world.woken.clear()
         world.core.step()
-    first = refinements._jobs["r"].refinement
-    world.core.abort("r")
+    first = requests.get(RequestKey("r")).refinement
+    world.core.abort(RequestKey("r"))
     ask(world, "r")
     (done,) = world.run("r")
     assert first.answer is not None
     assert not outline(done).coarse
-    assert refinements.num_refined == 1
+    assert world.core._refinements.num_refined == 1
 
 
-def test_a_stopped_request_is_told_what_there_is(gated):
-    """The coarse outline at once; its reason is the model's, as all tokens were there."""
+def test_a_stopped_request_gets_the_coarse_outline(gated):
+    """A stop sends the coarse outline at once, with the model's finish reason."""
     world, gate = gated
     ask(world, "r")
     wait_held(world, gate, "r")
-    world.core.stop("r")
+    world.core.stop(RequestKey("r"))
     (done,) = world.of("r", Done)
     assert (outline(done).coarse, done.finish_reason) == (True, FinishReason.STOP)
     gate.open()
@@ -282,37 +284,39 @@ def test_a_stopped_request_is_told_what_there_is(gated):
     assert len(world.of("r", Done)) == 1
 
 
-def test_a_deadline_that_passes_meanwhile_is_answered_with_what_there_is(gated):
-    """The loop is told when to look."""
+def test_a_deadline_gets_the_coarse_outline(gated):
+    """At the deadline the coarse outline is sent, and the loop wakes for it."""
     world, gate = gated
     deadline = time.monotonic() + 3600
     ask(world, "r", deadline=deadline)
     wait_held(world, gate, "r")
     assert world.core.next_deadline() == deadline
-    world.core._refinements._jobs["r"].deadline = time.monotonic()
+    held = world.core._requests.remove(RequestKey("r"))
+    world.core._requests.add(dataclasses.replace(held, deadline=time.monotonic()))
     world.core.step()
     (done,) = world.of("r", Done)
     assert outline(done).coarse
 
 
-def test_outlines_that_wait_take_places_in_the_queue(gated):
-    """Whoever asks faster than one thread can refine is refused, before its picture is decoded."""
+def test_pending_refinements_take_places_in_the_queue(gated):
+    """Pending refinements count against the queue limit, before an image is decoded."""
     world, gate = gated
     places = world.core._scheduler._admission._max_waiting
     ask(world, "r")
     wait_held(world, gate, "r")
-    job = world.core._refinements._jobs["r"]
-    world.core._refinements._jobs |= {f"r{n}": dataclasses.replace(job) for n in range(places)}
+    held = world.core._requests.get(RequestKey("r"))
+    for number in range(places):
+        world.core._requests.add(dataclasses.replace(held, request_id=RequestKey(f"r{number}")))
     ask(world, "one more")
     assert isinstance(world.error("one more"), QueueFull)
     for number in range(places):
-        world.core.abort(f"r{number}")
+        world.core.abort(RequestKey(f"r{number}"))
     gate.open()
     world.run("r")
 
 
-def test_an_id_is_in_use_until_its_outline_is_told(gated):
-    """A second request of that name fails, the first does not."""
+def test_an_id_is_in_use_until_its_outline_is_sent(gated):
+    """A second request of the id fails, the first does not."""
     world, gate = gated
     ask(world, "r")
     wait_held(world, gate, "r")
@@ -327,7 +331,7 @@ def test_an_id_is_in_use_until_its_outline_is_told(gated):
 
 @pytest.mark.parametrize("max_tokens", [3, 5])
 def test_what_has_no_path_is_not_refined(world, max_tokens):
-    """No box yet, or a box and a path that has not begun."""
+    """An outline without box or path is sent as it is."""
     ask(world, "r", sampling=SamplingParams(max_tokens=max_tokens))
     (done,) = world.run("r")
     assert all(each.coarse for each in done.result.segments)
@@ -335,7 +339,7 @@ def test_what_has_no_path_is_not_refined(world, max_tokens):
 
 
 def test_a_refiner_that_cannot_be_used_stops_the_start(config, tmp_path):
-    """The setting is named."""
+    """The error names the setting."""
     missing = msgspec.structs.replace(config, refiner=str(tmp_path / "none.pt"))
     with pytest.raises(InvalidField, match="cannot be read") as caught:
         assemble(missing)

@@ -1,4 +1,4 @@
-"""The cache of prepared pictures."""
+"""The cache of prepared images."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from legato_engine.images.cache import ImageCache
 
 
 def test_least_recently_used_goes_first():
-    """What was read last stays longest."""
+    """The value used last stays longest."""
     cache = ImageCache[str](20)
     cache.put("a", "A", 10)
     cache.put("b", "B", 10)
@@ -16,7 +16,7 @@ def test_least_recently_used_goes_first():
 
 
 def test_too_large_a_value_is_not_kept():
-    """A value over the capacity evicts nobody."""
+    """A value over the capacity evicts no other."""
     cache = ImageCache[str](20)
     cache.put("a", "A", 10)
     cache.put("b", "B", 21)
@@ -24,8 +24,8 @@ def test_too_large_a_value_is_not_kept():
     assert cache.get("b") is None
 
 
-def test_what_is_pinned_stays():
-    """No number of other values evicts a pinned one, which goes by `remove` alone."""
+def test_pinned_values_stay():
+    """A pinned value is never evicted; only `remove` frees it."""
     cache = ImageCache[str](20)
     cache.put("a", "A", 10)
     cache.pin("a", "A2")
@@ -43,7 +43,7 @@ def test_what_is_pinned_stays():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=50))
 def test_bytes_stay_within_capacity(puts):
-    """The byte count is the sum of what is held, and never over the capacity."""
+    """The byte count is the sum of the values, and never over the capacity."""
     cache = ImageCache[int](40)
     sizes = {}
     for key, size in puts:

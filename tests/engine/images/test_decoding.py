@@ -1,4 +1,4 @@
-"""Pictures: what is refused by its header, and what the rest decodes to."""
+"""Image files: refused by their header, or decoded."""
 
 import contextlib
 import io
@@ -32,19 +32,19 @@ def colours(height=6, width=8):
 
 
 def save(image, kind, **options):
-    """An encoded picture."""
+    """Return an encoded image."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
 def png_chunk(kind, body):
-    """A chunk with a valid checksum."""
+    """Return a chunk with a valid checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def forged_png(width, height):
-    """A PNG of any claimed size and hardly any pixels."""
+    """Return a PNG of any claimed size with hardly any pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     pixels = png_chunk(b"IDAT", zlib.compress(b"\0" * 100))
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + pixels + png_chunk(b"IEND", b"")
@@ -53,15 +53,17 @@ def forged_png(width, height):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("size", [(1, 1), (17, 5), (1, 2000), (640, 480)])
 def test_header(kind, size):
-    """The header alone gives a picture's type and size."""
+    """The header alone gives an image's type and size."""
     data = save(Image.new("RGB", size), kind)
-    assert inspect(data, **LIMITS) == ImageHeader(PILLOW[kind], *size)
+    assert inspect(data, **LIMITS) == ImageHeader(
+        PILLOW[kind], size[0], size[1], is_plain_jpeg=kind == "JPEG"
+    )
     assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (*size[::-1], 3)
 
 
 @pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 50}, {"exif": b"Exif\0\0"}])
 def test_webp_header_kinds(options):
-    """Lossy, lossless and extended WebP files all tell their size."""
+    """Lossy, lossless and extended WebP files have their size in the header."""
     data = save(Image.new("RGBA", (300, 7), (1, 2, 3, 128)), "WEBP", **options)
     assert inspect(data, **LIMITS) == ImageHeader("image/webp", 300, 7)
 
@@ -83,7 +85,7 @@ def test_webp_header_kinds(options):
     ],
 )
 def test_not_an_image(data):
-    """What is not a JPEG, PNG or WebP with pixels is undecodable."""
+    """Bytes other than a JPEG, PNG or WebP with pixels are undecodable."""
     with pytest.raises(ImageUndecodable):
         inspect(data, **LIMITS)
     with pytest.raises(ImageUndecodable):
@@ -91,7 +93,7 @@ def test_not_an_image(data):
 
 
 def test_bomb_is_refused_by_its_header():
-    """A picture over the pixel limit is refused with limit and actual, whatever follows it."""
+    """An image over the pixel limit is refused with limit and actual, whatever follows."""
     data = forged_png(65500, 65500)
     with pytest.raises(ImageTooLarge) as caught:
         inspect(data, **LIMITS)
@@ -123,7 +125,7 @@ def test_second_header_cannot_contradict_the_first():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_truncated(kind):
-    """A file that ends in the middle of its pixels is undecodable, never half a picture."""
+    """A file cut off in its pixels is undecodable, never half an image."""
     data = save(Image.fromarray(colours(100, 100)), kind)
     with pytest.raises(ImageUndecodable):
         decode_encoded(data[: len(data) // 2], max_pixels=ALL_PIXELS)
@@ -132,7 +134,7 @@ def test_truncated(kind):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation(kind, orientation):
-    """A picture stored under any EXIF orientation is shown upright."""
+    """An image is decoded upright under every EXIF orientation."""
     shown_HWC = np.zeros((32, 48, 3), np.uint8)
     shown_HWC[:16, :16] = (255, 0, 0)
     shown_HWC[:16, 32:] = (0, 255, 0)
@@ -161,20 +163,20 @@ def test_orientation(kind, orientation):
 
 
 def test_orientation_in_xmp():
-    """Where there is no EXIF, XMP says how a picture is shown, as Pillow reads it."""
+    """Without EXIF the orientation comes from XMP, as in Pillow."""
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"></rdf:Description></x:xmpmeta>'
     data = save(Image.new("RGB", (48, 32)), "JPEG", xmp=xmp)
     assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (48, 32, 3)
 
 
-def test_broken_exif_does_not_lose_the_picture():
-    """A picture with a broken EXIF block is shown as stored."""
+def test_broken_exif_does_not_lose_the_image():
+    """An image with a broken EXIF block is decoded as stored."""
     data = save(Image.new("RGB", (4, 3)), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff junk")
     assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (3, 4, 3)
 
 
 def as_mode(mode):
-    """A picture of a Pillow mode, and the RGB it stands for."""
+    """Return an image of a Pillow mode and its RGB."""
     grey_HW = colours()[:, :, 0]
     rgb = Image.fromarray(colours())
     match mode:
@@ -210,7 +212,7 @@ def test_png_modes(mode):
 
 
 def test_transparent_palette_keeps_its_colours():
-    """A palette entry that is transparent is shown in its own colour."""
+    """A transparent palette entry keeps its own colour."""
     image = Image.fromarray(colours()).quantize(8)
     expected_HWC = np.asarray(image.convert("RGB"))
     data = save(image, "PNG", transparency=bytes([0, 0, 128, 255, 0, 0, 0, 0]))
@@ -218,14 +220,14 @@ def test_transparent_palette_keeps_its_colours():
 
 
 def test_cmyk_jpeg():
-    """A CMYK JPEG is converted to the colours it stands for."""
+    """A CMYK JPEG is converted to RGB."""
     cmyk = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
     decoded_HWC = decode_encoded(save(cmyk, "JPEG"), max_pixels=ALL_PIXELS)
     assert np.abs(decoded_HWC.astype(int) - (255, 0, 0)).max() < 6
 
 
 def pillow_pixels(data):
-    """What Pillow makes of a picture that needs no turning."""
+    """Return the pixels that Pillow decodes, without orientation."""
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
@@ -245,7 +247,7 @@ def pillow_pixels(data):
     ],
 )
 def test_jpeg_pixels_are_those_of_pillow(size, progressive, options):
-    """Every JPEG decodes to the bits that Pillow gives, whichever decoder it goes through."""
+    """Every JPEG decodes to the same bits as with Pillow, whichever decoder is used."""
     options = dict(options)
     image = Image.fromarray(colours(4, 5)).resize(size, Image.Resampling.BICUBIC)
     for mode, name in (("L", "grey"), ("CMYK", "cmyk")):
@@ -258,7 +260,7 @@ def test_jpeg_pixels_are_those_of_pillow(size, progressive, options):
 
 @pytest.mark.parametrize("missing", [1, 2, 3, 20])
 def test_a_jpeg_without_its_end_is_truncated(missing):
-    """Not even the end marker of a JPEG may be missing."""
+    """A JPEG without its end marker is undecodable."""
     data = save(Image.fromarray(colours(100, 100)), "JPEG")
     with pytest.raises(ImageUndecodable):
         decode_encoded(data[:-missing], max_pixels=ALL_PIXELS)
@@ -267,7 +269,7 @@ def test_a_jpeg_without_its_end_is_truncated(missing):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_corrupt_jpeg_is_what_pillow_makes_of_it(data):
-    """A damaged JPEG has Pillow's pixels where Pillow shows it, and is undecodable where not."""
+    """A damaged JPEG has Pillow's pixels if Pillow decodes it, and is undecodable otherwise."""
     progressive = data.draw(st.booleans())
     file = bytearray(save(Image.fromarray(colours(40, 40)), "JPEG", progressive=progressive))
     behind_size = file.index(b"\xff\xc2" if progressive else b"\xff\xc0") + 9
@@ -287,7 +289,7 @@ def test_a_corrupt_jpeg_is_what_pillow_makes_of_it(data):
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_first_frame_of_an_animation(kind):
-    """Of an animated file the first frame is used."""
+    """The first frame of an animated file is used."""
     frames = [Image.new("RGB", (8, 8), c) for c in ("red", "blue")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = save(frames[0], kind, save_all=True, append_images=frames[1:], **options)
@@ -295,7 +297,7 @@ def test_first_frame_of_an_animation(kind):
 
 
 def test_content_key_names_layout():
-    """The same bytes under another raw layout are another picture."""
+    """The same bytes in another raw layout are another image."""
     blob = BlobRef(name="", size=12)
     wide = RawImage(blob=blob, width=4, height=1, row_stride=12, format=PixelFormat.RGB8)
     tall = RawImage(blob=blob, width=1, height=4, row_stride=3, format=PixelFormat.RGB8)

@@ -1,4 +1,4 @@
-"""Pictures that callers had the engine hold: for how long, for whom, and at what size."""
+"""Leases of images: expiry, owners, quotas and commands."""
 
 import hashlib
 import io
@@ -7,16 +7,18 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
-from legato_engine.engine.pending_leases import PendingLeases
+from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
+from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.engine.request_stages import PendingLease
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import from_value
 from legato_engine.images.cache import ImageCache
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.quota import ByteQuota
 from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
@@ -25,7 +27,7 @@ from tests.fakes import FakeClock
 
 
 def png(colour):
-    """A picture of 8 by 6 pixels, 144 bytes once it is prepared."""
+    """Return an image of 8 by 6 pixels, 144 bytes once prepared."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 6), colour).save(buffer, "PNG")
     return buffer.getvalue()
@@ -36,7 +38,7 @@ PREPARED = 144
 
 
 class PixelFrontend:
-    """Prepares a picture by keeping its pixels, once `gate` is set."""
+    """A frontend that keeps the pixels, once `gate` is set."""
 
     def __init__(self):
         self.gate = threading.Event()
@@ -44,21 +46,21 @@ class PixelFrontend:
         self.prepared = []
 
     def prepare_image(self, pixels_HWC, key, info):
-        """Its pixels as they are."""
+        """Wrap the pixels."""
         self.gate.wait(30)
         self.prepared.append(info.image_id)
         return PreparedImage(key=key, pixels=pixels_HWC, info=info, num_bytes=pixels_HWC.nbytes)
 
 
 class World:
-    """Holds with room for two pictures a caller and three in all, and a clock turned by hand."""
+    """Leases with quotas of two images a caller and three in all, and a manual clock."""
 
     def __init__(self):
         self.clock = FakeClock()
         self.blobs = BlobStore(new_namespace())
         self.cache = ImageCache[PreparedImage](1000)
         self.frontend = PixelFrontend()
-        self.reports: list[Any] = []
+        self.outputs: list[Any] = []
         self.woken = threading.Event()
         self.quota = ByteQuota("images", per_caller=2 * PREPARED, total=3 * PREPARED)
         self.preprocessor = Preprocessor(
@@ -69,49 +71,66 @@ class World:
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
         )
-        self.holds = ImageLeases(self.cache, self.quota, self.clock.now)
-        self.jobs = PendingLeases(
-            self.preprocessor, self.holds, send=self.reports.append, wake=self.woken.set
-        )
+        leases = ImageLeases(self.cache, self.quota, self.clock.now)
+        self.leases = LeaseHandler(self.preprocessor, leases, send=self.outputs.append)
+        self.requests = RequestTable(wake=self.woken.set)
         self._names = iter(range(1000))
 
     def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None):
-        """Ask to hold a picture; the command's id."""
+        """Start to lease an image; return the command's id."""
         name = f"r{next(self._names)}"
         blob = self.blobs.put(data)
         image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
-        self.jobs.hold(HoldImage(request_id=name, image=image, owner=owner, ttl=ttl, sha256=sha256))
+        command = HoldImage(
+            request_id=RequestKey(name), image=image, owner=owner, ttl=ttl, sha256=sha256
+        )
+        self.requests.add(self.leases.start(command))
         return name
 
     def answer(self, name):
-        """The one report about a command."""
-        while not any(report.request_id == name for report in self.reports):
+        """Return the only output of a command."""
+        while not any(output.request_id.caller_id == name for output in self.outputs):
             assert self.woken.wait(30)
             self.woken.clear()
-            self.jobs.step()
-        (report,) = [report for report in self.reports if report.request_id == name]
-        return from_value(report.error) if isinstance(report, Failed) else report
+            self.step()
+        (output,) = [output for output in self.outputs if output.request_id.caller_id == name]
+        return from_value(output.error) if isinstance(output, Failed) else output
 
     def hold(self, data, owner="me", **fields):
-        """How holding a picture ended."""
+        """Lease an image; return the output."""
         return self.answer(self.begin(data, owner, **fields))
 
     def drop(self, image_id, owner="me"):
-        """How dropping it ended."""
+        """Drop an image; return the output."""
         name = f"r{next(self._names)}"
-        self.jobs.drop(DropImage(request_id=name, image_id=image_id, owner=owner))
+        self.leases.drop(DropImage(request_id=RequestKey(name), image_id=image_id, owner=owner))
         return self.answer(name)
 
     def pass_time(self, seconds):
-        """Turn the clock, and let the engine's loop do what it is then woken for."""
+        """Advance the clock, and do what the engine's loop wakes for."""
         self.clock.advance(seconds)
-        if self.jobs.next_expiry <= self.clock.now():
-            self.jobs.step()
+        if self.leases.next_expiry <= self.clock.now():
+            self.step()
+
+    def step(self):
+        """Do what a step of the engine does for leases."""
+        self.leases.expire()
+        for lease in self.requests.completed():
+            assert isinstance(lease, PendingLease)
+            self.requests.remove(lease.request_id)
+            self.leases.finish(lease)
+
+    def abort(self, name):
+        """Abort a command as the engine does; return whether it was pending."""
+        lease = self.requests.remove(RequestKey(name))
+        if lease is not None:
+            lease.cancel()
+        return lease is not None
 
 
 @pytest.fixture
 def world():
-    """A world that ends without threads and blobs."""
+    """A world that leaves no threads and blobs."""
     made = World()
     yield made
     made.frontend.gate.set()
@@ -120,12 +139,12 @@ def world():
 
 
 def kind(outcome):
-    """The name of a report or error."""
+    """Return the type name of an output or error."""
     return type(outcome).__name__
 
 
-def test_a_held_picture_is_told_and_found(world):
-    """The report has the picture's id and size and its end; the picture is found by its id."""
+def test_a_leased_image_is_sent_and_found(world):
+    """The output has the image's id, size and expiry; the cache has the image."""
     held = world.hold(RED)
     key = hashlib.sha256(RED).hexdigest()
     assert held.image == ImageInfo(image_id=f"img_{key[:32]}", width=8, height=6, cache_hit=False)
@@ -135,8 +154,8 @@ def test_a_held_picture_is_told_and_found(world):
     assert (image.pixels == (255, 0, 0)).all()
 
 
-def test_no_other_picture_evicts_a_held_one(world):
-    """However many pictures pass through the cache, a held one stays until its end."""
+def test_no_other_image_evicts_a_leased_one(world):
+    """A leased image stays in the cache until its expiry, however many others pass."""
     held = world.hold(RED, ttl=10)
     for number in range(20):
         world.cache.put(str(number), held, 900)
@@ -149,8 +168,8 @@ def test_no_other_picture_evicts_a_held_one(world):
     assert kind(world.drop(held.image.image_id)) == "ImageNotFound"
 
 
-def test_the_same_picture_twice_is_held_once_and_longer(world):
-    """A second upload is a hit, costs nothing, and never shortens the time."""
+def test_the_same_image_twice_is_leased_once_and_longer(world):
+    """A second upload is a hit, costs no quota, and never shortens the lease."""
     first = world.hold(RED, ttl=10)
     again = world.hold(RED, ttl=30)
     assert (again.image.cache_hit, again.until) == (True, first.until + 20)
@@ -163,8 +182,8 @@ def test_the_same_picture_twice_is_held_once_and_longer(world):
     assert world.cache.get(first.image.image_id) is None
 
 
-def test_each_caller_holds_for_itself(world):
-    """Who drops a picture, or whose time is over, takes it from nobody else."""
+def test_each_owner_has_its_own_lease(world):
+    """The end of one caller's lease does not end another's."""
     image_id = world.hold(RED, "a", ttl=10).image.image_id
     world.hold(RED, "b", ttl=20)
     world.hold(RED, "c", ttl=30)
@@ -172,14 +191,14 @@ def test_each_caller_holds_for_itself(world):
     assert kind(world.drop(image_id, "a")) == "ImageNotFound"
     assert world.cache.get(image_id) is not None
     world.pass_time(21)
-    assert world.quota.of("b") == 0
+    assert world.quota.reserved_by("b") == 0
     assert world.cache.get(image_id) is not None
     assert kind(world.drop(image_id, "c")) == "ImageDropped"
     assert world.cache.get(image_id) is None
 
 
-def test_a_picture_of_a_request_can_be_dropped_too(world):
-    """A picture that is only remembered from a request is forgotten for whoever knows its id."""
+def test_a_cached_image_can_be_dropped_too(world):
+    """A cached image without a lease can be dropped by its id."""
     held = world.hold(RED)
     image = world.cache.get(held.image.image_id)
     world.drop(held.image.image_id)
@@ -189,7 +208,7 @@ def test_a_picture_of_a_request_can_be_dropped_too(world):
 
 
 def test_quotas(world):
-    """A caller has its own limit and all have one; what is let go is free again."""
+    """A caller has its own limit and all have one; dropped and expired bytes are free again."""
     first = world.hold(RED, "a")
     world.hold(GREEN, "a")
     refused = world.hold(BLUE, "a")
@@ -206,8 +225,8 @@ def test_quotas(world):
     assert len(world.cache) == 0
 
 
-def test_a_refused_picture_is_not_kept(world):
-    """What is over the quota leaves nothing in the cache."""
+def test_a_refused_image_is_not_kept(world):
+    """An image over the quota is not cached."""
     for data in (RED, GREEN, BLUE):
         world.hold(data)
     assert len(world.cache) == 2
@@ -216,14 +235,14 @@ def test_a_refused_picture_is_not_kept(world):
 @pytest.mark.parametrize(
     ("data", "error"), [(b"junk", "ImageUndecodable"), (RED[:50], "ImageUndecodable")]
 )
-def test_what_cannot_be_decoded_is_told_at_once(world, data, error):
-    """A broken picture fails its upload, not the requests that would name it."""
+def test_a_broken_image_fails_its_lease(world, data, error):
+    """A broken image fails its lease, not the requests that would name it."""
     assert kind(world.hold(data)) == error
     assert world.quota.num_bytes == len(world.cache) == 0
 
 
 def test_too_many_pixels(world):
-    """The limit on pixels holds for what is uploaded."""
+    """The limit on pixels applies to leases."""
     buffer = io.BytesIO()
     Image.new("RGB", (40, 40)).save(buffer, "PNG")
     assert kind(world.hold(buffer.getvalue())) == "ImageTooLarge"
@@ -231,7 +250,7 @@ def test_too_many_pixels(world):
 
 @pytest.mark.parametrize("form", ["file", "pixels"])
 def test_the_hash_is_that_of_the_bytes(world, form):
-    """A hash that is not that of the bytes is refused; of pixels, their layout is no part of it."""
+    """A wrong hash is refused; the hash of raw pixels excludes their layout."""
     pixels = np.arange(144, dtype=np.uint8).tobytes()
 
     def raw(blob):
@@ -244,24 +263,24 @@ def test_the_hash_is_that_of_the_bytes(world, form):
     assert (kind(refused), refused.metadata["field"]) == ("InvalidField", "sha256")
 
 
-def test_an_aborted_hold_is_forgotten(world):
-    """Whoever is gone before its picture is prepared holds nothing, and is told nothing."""
+def test_an_aborted_lease_is_removed(world):
+    """An aborted command leaves no lease and sends nothing."""
     world.frontend.gate.clear()
     names = [world.begin(RED), world.begin(GREEN)]
-    assert list(world.jobs.owners) == ["me", "me"]
-    assert all(world.jobs.abort(name) for name in names)
-    assert not world.jobs.abort(names[0])
-    assert not list(world.jobs.owners)
+    assert world.requests.queued_tenants() == ["me", "me"]
+    assert all(world.abort(name) for name in names)
+    assert not world.abort(names[0])
+    assert not world.requests.queued_tenants()
     world.frontend.gate.set()
     assert isinstance(world.hold(BLUE), ImageHeld)
-    assert [report.request_id for report in world.reports] == ["r2"]
+    assert [output.request_id.caller_id for output in world.outputs] == ["r2"]
     assert world.quota.num_bytes == PREPARED
     assert len(world.cache) == 1
 
 
-def test_every_command_is_answered_once(world):
-    """Dropping and holding give one report each, of the command's id."""
+def test_every_command_gets_one_output(world):
+    """Each command gets one output with the command's id."""
     held = world.hold(RED)
     dropped = world.drop(held.image.image_id)
     assert isinstance(dropped, ImageDropped)
-    assert [report.request_id for report in world.reports] == ["r0", "r1"]
+    assert [output.request_id.caller_id for output in world.outputs] == ["r0", "r1"]

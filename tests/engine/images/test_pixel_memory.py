@@ -1,4 +1,4 @@
-"""Pixels lie in a slab whose parts come back when nobody looks at them any more."""
+"""Pixels in a slab, freed with their last view."""
 
 import concurrent.futures
 import random
@@ -13,17 +13,17 @@ SIZE = 200 * 300 * 3
 
 
 def address(pixels_HWC):
-    """Where the pixels begin."""
+    """Return where the pixels begin."""
     return pixels_HWC.__array_interface__["data"][0]
 
 
 def test_memory_is_used_again():
-    """The next picture that fits lies where one before it has been."""
+    """The next array that fits takes the freed extent."""
     memory = PixelMemory(host_slab(1 << 20))
-    first = memory.take(SHAPE)
+    first = memory.allocate(SHAPE)
     where = address(first)
     del first
-    again = memory.take((100, 301, 3))
+    again = memory.allocate((100, 301, 3))
     assert address(again) == where
     assert (again.shape, again.dtype.name) == ((100, 301, 3), "uint8")
     again[:] = 7  # it may be written
@@ -38,32 +38,34 @@ def test_memory_is_used_again():
     ],
 )
 def test_a_view_holds_its_memory(view):
-    """As long as anybody can see the pixels, nobody else gets their memory."""
+    """An extent is not reused while a view of it exists."""
     memory = PixelMemory(host_slab(1 << 20))
-    pixels = memory.take(SHAPE)
+    pixels = memory.allocate(SHAPE)
     pixels[:] = 1
     seen = view(pixels)
     del pixels
-    other = memory.take(SHAPE)
+    other = memory.allocate(SHAPE)
     other[:] = 2
     assert (seen == 1).all()
 
 
-def test_a_full_slab_refuses_nobody():
-    """What does not fit lies beside it, and the slab is whole again at the end."""
+def test_a_full_slab_falls_back_to_other_memory():
+    """Without a free extent, memory outside of the slab is used; at the end all of the slab is
+    free.
+    """
     memory = PixelMemory(host_slab(2 * SIZE))
-    pictures = [memory.take(SHAPE) for _ in range(4)]
-    for value, pixels in enumerate(pictures):
+    images = [memory.allocate(SHAPE) for _ in range(4)]
+    for value, pixels in enumerate(images):
         pixels[:] = value
-    assert all((pixels == value).all() for value, pixels in enumerate(pictures))
-    large = memory.take((2000, 1000, 3))
+    assert all((pixels == value).all() for value, pixels in enumerate(images))
+    large = memory.allocate((2000, 1000, 3))
     assert large.shape == (2000, 1000, 3)
-    del pictures, pixels, large
+    del images, pixels, large
     assert memory.free_bytes == 2 * SIZE
 
 
-def test_free_parts_grow_together():
-    """After pictures of many sizes in any order one of almost the whole slab fits."""
+def test_free_extents_are_merged():
+    """After arrays of many sizes in any order, one of almost the whole slab fits."""
     rng, slab = random.Random(0), host_slab(4 << 20)
     memory = PixelMemory(slab)
     held: list[tuple[int, Any]] = []
@@ -73,22 +75,22 @@ def test_free_parts_grow_together():
             assert (pixels == value).all()
             del pixels
         else:
-            pixels = memory.take((rng.randint(1, 300), rng.randint(1, 300), 3))
+            pixels = memory.allocate((rng.randint(1, 300), rng.randint(1, 300), 3))
             value = rng.randrange(256)
             pixels[:] = value
             held.append((value, pixels))
     del held, pixels
-    whole = memory.take((1, (slab.size - PAGE) // 3, 3))
+    whole = memory.allocate((1, (slab.size - PAGE) // 3, 3))
     assert address(whole) == address(slab)
 
 
 def test_threads_never_get_the_same_memory():
-    """Four threads write and read back what they wrote."""
+    """Four threads read back what they wrote."""
     memory = PixelMemory(host_slab(3 * SIZE))
 
     def use(value):
         for _ in range(200):
-            pixels = memory.take(SHAPE)
+            pixels = memory.allocate(SHAPE)
             pixels[:] = value
             if not (pixels == value).all():
                 return False

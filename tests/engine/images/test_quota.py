@@ -1,4 +1,4 @@
-"""Bytes by caller."""
+"""Byte quotas by caller."""
 
 import pytest
 from hypothesis import given
@@ -8,48 +8,48 @@ from legato_engine.images.quota import ByteQuota
 
 
 def test_a_caller_has_its_own_limit():
-    """One caller's bytes do not count for another, and the refusal has limit and actual."""
+    """Another caller's bytes do not count; the error has limit and actual."""
     quota = ByteQuota("images", per_caller=10, total=100)
-    quota.take("a", 10)
-    quota.take("b", 3)
+    quota.reserve("a", 10)
+    quota.reserve("b", 3)
     with pytest.raises(BytesExceeded) as caught:
-        quota.take("b", 8)
+        quota.reserve("b", 8)
     assert caught.value.metadata == {
         "quota": "images_bytes_per_caller",
         "caller": "b",
         "limit": "10",
         "actual": "11",
     }
-    assert quota.of("b") == 3
+    assert quota.reserved_by("b") == 3
 
 
 def test_all_callers_have_a_limit_together():
-    """Nobody gets what is not there, and what is given back is there again."""
+    """Nothing over the total is reserved; released bytes can be reserved again."""
     quota = ByteQuota("images", per_caller=10, total=15)
-    quota.take("a", 10)
+    quota.reserve("a", 10)
     with pytest.raises(BytesExceeded) as caught:
-        quota.take("b", 6)
+        quota.reserve("b", 6)
     assert caught.value.metadata["quota"] == "images_bytes_total"
-    quota.give_back("a", 1)
-    quota.take("b", 6)
+    quota.release("a", 1)
+    quota.reserve("b", 6)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-9, 9)), max_size=60))
 def test_the_sum_is_what_callers_have(steps):
-    """Whatever is taken, refused and given back, no limit is passed and the sum is right."""
+    """After any reservations and releases no limit is exceeded and the sum is right."""
     quota = ByteQuota("images", per_caller=10, total=15)
     has = dict.fromkeys("abc", 0)
     for caller, num_bytes in steps:
         if num_bytes < 0:
             back = min(-num_bytes, has[caller])
-            quota.give_back(caller, back)
+            quota.release(caller, back)
             has[caller] -= back
             continue
         try:
-            quota.take(caller, num_bytes)
+            quota.reserve(caller, num_bytes)
         except BytesExceeded:
             assert has[caller] + num_bytes > 10 or sum(has.values()) + num_bytes > 15
         else:
             has[caller] += num_bytes
-        assert quota.of(caller) == has[caller] <= 10
+        assert quota.reserved_by(caller) == has[caller] <= 10
         assert quota.num_bytes == sum(has.values()) <= 15

@@ -1,4 +1,4 @@
-"""Uncompressed pictures: what their layouts need, and what they decode to."""
+"""Uncompressed images: checks of layouts, and conversion to RGB."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def colours(height=6, width=8):
 
 
 def layout(form, width, height, row_stride, size):
-    """A raw picture of that shape."""
+    """Return a raw image of this layout."""
     blob = BlobRef(name="", size=size)
     return RawImage(blob=blob, width=width, height=height, row_stride=row_stride, format=form)
 
@@ -35,7 +35,7 @@ def layout(form, width, height, row_stride, size):
 )
 @pytest.mark.parametrize("padding", [0, 5])
 def test_raw_layouts(pixel_format, order, padding):
-    """Raw pixels of every layout give the same picture, a copy; the last row is not padded."""
+    """Every layout gives the same pixels, as a copy; the last row has no padding."""
     rgb_HWC = colours()
     rows_HN = rgb_HWC[:, :, list(order)].reshape(6, -1)
     stride = rows_HN.shape[1] + padding
@@ -67,13 +67,13 @@ def test_raw_layouts(pixel_format, order, padding):
     ],
 )
 def test_a_layout_must_fit_its_bytes(form, width, height, stride, size):
-    """A layout that reaches outside of its bytes, or halves an odd side, is refused."""
+    """A layout larger than its bytes, or with an odd side, is refused."""
     with pytest.raises(InvalidField):
         decode_raw(bytes(size), layout(form, width, height, stride, size))
 
 
 def test_too_many_pixels():
-    """The limit on pixels holds for raw pictures."""
+    """The limit on pixels applies to raw images."""
     with pytest.raises(ImageTooLarge) as caught:
         check_raw(layout(NV12, 4, 4, 4, 24), max_pixels=15)
     assert (caught.value.metadata["limit"], caught.value.metadata["actual"]) == ("15", "16")
@@ -83,7 +83,7 @@ def test_too_many_pixels():
 
 
 def rgb_of(luma, u, v):
-    """BT.601 in limited range as its standard writes it, rounded; of arrays in float64."""
+    """Convert BT.601 in limited range in float64, and round."""
     light = (luma.astype(float) - 16) / 219
     blue = (u.astype(float) - 128) / 112 * (1 - 0.114)
     red = (v.astype(float) - 128) / 112 * (1 - 0.299)
@@ -93,13 +93,13 @@ def rgb_of(luma, u, v):
 
 
 def nv12(luma_HW, chroma_hwC, stride):
-    """The two planes as bytes, rows padded with junk, the last one not."""
+    """Return both planes, rows padded except the last."""
     rows = [row.tobytes() for row in luma_HW] + [row.tobytes() for row in chroma_hwC]
     return b"".join(row.ljust(stride, b"\xa5") for row in rows[:-1]) + rows[-1]
 
 
 def yuyv(luma_HW, chroma_HwC, stride):
-    """Y U Y V as bytes, rows padded with junk, the last one not."""
+    """Return Y U Y V, rows padded except the last."""
     height, width = luma_HW.shape
     rows_HN = np.empty((height, width // 2, 4), np.uint8)
     rows_HN[:, :, 0], rows_HN[:, :, 2] = luma_HW[:, ::2], luma_HW[:, 1::2]
@@ -109,7 +109,7 @@ def yuyv(luma_HW, chroma_HwC, stride):
 
 
 def decoded(form, luma_HW, chroma_hwC, padding=0):
-    """What becomes of these samples."""
+    """Decode these samples."""
     height, width = luma_HW.shape
     stride = width * (2 if form is YUYV else 1) + padding
     data = (yuyv if form is YUYV else nv12)(luma_HW, chroma_hwC, stride)
@@ -118,7 +118,7 @@ def decoded(form, luma_HW, chroma_hwC, padding=0):
 
 
 def test_known_colours():
-    """Black, white, grey and the colour bars of BT.601 come out as what they are."""
+    """Black, white, grey and the colour bars of BT.601 are decoded to their RGB."""
     bars = {  # 100 % bars: R, G, B to Y, U, V as the standard's tables have them
         (255, 255, 255): (235, 128, 128),
         (255, 255, 0): (210, 16, 146),
@@ -146,7 +146,7 @@ def test_known_colours():
     seed=st.integers(0, 2**32),
 )
 def test_yuv_is_the_formula(form, pairs, tall, padding, seed):
-    """Any samples, whatever the shape and stride, give the standard's formula within one level."""
+    """Any samples, shape and stride give the result of the formula within one level."""
     height = 2 * tall if form is NV12 else tall
     rng = np.random.default_rng(seed)
     luma_HW = rng.integers(0, 256, (height, 2 * pairs), dtype=np.uint8)

@@ -19,7 +19,7 @@ def ends():
 
 
 def test_messages_keep_their_bounds_and_order(ends):
-    """What was added comes out as it was, the empty message included."""
+    """Messages are received as they were added, an empty one included."""
     left, right = ends
     writer, reader = FrameWriter(), FrameReader()
     for message in MESSAGES:
@@ -31,8 +31,8 @@ def test_messages_keep_their_bounds_and_order(ends):
     assert reader.take() == []
 
 
-def test_a_message_is_given_when_it_is_whole(ends):
-    """A message that arrives byte by byte is given once, with its last byte."""
+def test_a_message_is_returned_when_it_is_complete(ends):
+    """A message that arrives byte by byte is returned once, with its last byte."""
     left, right = ends
     writer, reader = FrameWriter(), FrameReader()
     writer.add(b"hello")
@@ -47,7 +47,7 @@ def test_a_message_is_given_when_it_is_whole(ends):
 
 
 def test_a_full_socket_loses_nothing(ends):
-    """What the socket does not take stays in the queue, behind it what is added later."""
+    """Bytes that the socket does not take stay in the queue, before later messages."""
     left, right = ends
     writer, reader = FrameWriter(), FrameReader()
     messages = [bytes((i,)) * 100_000 for i in range(40)]
@@ -64,8 +64,8 @@ def test_a_full_socket_loses_nothing(ends):
     assert received == messages
 
 
-def test_the_end_is_seen_behind_the_last_message(ends):
-    """A closed connection still gives what was sent before."""
+def test_the_end_is_seen_after_the_last_message(ends):
+    """A closed connection still delivers what was sent before."""
     left, right = ends
     writer, reader = FrameWriter(), FrameReader()
     writer.add(b"bye")
@@ -77,8 +77,8 @@ def test_the_end_is_seen_behind_the_last_message(ends):
     assert reader.ended
 
 
-def test_writing_to_nobody_is_an_error(ends):
-    """A connection whose other end is gone raises, so that the queue cannot grow unseen."""
+def test_writing_to_a_closed_connection_raises(ends):
+    """A closed connection raises, so that the queue cannot grow unnoticed."""
     left, right = ends
     right.close()
     writer = FrameWriter()

@@ -109,7 +109,7 @@ def test_on_the_cpu_a_suffix_has_the_bits_of_its_tokens_one_by_one(cache, count)
 
 
 def test_on_the_cpu_rows_of_a_sequence_have_the_bits_of_each_alone(cache):
-    """Tokens that a step feeds at several places of one sequence, in any order, among others."""
+    """Tokens of a step at several positions of one sequence, in any order, among others."""
     k_NHSE, v_NHSE, _, page_table_BM, _, _ = cache
     rows = [(3, 11), (3, 4), (3, 9), (0, 0), (4, 0), (4, 0), (3, 11), (2, 4), (2, 2)]
     tables_BM = page_table_BM[[row for row, _ in rows]]
@@ -135,7 +135,7 @@ def test_gather_reads_what_was_written(cache):
 @pytest.mark.parametrize("queries", [HEADS, 4 * HEADS])
 @pytest.mark.parametrize("start", [0, 3, 7])
 def test_a_span_turns_and_keeps_keys_and_values(start, queries):
-    """Queries and keys of a span turn by their positions; pages hold what attention sees."""
+    """Queries and keys of a span are rotated by position; pages hold what attention reads."""
     generator = torch.Generator().manual_seed(start)
     count, half = 6, 2
     angle_PR = torch.rand(start + count, half, generator=generator) * 6
@@ -158,14 +158,14 @@ def test_a_span_turns_and_keeps_keys_and_values(start, queries):
         assert int(cache_NHSE.isfinite().sum()) == new_THE.numel()
 
 
-def test_a_span_is_its_places_one_by_one():
-    """A span and the same tokens given by their places leave the same bits everywhere."""
+def test_a_span_is_its_positions_one_by_one():
+    """A span and the same tokens given by their positions leave the same bits everywhere."""
     generator = torch.Generator().manual_seed(5)
     angle_PR = torch.rand(16, 2, generator=generator)
     span = ops.Span(3, torch.tensor([[2, 3, 1]]), angle_PR.cos(), angle_PR.sin())
     qkv_TGE = torch.randn(7, 3 * HEADS, HEAD_DIM, generator=generator)
     results = []
-    for where in (span, span.places(7, PAGE)):
+    for where in (span, span.metadata(7, PAGE)):
         caches = [torch.zeros(4, HEADS, PAGE, HEAD_DIM) for _ in range(2)]
         results.append((*ops.rotate_and_cache(qkv_TGE.clone(), where, *caches), *caches))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

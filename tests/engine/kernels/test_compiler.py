@@ -69,15 +69,30 @@ def test_a_changed_constant_is_compiled(cache):
 
 @pytest.mark.parametrize("file", ["good.cu", "part.cuh"])
 def test_a_changed_source_is_compiled(cache, monkeypatch, file):
-    """A change of the source, or of a file that it may include, leaves the cache behind."""
+    """A change of the source, or of a header that it may include, invalidates the cache."""
     code()
     mark(cache)
     monkeypatch.setattr(compiler, "sources", lambda: TEXTS | {file: TEXTS[file] + "\n// more"})
     assert code() != MARK
 
 
+def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_path):
+    """It comes from the cache until its text changes."""
+    source = tmp_path / "own.cu"
+
+    def own():
+        return compiler.compile_source("own.cu", {"N": 2}, "sm_90", folder=tmp_path)
+
+    source.write_text(TEXTS["good.cu"])
+    assert own().startswith(b"\x7fELF")
+    mark(cache)
+    assert own() == MARK
+    source.write_text(TEXTS["good.cu"] + "\n// more")
+    assert own() != MARK
+
+
 def test_a_broken_source_says_what_is_wrong(cache):
-    """The compiler's own words are in the error, and nothing is cached."""
+    """The error has the compiler's message, and nothing is cached."""
     with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):
         compiler.compile_source("broken.cu", {}, "sm_90")
     assert not cache.exists()

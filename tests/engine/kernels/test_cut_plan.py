@@ -1,4 +1,4 @@
-"""A plan says what it needs, and no picture that has no room gets one."""
+"""A plan states its size, and images that exceed the device's buffers get none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_layout_of_a_plan():
     assert canvas == [640, 644, 0, columns_at, 644, 7, columns_at + 644 * 9, 1176, 7]
 
 
-def test_an_untiled_picture_has_no_canvas():
+def test_an_untiled_image_has_no_canvas():
     """The canvas of a tiling of (1, 1) has no pixels, whatever the words held before."""
     plan = CutPlan(height=300, width=200, tiling=(1, 1), geometry=GEOMETRY)
     words = np.full(MAX_WORDS, -7, np.int32)
@@ -57,7 +57,7 @@ def test_an_untiled_picture_has_no_canvas():
     ],
 )
 def test_what_has_room(size, tiling, fits):
-    """Large pictures and very long ones have no room; the largest square has."""
+    """Large and very long images do not fit; the largest square does."""
     height, width = size
     assert CutPlan(height, width, tiling, GEOMETRY).fits is fits
 
@@ -67,13 +67,16 @@ def test_what_fits_is_within_the_buffers(height, width, tiling):
     """A plan that fits overruns neither the pixels between the passes nor the words."""
     plan = CutPlan(height, width, tiling, GEOMETRY)
     if plan.fits:
-        assert sum(h * w for h, w in (target.between for target in plan.targets)) <= MAX_PIXELS
+        assert (
+            sum(h * w for h, w in (target.intermediate_size for target in plan.targets))
+            <= MAX_PIXELS
+        )
         assert plan.num_words <= MAX_WORDS
         assert height * width <= MAX_PIXELS
 
 
 def test_a_plan_is_a_value():
-    """Two plans of one picture are equal."""
+    """Two plans of one image are equal."""
     plan = CutPlan(30, 20, (1, 1), GEOMETRY)
     assert plan == dataclasses.replace(plan)
     assert plan != dataclasses.replace(plan, tiling=(2, 1))

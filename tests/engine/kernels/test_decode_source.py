@@ -16,8 +16,12 @@ from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decod
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
 from legato_engine.kernels.cuda.head import head_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines
-from legato_engine.kernels.cuda.tau_decoder_stages import Rows, expert_defines, gained_defines
-from legato_engine.kernels.cuda.value_heads import embed_defines, region_defines
+from legato_engine.kernels.cuda.tau_decoder_stages import Rows, expert_defines, tau_defines
+from legato_engine.kernels.cuda.value_heads import (
+    embed_defines,
+    value_argmax_defines,
+    value_bins_defines,
+)
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_skinny_gemm import (
@@ -40,12 +44,12 @@ ARCHS = ("sm_90", "sm_100")
 MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
 FRAME_SIZE = 0x11  # the number of that note
 KERNELS = {
-    "decode.cu": {"layer_in", "layer_out"},
-    "between.cu": {"between_layers"},
-    "attend.cu": {"attend"},
+    "layer_maps.cu": {"layer_in", "layer_out"},
+    "layer_boundary.cu": {"layer_boundary"},
+    "paged_attention.cu": {"attend"},
     "head.cu": {"head"},
     "embed.cu": {"embed"},
-    "region.cu": {"region_inner", "region_bins"},
+    "value_bins.cu": {"value_inner", "value_bins"},
 }
 
 
@@ -89,21 +93,23 @@ def usages(code: bytes) -> dict[str, Usage]:
 def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     """Constants of all forms of a source, and the most tokens of each."""
     decode, region = sizes_of(model)
-    if source == "decode.cu":
+    if source == "layer_maps.cu":
         return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
-    if source == "between.cu":
+    if source == "layer_boundary.cu":
         served = layer_boundary.supported(decode)
         return (
-            [(layer_boundary.between_defines(decode), layer_boundary.MOST_TOKENS)] if served else []
+            [(layer_boundary.layer_boundary_defines(decode), layer_boundary.MOST_TOKENS)]
+            if served
+            else []
         )
-    if source == "attend.cu":
+    if source == "paged_attention.cu":
         return [(attend_defines(decode.attention, splits), MAX_TOKENS) for splits in SPLITS]
     if source == "embed.cu":
         return [(embed_defines(region), MAX_TOKENS)]
     vocab_size = CONFIGS[model].text.vocab_size
     made: dict[str, Callable[[int], dict[str, int]]] = {
         "head.cu": lambda tiles: head_defines(decode.dim, vocab_size, tiles),
-        "region.cu": lambda tiles: region_defines(region, tiles),
+        "value_bins.cu": lambda tiles: value_bins_defines(region, tiles),
     }
     return [(made[source](tiles), 8 * tiles) for tiles in skinny_gemm.TILES]
 
@@ -141,9 +147,9 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
         kv_bytes = 1 if routed else 2
         decoder = dataclasses.replace(sizes.decoder, kv_bytes=kv_bytes)
         with_kv = dataclasses.replace(sizes, decoder=decoder)
-        constants = gained_defines(with_kv, tiles, routed=routed)
-        found = usages(compiler.compile_source("gained.cu", constants, arch))
-        assert set(found) == {"gained_in", "gains"}
+        constants = tau_defines(with_kv, tiles, routed=routed)
+        found = usages(compiler.compile_source("tau_layer.cu", constants, arch))
+        assert set(found) == {"tau_in", "gains"}
         assert max(usage.stack for usage in found.values()) <= MOST_STACK
         assert found["gains"].static <= GAINS_STATIC + RESERVED
     found = usages(compiler.compile_source("experts.cu", expert_defines(sizes, tiles), arch))
@@ -165,7 +171,7 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
         for part, kernel, width in zip(
             ("WIDTH", "OUTPUTS"), ("expert_shrink", "expert_expand"), widths, strict=True
         ):
-            code = compiler.compile_source("expert_adapter.cu", {**constants, part: width}, arch)
+            code = compiler.compile_source("expert_adapters.cu", {**constants, part: width}, arch)
             usage = usages(code)[kernel]
             assert usage.stack <= MOST_STACK
             assert usage.static <= GAINS_STATIC + 2 * RESERVED
@@ -180,7 +186,9 @@ def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arc
     sizes = dataclasses.replace(
         sizes_of("moondream2")[0].attention, max_pages=context // PAGE, kv_bytes=kv_bytes
     )
-    found = usages(compiler.compile_source("attend.cu", attend_defines(sizes, splits), arch))
+    found = usages(
+        compiler.compile_source("paged_attention.cu", attend_defines(sizes, splits), arch)
+    )
     assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
 
 
@@ -191,10 +199,8 @@ def test_sampling_compiles(cache, model, arch):
     config = CONFIGS[model]
     constants = sampling_defines(config.text.vocab_size)
     assert "sample" in usages(compiler.compile_source("sample.cu", constants, arch))
-    region = region_defines(sizes_of(model)[1], 1)
-    constants = {name: region[name] for name in ("COORD_BINS", "SIZE_BINS", "COORD", "SIZE")}
-    constants["COORD_DIVISOR"] = constants["COORD_BINS"]
-    assert "payload" in usages(compiler.compile_source("payload.cu", constants, arch))
+    constants = value_argmax_defines(sizes_of(model)[1])
+    assert "value_argmax" in usages(compiler.compile_source("value_argmax.cu", constants, arch))
 
 
 def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
@@ -214,9 +220,9 @@ def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
     assert found["spill"].stack == 256
 
 
-ROWS_PROBE = """#include "unpacked.cuh"
+ROWS_PROBE = """#include "row_major_gemm.cuh"
 using R = Rows<{width}, {size}>;
-static_assert(R::CHUNK == {chunk} && R::STAGE == {stage} && R::BEHIND == {behind}, "rows");
+static_assert(R::CHUNK == {chunk} && R::STAGE == {stage} && R::PADDING == {padding}, "rows");
 extern "C" __global__ void probe() {{}}
 """
 
@@ -226,14 +232,14 @@ extern "C" __global__ void probe() {{}}
 def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
     """A stage of rows that are not packed is as large as the launches count it."""
     rows = Rows(width, size)
-    sizes = {"chunk": rows.chunk, "stage": rows.stage, "behind": rows.behind}
+    sizes = {"chunk": rows.chunk, "stage": rows.stage, "padding": rows.padding}
     probe = ROWS_PROBE.format(width=width, size=size, **sizes)
     texts = compiler.sources() | {"probe.cu": probe}
     monkeypatch.setattr(compiler, "sources", lambda: texts)
     compiler.compile_source("probe.cu", {}, "sm_90")
 
 
-PROBE = """#include "stream.cuh"
+PROBE = """#include "skinny_gemm.cuh"
 static_assert({tiles} * {sum} * ({tiles} < 4 ? 2 : 1) * WARPS == sizeof(BlockSums<{tiles}>),
               "sums of blocks");
 static_assert(4 * {tiles} * {sum} == sizeof(PartSums<{tiles}, 4>), "sums of parts");
@@ -245,7 +251,7 @@ extern "C" __global__ void probe() {{}}
 @pytest.mark.parametrize("tiles", skinny_gemm.TILES)
 @pytest.mark.parametrize("inputs", [64, 320, 448, 704, 1280, 2048, 2560, 8192])
 def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
-    """Sums and chunks of `stream.cuh` are as large as the launches count them."""
+    """Sums and chunks of `skinny_gemm.cuh` are as large as the launches count them."""
     chunk = skinny_gemm.chunk(inputs)
     probe = PROBE.format(tiles=tiles, sum=skinny_gemm.SUM, inputs=inputs, chunk=chunk)
     texts = compiler.sources() | {"probe.cu": probe}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from legato_engine.kernels.cuda import draft_layer
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, REPLAY_SOURCE, SOURCE
+from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import ARCHS, usages
@@ -24,7 +24,6 @@ def test_drafting_compiles(block, arch):
     assert set(found) == {"place", "settle"}
     assert all(usage.stack == 0 for usage in found.values())
     assert usages(compile_source(LOOKUP_SOURCE, {}, arch))["lookup"].stack == 0
-    assert usages(compile_source(REPLAY_SOURCE, {}, arch))["replay"].stack == 0
 
 
 @pytest.mark.parametrize(

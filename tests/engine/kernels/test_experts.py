@@ -65,7 +65,7 @@ SLOTS, RANK = 3, 2
 
 
 def changes(dtype=torch.float32):
-    """Slots of an expert's ranks 2 and 1 behind slot 0, for both maps."""
+    """Slots with ranks 2 and 1 for each expert, after slot 0, for both maps."""
     generator = torch.Generator().manual_seed(3)
     rank_S, maps = torch.tensor([0, RANK, 1]), []
     for inputs, outputs in ((DIM, 2 * INNER), (INNER, DIM)):
@@ -101,8 +101,8 @@ def test_adapters_are_as_in_the_weights(form, slots):
         torch.testing.assert_close(out_TD[one].double(), expected_1D, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_change_nobody_else():
-    """On the CPU a row's bits depend on its own slot alone; those of slot 0 are as without."""
+def test_adapters_change_no_other_row():
+    """On the CPU a row's bits depend on its own slot only; rows of slot 0 are unchanged."""
     x_TD, routes = tokens(20)
     (up, down), (maps, rank_S) = layers(), changes()
 
@@ -144,7 +144,7 @@ def test_equal_experts_are_one_mlp():
 
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_a_row_decides_its_own_bits(e4m3):
-    """On the CPU a row's bits do not depend on its neighbours, its place or their number."""
+    """On the CPU a row's bits do not depend on other rows, its index or their number."""
     x_TD, routes = tokens(32)
     up, down = map(quantised, layers()) if e4m3 else layers()
     whole_TD = ops.experts(x_TD, routes, up, down, capturable=True)

@@ -17,7 +17,7 @@ SIZES = [(72, 16, 729), (64, 32, 730), (64, 5, 129), (72, 4, 1000)]
 @pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 @pytest.mark.parametrize(("head_dim", "num_heads", "num_tokens"), SIZES)
 def test_nothing_is_kept_in_local_memory(tmp_path, monkeypatch, head_dim, num_heads, num_tokens):
-    """Scores, weights and results stay in registers, of a picture's sizes and larger ones."""
+    """Scores, weights and results stay in registers, for images' sizes and larger ones."""
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
     constants = defines(head_dim, num_heads, num_tokens)
     found = usages(compile_source(SOURCE, constants, "sm_90a"))

@@ -1,6 +1,6 @@
-"""The CUDA source of the picture kernels, on the CPU: as C++ for its bits, by NVRTC for its syntax.
+"""The CUDA source of the image kernels, on the CPU: as C++ for its bits, by NVRTC for its syntax.
 
-One thread stands for all of a grid, for the loops stride over it.
+One thread runs the whole grid, because the loops stride over it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.image_pipeline import SOURCE, HostImage, defines, stage
+from legato_engine.kernels.cuda.image_pipeline import SOURCE, defines
 from legato_engine.kernels.cut_plan import CropGeometry, CutPlan
+from legato_engine.kernels.image_staging import HostImage, stage
 from legato_engine.kernels.lanczos import resize
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.vision import Vision, patches
@@ -109,13 +110,13 @@ def test_patches_are_those_of_the_host(kernels, height, width, tiling, spare):
     )
     staged = stage(pixels_HWC, plan, host)
     assert (staged.pixels.numel(), staged.num_words) == (pixels_HWC.size, plan.num_words)
-    num_between = sum(3 * h * w for h, w in (target.between for target in plan.targets))
+    num_between = sum(3 * h * w for h, w in (target.intermediate_size for target in plan.targets))
     between = torch.empty(num_between, dtype=torch.uint8)
-    call(kernels.picture_first_pass, host.pixels, host.plan, between)
+    call(kernels.image_first_pass, host.pixels, host.plan, between)
     wide_NTP = torch.full((plan.num_crops + spare, 16, 592), 7, dtype=torch.bfloat16)
     out_NTP, beyond_NTP = wide_NTP.split([588, 4], dim=-1)
     operands = (levels(), out_NTP, out_NTP.stride(1), len(out_NTP))
-    call(kernels.picture_patches, between, host.plan, *operands)
+    call(kernels.image_patches, between, host.plan, *operands)
     crops = torch.from_numpy(expected_crops(pixels_HWC, tiling))
     values = crops.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5)
     assert torch.equal(out_NTP[: plan.num_crops], patches(values, 14))
@@ -146,7 +147,7 @@ def test_stitched_features_are_those_of_the_model(kernels, tiling):
 
 
 def test_averages_round_as_torch_does(kernels):
-    """Ties go to even, and what is not a number stays so."""
+    """Ties go to even, and NaN stays NaN."""
     bits_D = torch.tensor([0x3F80, 0x3F81, 0x3F82, 0x3F83, 0x7F80, 0x7FC0], dtype=torch.int16)
     features_NTD = torch.zeros(3, 16, 6, dtype=torch.bfloat16)
     features_NTD[:, 0::2] = bits_D.view(torch.bfloat16)

@@ -63,8 +63,8 @@ def test_any_size_is_that_of_pillow(height, width, to_height, to_width):
 
 
 @given(st.integers(1, 5000), st.integers(1, 1500))
-def test_a_table_stays_inside_the_picture(size_in, size_out):
-    """No weight stands outside of the picture, and all weights of a pixel add up to one."""
+def test_a_table_stays_inside_the_image(size_in, size_out):
+    """No weight lies outside of the image, and the weights of a pixel add up to one."""
     weights = table(size_in, size_out)
     ends_O = weights.starts_O + weights.counts_O
     assert weights.starts_O.min() >= 0
@@ -104,7 +104,7 @@ def test_weights_are_those_of_the_math_library(size_in, size_out):
 
 
 def test_tables_cannot_be_changed():
-    """A table is shared by everyone who asks for it."""
+    """Tables are read-only, because they are shared."""
     assert table(10, 20) is table(10, 20)
     with pytest.raises(ValueError, match="read-only"):
         table(10, 20).weights_OK[0, 0] = 1

@@ -1,4 +1,4 @@
-"""Packed weights stand where the kernels read them, and mean what the maps meant.
+"""Packed weights are in the kernels' order, and folded maps equal the maps they replace.
 
 Shape legend: O outputs, I inputs, B tokens.
 """
@@ -16,7 +16,7 @@ WARPS = 8
 
 
 def read_back(packed, outputs, inputs, parts):
-    """[O, I] weights out of their packed order, as `stream.cuh` describes it.
+    """[O, I] weights out of their packed order, as `skinny_gemm.cuh` describes it.
 
     A block of 16 rows, then its stages. Of a stage each warp has 64 inputs: a run of 32 lanes with
     8 values each for rows 0-7 and the first 32 inputs, one for the others, then rows 8-15.
@@ -37,7 +37,7 @@ def read_back(packed, outputs, inputs, parts):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 20), st.sampled_from([1, 2, 4]))
 def test_every_weight_stands_where_it_is_read(blocks, groups, parts):
-    """The kernels' own description of the order, read backwards, gives the map again."""
+    """Reading weights back in the kernels' documented order gives the map again."""
     outputs, inputs = 16 * blocks, 64 * groups * parts
     weights_OI = torch.arange(outputs * inputs, dtype=torch.int32).view(outputs, inputs)
     packed = pack(weights_OI, parts)
@@ -54,7 +54,7 @@ def test_maps_beside_each_other_share_their_rows():
 
 @pytest.mark.parametrize("heads", [1, 5, 32])
 def test_rotated_pairs_share_a_lane(heads):
-    """Eight rows behind a rotated row stands its partner; the rest of a head keeps its place."""
+    """The partner of a rotated row is 8 rows after it; the rest of a head keeps its order."""
     order = pair_rotated(heads, torch.device("cpu"))
     assert torch.equal(order.sort().values, torch.arange(3 * heads * 64))
     within = order.view(3 * heads, 4, 2, 8) - 64 * torch.arange(3 * heads).view(-1, 1, 1, 1)

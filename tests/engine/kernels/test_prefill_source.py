@@ -1,11 +1,10 @@
 """The CUDA source of the prefill's kernels, on the CPU: as C++ for its bits, by NVRTC for its size.
 
-A warp exchanges only what it has loaded itself, so that two runs stand for its lanes: the first
-notes what every lane gives, over memory that is thrown away, the second takes it.
+A warp exchanges only values that it has loaded itself. So lanes are emulated by two runs: the first
+records each lane's values, over memory that is discarded, and the second reads them.
 
 Shape legend: C sequences of T tokens, N all of theirs, H heads, E head dim, P positions, R rotated
-pairs, S positions per
-page, M pages of a sequence.
+pairs, S positions per page, M pages of a sequence.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def kernels(tmp_path_factory):
     for kv_bytes in (1, 2):
         folder = tmp_path_factory.mktemp("source")
         file, library = folder / "prefill.cpp", folder / "prefill.so"
-        file.write_text(SHIM + source.read_text().replace('#include "element.cuh"', ""))
+        file.write_text(SHIM + source.read_text().replace('#include "kv_element.cuh"', ""))
         options = [f"-D{name}={value}" for name, value in defines(HEADS, PAGE, kv_bytes).items()]
         command = [compiler, "-O2", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", *options]
         subprocess.run([*command, str(file), "-o", str(library)], check=True)
@@ -128,7 +127,7 @@ def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
 
 
 def rotate_and_cache(kernels, qkv_CT3HE, rope, pages_CM, caches, scale_2, start):
-    """The kernel, warp by warp."""
+    """Run the kernel, warp by warp."""
     kernels = kernels[caches[0].element_size()]
     num_sequences, count = qkv_CT3HE.shape[:2]
     scales = ctypes.c_void_p(None if scale_2 is None else scale_2.data_ptr())
@@ -152,10 +151,10 @@ SCALE_2 = torch.tensor([0.005, 0.3])
 @pytest.mark.parametrize("scale_2", [None, SCALE_2], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 14), (5, 11), (7, 23)])
 def test_rotation_has_the_bits_of_the_reference(kernels, start, count, scale_2):
-    """Of two sequences, queries and keys turn as in torch, keys and values reach their slots, and
-    the rest stays.
+    """Queries and keys of two sequences are rotated as in torch and written to their slots.
 
-    Of keys and values in e4m3, some of which saturate, what is read back takes their place.
+    Nothing else changes. With e4m3, some of which saturates, keys and values become what is read
+    back.
     """
     generator = torch.Generator().manual_seed(start)
     rope = Rope(10000.0, 32, 40)
@@ -184,7 +183,7 @@ def test_rotation_has_the_bits_of_the_reference(kernels, start, count, scale_2):
 
 
 def test_a_sum_of_three_is_rounded_once(kernels):
-    """The sum is that of float32, and nothing behind the last term is written."""
+    """The sum is that of float32, and nothing after the last term is written."""
     x, y, z = (torch.randn(3, 40).mul_(10.0**i).bfloat16() for i in (0, 1, -1))
     out = torch.full((136,), 7.0).bfloat16()
     for thread in range(THREADS):

@@ -114,7 +114,7 @@ def exact_noise(bits_V: Words) -> Doubles:
 
 
 def rough_noise(bits_V: Words) -> Floats:
-    """[V] the same in float32 throughout, near enough to tell who is worth an exact score."""
+    """[V] noise in float32 throughout, to select the tokens that need an exact score."""
     low_V = bits_V >> np.uint64(52) == 0
     rest_V = np.where(low_V, bits_V, np.uint64((1 << 53) - 1) - bits_V).astype(np.float32)
     tail_V = (rest_V + np.float32(0.5)) * np.float32(2.0**-53)

@@ -12,13 +12,13 @@ from legato_engine.kernels.cuda import attention, layer_boundary, skinny_gemm, t
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
-from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, RegionSizes
-from legato_engine.models.moondream.fused_sizes import gained_sizes, region_sizes
+from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, ValueSizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
+from legato_engine.models.moondream.step_sizes import tau_sizes, value_sizes
 
 MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
 PROCESSOR = 233472  # that a processor has, `RESERVED` of them taken for each thread block
@@ -33,7 +33,7 @@ EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
 
 
-def sizes_of(name: str) -> tuple[DecoderSizes, RegionSizes]:
+def sizes_of(name: str) -> tuple[DecoderSizes, ValueSizes]:
     """A model's sizes, as its kernels are compiled."""
     config = CONFIGS[name]
     text = config.text
@@ -47,14 +47,14 @@ def sizes_of(name: str) -> tuple[DecoderSizes, RegionSizes]:
         page_size=PAGE,
         max_pages=pages,
     )
-    return decode, region_sizes(config)
+    return decode, value_sizes(config)
 
 
 def expert_sizes(dtype: torch.dtype) -> TauSizes:
     """Moondream 3's sizes, in its whole context."""
     decode, _ = sizes_of("moondream2")  # the same but for the context
     decode = dataclasses.replace(decode, max_pages=attention.MAX_CONTEXT // PAGE)
-    return gained_sizes(moondream3_config(), decode, dtype)
+    return tau_sizes(moondream3_config(), decode, dtype)
 
 
 def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
@@ -76,16 +76,16 @@ def dynamic_shared(name, batch):
     whole = {
         "layer_in": DEFAULT_STAGES.layer_in[tiles],
         "head": DEFAULT_STAGES.head[tiles],
-        "region_inner": INNER_STAGES[tiles],
+        "value_inner": INNER_STAGES[tiles],
     }
     cut = {
         "layer_out": (decode.mixed_dim, decode.parts, batch, DEFAULT_STAGES.layer_out[tiles]),
-        "region_bins": (region.inner_dim, region.parts, batch, BINS_STAGES[tiles]),
+        "value_bins": (region.inner_dim, region.parts, batch, BINS_STAGES[tiles]),
     }
     shared = {name: skinny_gemm.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
     shared |= {name: skinny_gemm.parts_shared(*numbers) for name, numbers in cut.items()}
     if batch <= layer_boundary.MOST_TOKENS and layer_boundary.supported(decode):
-        shared["between_layers"] = layer_boundary.shared_bytes(decode)
+        shared["layer_boundary"] = layer_boundary.shared_bytes(decode)
     return shared
 
 
@@ -118,7 +118,7 @@ def test_the_rings_of_attention_fit_the_gpu(batch):
 def test_attention_that_is_split_fits_beside_other_kernels(batch):
     """Where a cluster shares a head, a step of one group keeps two kernels on a processor."""
     mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch)
-    for name in ("layer_in", "layer_out", "between_layers"):
+    for name in ("layer_in", "layer_out", "layer_boundary"):
         others = dynamic_shared("moondream2", batch)[name] + STATIC
         assert mine + others + 2 * RESERVED <= PROCESSOR, name
 
@@ -191,8 +191,8 @@ def constants(file: str) -> dict[str, int]:
 
 
 def test_the_header_has_the_same_numbers():
-    """Threads, groups and padding are those of `stream.cuh`."""
-    header = constants("stream.cuh")
+    """Threads, groups and padding are those of `skinny_gemm.cuh`."""
+    header = constants("skinny_gemm.cuh")
     assert header["WARPS"] == skinny_gemm.WARPS
     assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
     assert header["GROUP"] == skinny_gemm.GROUP
@@ -200,8 +200,8 @@ def test_the_header_has_the_same_numbers():
 
 
 def test_attention_has_the_same_numbers():
-    """Sizes are those of `attend.cu`, whose stages are keys and values of a step and a barrier."""
-    source = constants("cached.cuh") | constants("attend.cu")
+    """Sizes are those of `paged_attention.cu`: a stage has the keys and values of one step."""
+    source = constants("kv_tiles.cuh") | constants("paged_attention.cu")
     assert source["HEAD"] == attention.HEAD_DIM
     assert source["TILE"] == attention.TILE
     assert source["MOST"] == attention.GROUP

@@ -1,18 +1,18 @@
-"""Who gives up pages when they run out."""
+"""Eviction of cached pages when pages run out."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.sequence import Sequence
 
-from tests.engine.kv_cache.lives import PAGE, admit, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 from tests.fakes import FakeTask, make_sequence
 
 
 def test_growth_evicts_and_fails_when_nothing_is_left() -> None:
-    """What is kept gives way; pages that somebody holds do not."""
+    """Cached pages are evicted; pages in use are not."""
     manager = KVCacheManager(5, PAGE, 2)
-    kept = sequence(0, 1, "", prompt=7)
-    admit(manager, kept)
-    release(manager, kept)
+    cached = sequence(0, 1, "", prompt=7)
+    admit(manager, cached)
+    release(manager, cached)
     assert manager.prefix_pages == 2
     one = sequence(1, 1, None, prompt=6, max_tokens=9)
     admit(manager, one)
@@ -23,8 +23,8 @@ def test_growth_evicts_and_fails_when_nothing_is_left() -> None:
     manager.check()
 
 
-def test_kept_pages_are_evicted_when_pages_are_needed() -> None:
-    """What is kept never keeps a sequence out."""
+def test_cached_pages_are_evicted_when_pages_are_needed() -> None:
+    """Cached pages never prevent an admission."""
     manager = KVCacheManager(7, PAGE, 2)
     first = sequence(0, 8, "old")
     admit(manager, first)
@@ -35,14 +35,14 @@ def test_kept_pages_are_evicted_when_pages_are_needed() -> None:
     assert manager.prefix_pages == 6
 
 
-def test_the_least_important_goes_first_then_the_longest_unused() -> None:
-    """Eviction is by priority, then by last use; and leaves go before what they stand on."""
+def test_the_lowest_priority_goes_first_then_the_least_recently_used() -> None:
+    """Eviction is by priority, then by last use, and leaves go before their parents."""
     manager = KVCacheManager(9, PAGE, 2)
     for seq_id, (key, priority) in enumerate((("a", 1), ("b", 0), ("c", 0))):
         task = FakeTask(num_prompt=7, max_tokens=1)
-        kept = make_sequence(seq_id, task, prefix_key=key, priority=priority)
-        admit(manager, kept)
-        release(manager, kept)
+        cached = make_sequence(seq_id, task, prefix_key=key, priority=priority)
+        admit(manager, cached)
+        release(manager, cached)
     again = sequence(3, 1, "b", prompt=7, max_tokens=1)
     admit(manager, again)
     release(manager, again)
@@ -51,22 +51,22 @@ def test_the_least_important_goes_first_then_the_longest_unused() -> None:
     admit(manager, large)
     release(manager, large)
 
-    def kept_of(key: str) -> int:
+    def cached_of(key: str) -> int:
         return admitted_length(manager, sequence(5, 1, key, prompt=8, max_tokens=1))
 
-    assert [kept_of(key) for key in "abc"] == [8, 8, 0]
+    assert [cached_of(key) for key in "abc"] == [8, 8, 0]
 
 
-def admitted_length(manager: KVCacheManager, asked: Sequence) -> int:
-    """How much of it is found; it is given back without a launch."""
-    manager.admit(asked)
-    found = asked.cached_tokens
-    release(manager, asked)
+def admitted_length(manager: KVCacheManager, admitted: Sequence) -> int:
+    """Admit a sequence, release it before its launch, and return what was found."""
+    manager.admit(admitted)
+    found = admitted.pages.cached_tokens
+    release(manager, admitted)
     return found
 
 
 def test_a_hit_does_not_count_on_evicting_its_own_prefix() -> None:
-    """Pages of the prefix that is about to be read are no room."""
+    """Pages of the prefix that is about to be used do not count as available."""
     manager = KVCacheManager(7, PAGE, 2)
     first = sequence(0, 8, "a", max_tokens=1)
     admit(manager, first)

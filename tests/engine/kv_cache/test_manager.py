@@ -1,33 +1,33 @@
-"""Admission, growth, release, their limits and their figures."""
+"""Admission, growth and release: limits and counters."""
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 
-from tests.engine.kv_cache.lives import PAGE, admit, decode, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, release, sequence
 
 
 def test_the_last_token_needs_no_page() -> None:
-    """The token sampled last is never fed back: 1 + 2 + 2 - 1 positions fit one page."""
+    """The last sampled token is never an input: 1 + 2 + 2 - 1 positions fit one page."""
     manager = KVCacheManager(17, PAGE, 1)
     small = sequence(0, 1, None, max_tokens=2)
     admit(manager, small)
-    assert len(small.page_ids) == 1
+    assert len(small.pages.ids) == 1
 
 
 def test_pages_come_as_the_sequence_grows() -> None:
-    """Admission gives what is fed and the first token; then a page comes for every four tokens."""
+    """Admission allocates for the prompt and one token; then every four tokens need a page."""
     manager = KVCacheManager(17, PAGE, 1)
     one = sequence(0, 1, None, max_tokens=20)
     admit(manager, one)
-    assert (len(one.page_ids), one.capacity) == (1, 4)
+    assert (len(one.pages.ids), one.pages.capacity) == (1, 4)
     assert manager.grow(one)
-    assert (len(one.page_ids), one.capacity) == (2, 8)
+    assert (len(one.pages.ids), one.pages.capacity) == (2, 8)
     release(manager, one)
-    assert (one.capacity, manager.pages_used, manager.prefix_pages) == (0, 0, 0)
+    assert (one.pages.capacity, manager.pages_used, manager.prefix_pages) == (0, 0, 0)
 
 
-def test_admission_leaves_a_page_for_everybody_who_grows() -> None:
-    """Whoever comes leaves one page to each that is not as long yet as it may become."""
+def test_admission_leaves_a_page_to_each_growing_sequence() -> None:
+    """An admission leaves one page to each sequence below its maximal length."""
     manager = KVCacheManager(5, PAGE, 3)
     grows, whole = sequence(0, 1, None, max_tokens=4), sequence(1, 1, None, max_tokens=1)
     admit(manager, grows)
@@ -36,27 +36,27 @@ def test_admission_leaves_a_page_for_everybody_who_grows() -> None:
     assert manager.can_admit(sequence(3, 1, None, prompt=3, max_tokens=1))
 
 
-def test_the_report_says_what_was_found() -> None:
-    """Found positions against all prompt positions; a preemption counts apart."""
+def test_the_stats_count_found_positions() -> None:
+    """The hit rate relates found to all prompt positions; preemptions are counted separately."""
     manager = KVCacheManager(33, PAGE, 2)
     first, second = sequence(0, 8, prompt=4), sequence(1, 8, prompt=4)
     admit(manager, first)
     admit(manager, second)
-    assert manager.report().hit_rate == pytest.approx((8 + 3) / 24)
-    assert manager.report().shared == 3
+    assert manager.stats().hit_rate == pytest.approx((8 + 3) / 24)
+    assert manager.stats().shared == 3
     decode(manager, second, 6)
     manager.preempt(second)
     manager.check()
     admit(manager, second)
-    report = manager.report()
-    assert report.hit_rate == pytest.approx((8 + 3) / 24)
-    assert (report.preemptions, report.recomputed_tokens, second.num_preemptions) == (1, 1, 1)
-    assert second.cached_tokens == 11
-    assert second.num_cached == 12
+    stats = manager.stats()
+    assert stats.hit_rate == pytest.approx((8 + 3) / 24)
+    assert (stats.preemptions, stats.recomputed_tokens, second.pages.num_preemptions) == (1, 1, 1)
+    assert second.pages.cached_tokens == 11
+    assert second.pages.cached_length == 12
 
 
 def test_a_partial_prefix_page_counts_for_fits_ever() -> None:
-    """A miss needs one page more than its table when its prefix ends inside a page."""
+    """A miss needs one extra page when its image prefix ends inside a page."""
     manager = KVCacheManager(7, PAGE, 1)
     assert manager.fits_ever(sequence(0, 8, max_tokens=15))  # 24 positions, 6 pages
     assert not manager.fits_ever(sequence(1, 9, max_tokens=14))  # 24 positions and a copy
@@ -65,14 +65,14 @@ def test_a_partial_prefix_page_counts_for_fits_ever() -> None:
 
 
 def test_the_context_bounds_what_fits() -> None:
-    """More positions than the model knows never fit, however large the pool."""
+    """More positions than the model's context never fit, however large the pool."""
     manager = KVCacheManager(17, PAGE, 1, max_context=12)
     assert manager.fits_ever(sequence(0, 8))
     assert not manager.fits_ever(sequence(1, 8, max_tokens=4))
 
 
 def test_rows_bound_admission() -> None:
-    """Without a free row nobody is admitted."""
+    """Without a free row no sequence is admitted."""
     manager = KVCacheManager(17, PAGE, 1)
     admit(manager, sequence(0, 1, None))
     assert manager.rows_free == 0
@@ -80,7 +80,7 @@ def test_rows_bound_admission() -> None:
 
 
 def test_releasing_twice_asserts() -> None:
-    """What a sequence holds is taken back once."""
+    """A sequence is released once per admission."""
     manager = KVCacheManager(17, PAGE, 1)
     first = sequence(0, 1, None)
     admit(manager, first)

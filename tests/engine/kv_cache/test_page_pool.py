@@ -4,8 +4,8 @@ import pytest
 from legato_engine.kv_cache.page_pool import SCRATCH_PAGE, PagePool
 
 
-def test_scratch_page_is_never_handed_out() -> None:
-    """All pages but the scratch page are handed out, each once."""
+def test_scratch_page_is_never_allocated() -> None:
+    """All pages but the scratch page are allocated, each once."""
     pool = PagePool(5)
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert SCRATCH_PAGE == 0
@@ -13,7 +13,7 @@ def test_scratch_page_is_never_handed_out() -> None:
 
 
 def test_freed_pages_come_back() -> None:
-    """What was freed can be allocated again."""
+    """Freed pages can be allocated again."""
     pool = PagePool(4)
     pages = pool.allocate(3)
     pool.free(pages[1:])
@@ -22,11 +22,11 @@ def test_freed_pages_come_back() -> None:
 
 
 def test_double_free_asserts() -> None:
-    """A page is freed once."""
+    """A page is freed once per allocation."""
     pool = PagePool(4)
     pages = pool.allocate(2)
     pool.free(pages)
-    with pytest.raises(AssertionError, match="nobody holds it"):
+    with pytest.raises(AssertionError, match="double free of page"):
         pool.free(pages[:1])
 
 
@@ -37,8 +37,8 @@ def test_scratch_page_cannot_be_freed() -> None:
 
 
 def test_allocating_too_many_asserts() -> None:
-    """Whoever allocates has asked before."""
+    """`allocate` requires that `can_allocate` is true."""
     pool = PagePool(4)
     assert not pool.can_allocate(4)
-    with pytest.raises(AssertionError, match="asked for 4 pages"):
+    with pytest.raises(AssertionError, match="4 pages requested, 3 are free"):
         pool.allocate(4)

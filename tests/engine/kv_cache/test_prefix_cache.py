@@ -1,115 +1,115 @@
-"""What sequences find of each other, hold, publish and forget."""
+"""The prefix cache: what sequences find, share, publish and invalidate."""
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
 
-from tests.engine.kv_cache.lives import PAGE, admit, decode, launch, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
 
 
-def test_a_miss_on_a_page_border_shares_all_prefix_pages() -> None:
-    """The table starts with the entry's pages; all of them are computed, none copied."""
+def test_a_miss_on_a_page_boundary_shares_all_prefix_pages() -> None:
+    """The sequence starts with the tree's pages; all of them are computed, none is copied."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 8)
     work = admit(manager, first)
-    assert first.page_ids[:2] == work.compute_pages
+    assert first.pages.ids[:2] == work.compute_pages
     assert work.copy_tail is None
-    assert len(first.page_ids) == 3  # 11 positions
-    assert (first.cached_tokens, manager.pages_used) == (0, 3)
+    assert len(first.pages.ids) == 3  # 11 positions
+    assert (first.pages.cached_tokens, manager.pages_used) == (0, 3)
 
 
 def test_a_hit_shares_pages_and_computes_nothing() -> None:
-    """A second sequence with the key reads the same pages, while the first still decodes."""
+    """A second sequence with the key uses the same pages while the first still decodes."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 8), sequence(1, 8)
     admit(manager, first)
     assert admit(manager, second) == PrefillWork()
-    assert second.page_ids[:2] == first.page_ids[:2]
-    assert second.page_ids[2] != first.page_ids[2]
-    assert (second.cached_tokens, manager.pages_used) == (8, 4)
+    assert second.pages.ids[:2] == first.pages.ids[:2]
+    assert second.pages.ids[2] != first.pages.ids[2]
+    assert (second.pages.cached_tokens, manager.pages_used) == (8, 4)
 
 
 def test_a_partial_last_page_is_copied_by_miss_and_hit() -> None:
-    """The entry keeps its partial page; every sequence continues in a private copy of it."""
+    """The tree keeps its partial page; every sequence continues in a private copy of it."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 9), sequence(1, 9)
     work = admit(manager, first)
     assert len(work.compute_pages) == 3
-    assert first.page_ids[:2] == work.compute_pages[:2]
-    assert work.copy_tail == (work.compute_pages[2], first.page_ids[2])
-    assert first.page_ids[2] not in work.compute_pages
+    assert first.pages.ids[:2] == work.compute_pages[:2]
+    assert work.copy_tail == (work.compute_pages[2], first.pages.ids[2])
+    assert first.pages.ids[2] not in work.compute_pages
     hit = admit(manager, second)
-    assert hit == PrefillWork((), (work.compute_pages[2], second.page_ids[2]))
+    assert hit == PrefillWork((), (work.compute_pages[2], second.pages.ids[2]))
     assert manager.pages_used == 3 + 2  # 12 positions: 3 pages, 2 of them shared
 
 
 def test_a_prefix_shorter_than_a_page_shares_only_through_its_copy() -> None:
-    """With no full page, the whole table is private and the entry holds one page."""
+    """Without a full page, all pages of the sequence are private and the tree has one page."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 3)
     work = admit(manager, first)
-    assert work.copy_tail == (work.compute_pages[0], first.page_ids[0])
-    assert not set(work.compute_pages) & set(first.page_ids)
+    assert work.copy_tail == (work.compute_pages[0], first.pages.ids[0])
+    assert not set(work.compute_pages) & set(first.pages.ids)
 
 
 def test_without_a_key_nothing_is_shared() -> None:
     """Text-only sequences compute their own BOS in their own first page."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 1, None), sequence(1, 1, None)
-    assert admit(manager, first) == PrefillWork(first.page_ids[:1])
-    assert admit(manager, second) == PrefillWork(second.page_ids[:1])
-    assert not set(first.page_ids) & set(second.page_ids)
+    assert admit(manager, first) == PrefillWork(first.pages.ids[:1])
+    assert admit(manager, second) == PrefillWork(second.pages.ids[:1])
+    assert not set(first.pages.ids) & set(second.pages.ids)
     manager.release(first)
     manager.release(second)
     assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 0, 0)
 
 
-def test_release_leaves_all_that_is_known_for_the_next() -> None:
-    """After its last holder the prefix, the prompt and the answer stay, evictable."""
+def test_release_leaves_known_content_in_the_cache() -> None:
+    """After the last release the prefix, the prompt and the answer stay, evictable."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 9)
     admit(manager, first)
     decode(manager, first, 7, 8)
     release(manager, first)
     assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 3 + 2, 0)
-    assert (first.row, first.page_ids) == (-1, ())
+    assert (first.row, first.pages.ids) == (-1, ())
     second = sequence(1, 9)
     assert admit(manager, second).compute_pages == ()
-    assert (second.cached_tokens, second.num_cached) == (10, 10)
+    assert (second.pages.cached_tokens, second.pages.cached_length) == (10, 10)
     assert manager.pages_used == 3 + 1
 
 
 def test_equal_prompts_share_pages_while_their_owner_decodes() -> None:
-    """Full pages of prompt and answer are borrowed as soon as they are known and enqueued."""
+    """Full pages of prompt and answer are shared as soon as they are known and enqueued."""
     manager = KVCacheManager(17, PAGE, 3)
     first = sequence(0, 1, "", prompt=9, max_tokens=12)
     admit(manager, first)
     second = sequence(1, 1, "", prompt=9, max_tokens=12)
     assert admit(manager, second) == PrefillWork()
-    assert second.page_ids[:2] == first.page_ids[:2]
-    assert (second.cached_tokens, first.cached_tokens) == (8, 0)
+    assert second.pages.ids[:2] == first.pages.ids[:2]
+    assert (second.pages.cached_tokens, first.pages.cached_tokens) == (8, 0)
     decode(manager, first, 50, 51, 52, 53, 54, 55)
     turn = sequence(2, 1, "", prompt=9)
     turn.tokens += [(50, (0.0, 0.0)), (51, (0.0, 0.0)), (99, (0.0, 0.0))]
     admit(manager, turn)
-    assert turn.page_ids[:3] == first.page_ids[:3]
-    assert turn.cached_tokens == 12
+    assert turn.pages.ids[:3] == first.pages.ids[:3]
+    assert turn.pages.cached_tokens == 12
 
 
-def test_what_two_prompts_share_inside_a_page_is_copied() -> None:
-    """The page where they part is copied up to there, before the second writes to it."""
+def test_a_common_prefix_inside_a_page_is_copied() -> None:
+    """The page where two prompts diverge is copied before the second one writes to it."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 1, "", prompt=9), sequence(1, 1, "", prompt=9)
     second.tokens[6:] = [(77, (0.0, 0.0))] * 3
     admit(manager, first)
     work = admit(manager, second)
-    assert second.page_ids[0] == first.page_ids[0]
-    assert work == PrefillWork((), (first.page_ids[1], second.page_ids[1]))
-    assert second.cached_tokens == 7
+    assert second.pages.ids[0] == first.pages.ids[0]
+    assert work == PrefillWork((), (first.pages.ids[1], second.pages.ids[1]))
+    assert second.pages.cached_tokens == 7
 
 
-def test_the_last_token_of_a_prompt_is_always_fed() -> None:
-    """Of a prompt that is known whole the last position is left, or two: one is never copied."""
+def test_the_last_token_of_a_prompt_is_always_an_input() -> None:
+    """One or two positions of a fully cached prompt are computed: one is not worth a copy."""
     manager = KVCacheManager(33, PAGE, 2)
     for prompt, cached in ((7, 7), (8, 8), (9, 8), (10, 10)):
         first, second = (sequence(n, 1, f"{prompt}", prompt=prompt) for n in (0, 1))
@@ -117,34 +117,34 @@ def test_the_last_token_of_a_prompt_is_always_fed() -> None:
         decode(manager, first, 5, 6, 7)
         release(manager, first)
         admit(manager, second)
-        assert second.cached_tokens == cached
+        assert second.pages.cached_tokens == cached
         release(manager, second)
 
 
 @pytest.mark.parametrize("different", ["adapter", "image", "payload"])
-def test_what_decides_a_positions_kv_decides_who_shares_it(different: str) -> None:
-    """Adapters, pictures and the values that tokens carry are told apart."""
+def test_only_positions_with_equal_kv_are_shared(different: str) -> None:
+    """Different adapters, images or token payloads are not shared."""
     manager = KVCacheManager(33, PAGE, 2, num_adapter_slots=1)
     first, second = sequence(0, 8, prompt=9), sequence(1, 8, prompt=9)
     if different == "adapter":
-        second.adapter_key = "tuned"
+        second.adapter.key = "tuned"
     elif different == "image":
         second.prefix_key = "other"
     else:
         second.tokens[0] = (second.tokens[0][0], (0.5, 0.0))
     admit(manager, first)
     admit(manager, second)
-    assert second.cached_tokens == (8 if different == "payload" else 0)
-    assert not set(second.page_ids[2:]) & set(first.page_ids)
+    assert second.pages.cached_tokens == (8 if different == "payload" else 0)
+    assert not set(second.pages.ids[2:]) & set(first.pages.ids)
 
 
 def test_a_page_computed_twice_is_kept_once() -> None:
-    """Whoever computes what the tree has keeps its own page only while others hold the tree's."""
+    """A sequence keeps a duplicate of a cached page only while others reference that page."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 1, "", prompt=3), sequence(1, 1, "", prompt=3)
     admit(manager, first)
     admit(manager, second)  # its last position is in the page that `first` gave to the tree
-    assert second.page_ids != first.page_ids
+    assert second.pages.ids != first.pages.ids
     assert manager.pages_used == 2 + 2  # each has a page for the token to come
     release(manager, first)
     decode(manager, second, 8, 9, 10)
@@ -152,8 +152,8 @@ def test_a_page_computed_twice_is_kept_once() -> None:
     assert manager.prefix_pages == 2
 
 
-def test_whoever_is_alone_has_the_whole_pool() -> None:
-    """Pages that it computed although the tree had them are merged before it runs short."""
+def test_a_sequence_alone_can_use_the_whole_pool() -> None:
+    """Duplicates of cached pages are freed before the sequence runs out of pages."""
     manager = KVCacheManager(5, PAGE, 2)
     first, second = sequence(0, 1, "", prompt=3), sequence(1, 1, "", prompt=3, max_tokens=13)
     assert manager.fits_ever(second)
@@ -161,11 +161,11 @@ def test_whoever_is_alone_has_the_whole_pool() -> None:
     admit(manager, second)
     release(manager, first)
     decode(manager, second, *range(60, 72))
-    assert len(second.page_ids) == 4
+    assert len(second.pages.ids) == 4
 
 
 def test_a_sharer_waits_until_the_prefix_is_launched() -> None:
-    """Before the computing launch is enqueued a sharer is not admitted, after it it hits."""
+    """A sharer is admitted only after the launch that computes the prefix, and finds it."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 8), sequence(1, 8)
     manager.admit(first)
@@ -176,34 +176,34 @@ def test_a_sharer_waits_until_the_prefix_is_launched() -> None:
 
 
 def test_a_sharer_computes_what_an_aborted_one_did_not() -> None:
-    """A prefix whose owner ended before its launch is computed by the next."""
+    """A prefix whose sequence ended before its launch is computed by the next sequence."""
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 8), sequence(1, 8)
     manager.admit(first)
     release(manager, first)
     assert manager.pages_used == manager.prefix_pages == 0
     assert len(admit(manager, second).compute_pages) == 2
-    assert second.cached_tokens == 0
+    assert second.pages.cached_tokens == 0
 
 
 def test_one_key_has_one_length() -> None:
-    """A key names content, so two lengths under one key are a bug."""
+    """A key names content, so two lengths for one key assert."""
     manager = KVCacheManager(17, PAGE, 2)
     admit(manager, sequence(0, 8))
     with pytest.raises(AssertionError, match="two lengths"):
         manager.admit(sequence(1, 9))
 
 
-# ---------------------------------------------------------------- what is forgotten
+# ---------------------------------------------------------------- invalid content
 
 
-def test_a_forgotten_prefix_lasts_as_long_as_its_holders() -> None:
-    """Who holds it goes on reading it, nobody joins them, and its pages go with the last."""
+def test_an_invalid_prefix_lasts_as_long_as_its_references() -> None:
+    """Its users continue, no sequence joins them, and its pages are freed with the last one."""
     manager = KVCacheManager(17, PAGE, 3)
     first, second, third = sequence(0, 8), sequence(1, 8), sequence(2, 8)
     admit(manager, first)
     admit(manager, second)
-    manager.forget(first)
+    manager.invalidate(first)
     release(manager, first)
     assert manager.pages_used == 3
     assert len(admit(manager, third).compute_pages) == 2
@@ -211,42 +211,42 @@ def test_a_forgotten_prefix_lasts_as_long_as_its_holders() -> None:
     assert (manager.pages_used, manager.prefix_pages) == (3, 0)
 
 
-def test_a_page_that_was_copied_is_forgotten_with_the_copy() -> None:
-    """Whoever starts from a copy of a page may have what is wrong from there: nobody else gets it.
+def test_the_source_of_an_invalid_copy_is_invalidated_too() -> None:
+    """The invalid values may come from the copied page, so no other sequence finds it.
 
-    Where only what is behind a length is wrong, the page stays.
+    If only positions after the prompt are invalid, the page stays.
     """
     manager = KVCacheManager(17, PAGE, 2)
     first, second, third, fourth, fifth = (sequence(n, 1, "", prompt=2) for n in range(5))
     admit(manager, first)
-    release(manager, first)  # kept in a page that is filled in part
+    release(manager, first)  # cached in a partial page
     work = admit(manager, second)
     assert work.copy_tail is not None
-    assert second.cached_tokens == 2
-    manager.forget(second)
+    assert second.pages.cached_tokens == 2
+    manager.invalidate(second)
     manager.check()
     release(manager, second)
     assert manager.prefix_pages == 0
     admit(manager, third)
-    assert third.cached_tokens == 0
+    assert third.pages.cached_tokens == 0
     release(manager, third)
     admit(manager, fourth)
-    manager.forget(fourth, fourth.prompt_length)
+    manager.invalidate(fourth, fourth.prompt_length)
     release(manager, fourth)
     admit(manager, fifth)
-    assert fifth.cached_tokens == 2
+    assert fifth.pages.cached_tokens == 2
 
 
-def test_a_forgotten_answer_leaves_the_prompt() -> None:
-    """Behind the length that is named nothing is found, before it all is."""
+def test_an_invalid_answer_leaves_the_prompt() -> None:
+    """Positions before the given length are found, none after it."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 8, prompt=4, max_tokens=9)
     admit(manager, first)
     decode(manager, first, 5, 6, 7, 8, 9)
-    manager.forget(first, first.prompt_length)
+    manager.invalidate(first, first.prompt_length)
     decode(manager, first, 10)
     release(manager, first)
     second = sequence(1, 8, prompt=4)
     second.tokens += first.tokens[4:]
     admit(manager, second)
-    assert second.cached_tokens == 12
+    assert second.pages.cached_tokens == 12

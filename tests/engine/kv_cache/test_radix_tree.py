@@ -1,4 +1,4 @@
-"""What is kept: found by content, held while it is read, evicted in order."""
+"""The radix tree: lookup by content, references, eviction order."""
 
 import random
 
@@ -13,127 +13,127 @@ PAGE = 4
 PLAIN = Namespace("", "")
 
 
-def keep(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> Node:
-    """A chain of full pages of these tokens, held by nobody; its last node."""
-    node = tree.root(PLAIN) or tree.open_root(PLAIN, 0, 0)
-    tree.hold(node)
+def cache(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> Node:
+    """Add an unreferenced chain of full pages of these tokens; return its last node."""
+    node = tree.root(PLAIN) or tree.add_root(PLAIN, 0, 0)
+    tree.acquire(node)
     for first in range(0, len(token_ids), PAGE):
         keys = tuple((token_id, (0.0, 0.0)) for token_id in token_ids[first : first + PAGE])
         known = node.children.get(keys)
         page = pool.allocate(1)[0] if known is None else known.pages[0]
         child = tree.extend(node, keys, page)
-        tree.hold(child, above=node)
+        tree.acquire(child, above=node)
         node = child
-    tree.drop(node, priority)
+    tree.release(node, priority)
     return node
 
 
-def test_leaves_go_before_what_they_stand_on() -> None:
-    """A long answer is evicted from its end, so what is left can still be found."""
+def test_leaves_are_evicted_before_their_parents() -> None:
+    """A long answer is evicted from its end, so that the rest can still be found."""
     pool = PagePool(5)
     tree = RadixTree(pool, PAGE)
-    keep(tree, pool, *range(16))
+    cache(tree, pool, *range(16))
     assert (tree.idle_pages, pool.num_free) == (4, 0)
-    tree.make_room(2)
+    tree.evict_until_free(2)
     assert [node.length for node in tree.nodes()] == [0, 4, 8]
-    tree.make_room(4)
+    tree.evict_until_free(4)
     assert (tree.root(PLAIN), tree.idle_pages) == (None, 0)
 
 
-def test_what_is_held_is_never_evicted() -> None:
-    """Eviction passes over a held path, and asserts when nothing else is left."""
+def test_referenced_nodes_are_never_evicted() -> None:
+    """Eviction skips a referenced path, and asserts when nothing else is left."""
     pool = PagePool(5)
     tree = RadixTree(pool, PAGE)
-    held = keep(tree, pool, *range(8))
-    keep(tree, pool, *range(50, 58))
-    tree.hold(held)
+    used = cache(tree, pool, *range(8))
+    cache(tree, pool, *range(50, 58))
+    tree.acquire(used)
     assert tree.idle_pages == 2
     with pytest.raises(AssertionError, match="nothing left to evict"):
-        tree.make_room(3)
+        tree.evict_until_free(3)
     assert [node.length for node in tree.nodes()] == [0, 4, 8]
 
 
 def test_eviction_follows_the_order_of_the_specification() -> None:
-    """Whatever was kept and used in whatever order, leaves go as `eviction_order` has them."""
+    """Leaves are evicted in `eviction_order`, in whatever order they were added and used."""
     draw = random.Random(1)
     for _ in range(50):
         pool = PagePool(9)
         tree = RadixTree(pool, PAGE)
-        kept = [keep(tree, pool, *[n] * PAGE, priority=draw.randrange(3)) for n in range(8)]
+        cached = [cache(tree, pool, *[n] * PAGE, priority=draw.randrange(3)) for n in range(8)]
         for _ in range(draw.randrange(12)):
-            again = draw.choice(kept)
-            tree.hold(again)
-            tree.drop(again, draw.randrange(3))
+            again = draw.choice(cached)
+            tree.acquire(again)
+            tree.release(again, draw.randrange(3))
         order = eviction_order(
-            EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used) for node in kept
+            EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used) for node in cached
         )
         left = [candidate.candidate_id for candidate in order]
         for count in range(1, 9):
-            tree.make_room(count)
+            tree.evict_until_free(count)
             found = {node.node_id for node in tree.nodes() if node.pages}
             assert found == set(left[count:])
 
 
-def test_stale_offers_do_not_pile_up() -> None:
-    """A page that is read again and again is offered for eviction once."""
+def test_stale_heap_entries_do_not_pile_up() -> None:
+    """A page that is used again and again has few entries in the heap."""
     pool = PagePool(3)
     tree = RadixTree(pool, PAGE)
-    node = keep(tree, pool, *range(4))
+    node = cache(tree, pool, *range(4))
     for _ in range(1000):
-        tree.hold(node)
-        tree.drop(node, 0)
+        tree.acquire(node)
+        tree.release(node, 0)
     assert len(tree._idle_leaves) < 100
-    tree.make_room(2)
+    tree.evict_until_free(2)
     assert tree.idle_pages == 0
 
 
-def test_what_is_forgotten_takes_all_below_along() -> None:
-    """Idle pages are free at once, held ones with their last holder, and none is found."""
+def test_detaching_a_node_detaches_its_descendants() -> None:
+    """Idle pages are freed at once, others with their last reference, and none is found."""
     pool = PagePool(9)
     tree = RadixTree(pool, PAGE)
-    first = keep(tree, pool, *range(4))
-    keep(tree, pool, *range(4), *range(30, 34))
-    held = keep(tree, pool, *range(4), *range(40, 44))
-    tree.hold(held)
-    tree.forget(first)
+    first = cache(tree, pool, *range(4))
+    cache(tree, pool, *range(4), *range(30, 34))
+    used = cache(tree, pool, *range(4), *range(40, 44))
+    tree.acquire(used)
+    tree.detach(first)
     assert [node.length for node in tree.nodes()] == [0]
     assert (tree.idle_pages, pool.num_free) == (0, 6)
-    tree.drop(held, 0)
+    tree.release(used, 0)
     assert (pool.num_free, tree.root(PLAIN)) == (8, None)
 
 
-def test_a_unit_that_was_never_computed_goes_with_its_holder() -> None:
-    """Nobody finds a picture that nobody will compute; its pages are free again."""
+def test_an_image_prefix_that_was_never_computed_is_freed_on_release() -> None:
+    """An image that will not be computed is not found, and its pages are free again."""
     pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
-    root = tree.open_root(Namespace("", "picture"), 9, 3)
-    tree.hold(root)
+    root = tree.add_root(Namespace("", "image"), 9, 3)
+    tree.acquire(root)
     assert not root.ready
-    tree.drop(root, 0)
-    assert tree.root(Namespace("", "picture")) is None
+    tree.release(root, 0)
+    assert tree.root(Namespace("", "image")) is None
     assert (tree.idle_pages, pool.num_free) == (0, 7)
 
 
-def test_dropping_too_often_asserts() -> None:
-    """Holders and drops match."""
+def test_releasing_too_often_asserts() -> None:
+    """A release without a reference asserts."""
     pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
-    node = keep(tree, pool, *range(4))
-    with pytest.raises(AssertionError, match="nobody holds it"):
-        tree.drop(node, 0)
+    node = cache(tree, pool, *range(4))
+    with pytest.raises(AssertionError, match="without a reference"):
+        tree.release(node, 0)
 
 
-def test_the_page_that_agrees_longest_is_the_one_to_copy() -> None:
-    """Of several pages behind a path the one with most in common with the rest is the source."""
+def test_the_page_with_the_longest_common_prefix_is_copied() -> None:
+    """The source of a copy is the child that shares the most positions with the prompt."""
     pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
-    keep(tree, pool, 1, 2, 3, 4, 5, 6, 9, 9)
-    best = keep(tree, pool, 1, 2, 3, 4, 5, 6, 7, 9)
-    keep(tree, pool, 1, 2, 3, 4, 5, 9, 9, 9)
-    asked = make_sequence(0, FakeTask(), prefix_key="")
-    asked.prefix_length = 0
-    asked.tokens = [(n, (0.0, 0.0)) for n in (1, 2, 3, 4, 5, 6, 7, 8, 1)]
+    cache(tree, pool, 1, 2, 3, 4, 5, 6, 9, 9)
+    best = cache(tree, pool, 1, 2, 3, 4, 5, 6, 7, 9)
+    cache(tree, pool, 1, 2, 3, 4, 5, 9, 9, 9)
+    sequence = make_sequence(0, FakeTask(), prefix_key="")
+    sequence.prefix_length = 0
+    sequence.tokens = [(n, (0.0, 0.0)) for n in (1, 2, 3, 4, 5, 6, 7, 8, 1)]
     root = tree.root(PLAIN)
     assert root is not None
-    match = tree.match(root, asked, 8)
+    match = tree.match(root, sequence, 8)
     assert (match.node.length, match.length, match.source) == (4, 7, best)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from legato_engine.errors import InvalidField
+from legato_engine.kernels import reference_rows, row_ops
 from legato_engine.kernels.cuda import quantise
 from legato_engine.kernels.cuda.compiler import compile_source
 from legato_engine.layers import fp8
@@ -20,7 +21,7 @@ from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 
-HALF_STEP = 2.0**-4  # of e4m3: three bits behind the leading one, rounded to nearest
+HALF_STEP = 2.0**-4  # of e4m3: three bits after the leading one, rounded to nearest
 LAYER_ERROR = 0.045  # of one layer: both factors off by 2.6 % root mean square, and a margin
 TOWER_ERROR = 0.15  # of two blocks and the projector
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def layer(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> Line
 def test_a_value_is_off_by_half_a_step(size):
     """Quantised values are within half a step of e4m3, or of its smallest step, in every row."""
     x_TK = torch.randn(40, 64) * torch.logspace(-2, 2, 40)[:, None] * size
-    rows = quantise.reference(x_TK)
+    rows = reference_rows.quantise(x_TK)
     assert (rows.values.dtype, rows.scale.shape) == (torch.float8_e4m3fn, (40, 1))
     allowed_TK = x_TK.abs() * HALF_STEP * 1.001 + rows.scale * 2.0**-10
     assert ((rows.values.float() * rows.scale - x_TK).abs() <= allowed_TK).all()
@@ -64,13 +65,13 @@ def test_a_value_is_off_by_half_a_step(size):
 
 def test_a_row_of_zeros_is_zeros():
     """A row without a largest value has a scale that is not zero."""
-    rows = quantise.reference(torch.zeros(2, 16, dtype=torch.bfloat16))
+    rows = reference_rows.quantise(torch.zeros(2, 16, dtype=torch.bfloat16))
     assert (rows.values.float() == 0).all()
     assert (rows.scale > 0).all()
 
 
 def test_a_value_that_is_no_number_stays_none():
-    """NaN and infinity in a row make that row's outputs not finite, and no other's."""
+    """NaN and infinity make their row's outputs not finite, and no other row's."""
     x_TK = torch.randn(3, 32)
     x_TK[0, 3], x_TK[2, 5] = float("nan"), float("inf")
     out_TO = Fp8Linear(layer(32, 16))(x_TK)
@@ -81,8 +82,8 @@ def test_a_value_that_is_no_number_stays_none():
 def test_what_comes_before_is_not_rounded():
     """The gelu of bf16 rows is that of float32, then quantised."""
     x_TK = torch.randn(5, 48).bfloat16()
-    expected = quantise.reference(F.gelu(x_TK.float(), approximate="tanh"))
-    ours = quantise.gelu(x_TK)
+    expected = reference_rows.quantise(F.gelu(x_TK.float(), approximate="tanh"))
+    ours = row_ops.quantise_gelu(x_TK)
     assert torch.equal(ours.values.float(), expected.values.float())
     assert torch.equal(ours.scale, expected.scale)
 
@@ -103,7 +104,7 @@ def test_the_emulation_is_the_multiplication():
     """What runs on a GPU gives the emulation's numbers: the same scales on the same sides."""
     linear = layer(64, 48, torch.bfloat16)
     ours = Fp8Linear(linear)
-    rows = quantise.plain(torch.randn(33, 64).bfloat16())
+    rows = row_ops.quantise(torch.randn(33, 64).bfloat16())
     operands = (rows.values, rows.scale, ours.weight, ours.scale, ours.bias)
     torch.testing.assert_close(
         fp8.multiplied(*operands), fp8.emulated(*operands), rtol=2**-7, atol=1e-5

@@ -12,7 +12,7 @@ from legato_engine.layers.linear import Linear, TileCounters
 
 
 def test_a_widened_layer_computes_what_it_did():
-    """Of rows as wide as before, and of rows with zeros behind them; a second time changes none."""
+    """Rows of the old width and rows padded with zeros agree; widening twice changes nothing."""
     torch.manual_seed(0)
     layer = Linear(21, 5).requires_grad_(requires_grad=False)
     x_TI = torch.randn(2, 3, 21)
@@ -38,7 +38,7 @@ def test_two_terms_stay_apart_where_no_product_adds_them():
 
 
 def test_counters_belong_to_their_layers_while_they_are_cleared():
-    """Zeros for each layer, in front of whatever was counted before, and none behind."""
+    """Each layer has a zeroed counter inside, whatever was counted before, and none outside."""
     layers = [Linear(4, 3), Linear(3, 2)]
     counters = TileCounters(layers, torch.device("cpu"))
     for _ in range(2):

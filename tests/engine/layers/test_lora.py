@@ -9,7 +9,7 @@ from legato_engine.kernels.low_rank import AdapterRows
 
 
 def slots_of(ranks, inputs, outputs, max_rank):
-    """Slots of these ranks behind slot 0, zero beyond them."""
+    """Slots of these ranks after slot 0, zero beyond the ranks."""
     generator = torch.Generator().manual_seed(0)
     a_SRI = torch.zeros(len(ranks) + 1, max_rank, inputs, dtype=torch.float64)
     b_SRO = torch.zeros(len(ranks) + 1, max_rank, outputs, dtype=torch.float64)

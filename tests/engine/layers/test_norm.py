@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from legato_engine.kernels import ops
+from legato_engine.kernels import ops, reference_rows, row_ops
 from legato_engine.kernels.cuda import norm, quantise
 from legato_engine.kernels.cuda.compiler import compile_source, sources
 from legato_engine.layers.attention import Attention
@@ -47,17 +47,17 @@ def test_the_sum_and_its_norm_are_torchs(dtype, count):
     layer = layer_norm(48, dtype)
     x_NTK, y_NTK = torch.randn(3, 7, 48).to(dtype), torch.randn(count, 7, 48).to(dtype)
     expected = x_NTK + y_NTK
-    for add_norm in (norm.add_norm, norm.add_norm_quantised):
+    for add_norm in (row_ops.add_norm, row_ops.add_norm_quantised):
         assert torch.equal(add_norm(x_NTK.clone(), y_NTK, layer)[0], expected)
-    assert torch.equal(norm.add_norm(x_NTK, y_NTK, layer)[1], layer(expected))
+    assert torch.equal(row_ops.add_norm(x_NTK, y_NTK, layer)[1], layer(expected))
 
 
 def test_the_norm_is_not_rounded_before_it_is_quantised():
     """The norm of a bf16 sum is that of float32, then quantised."""
     layer = layer_norm(48, torch.bfloat16)
     x_TK, y_TK = torch.randn(2, 5, 48).bfloat16()
-    expected = quantise.reference(copy.deepcopy(layer).float()((x_TK + y_TK).float()))
-    _, ours = norm.add_norm_quantised(x_TK, y_TK, layer)
+    expected = reference_rows.quantise(copy.deepcopy(layer).float()((x_TK + y_TK).float()))
+    _, ours = row_ops.add_norm_quantised(x_TK, y_TK, layer)
     assert torch.equal(ours.values.float(), expected.values.float())
     assert torch.equal(ours.scale, expected.scale)
 

@@ -34,7 +34,7 @@ def test_pairs_turn_by_their_own_frequency(rope):
 
 
 def test_the_rest_of_a_head_passes(rope):
-    """Dims behind the rotated ones come out as they went in."""
+    """Dims after the rotated ones are unchanged."""
     x_THE = torch.randn(3, 2, 12)
     out_THE = rotate(x_THE, *rope.at(torch.tensor([1, 2, 3])))
     assert torch.equal(out_THE[..., 8:], x_THE[..., 8:])
@@ -67,7 +67,7 @@ def speeds(scaling, theta=500_000.0, rotary_dim=64):
 
 
 def test_linear_scaling_slows_every_pair():
-    """Position p of the longer context stands where p / factor stood."""
+    """Position p of the longer context has the angle that p / factor had."""
     for slow, fast in zip(speeds(LinearScaling(4.0)), speeds(None), strict=True):
         assert slow == pytest.approx(fast / 4, rel=1e-5)
 

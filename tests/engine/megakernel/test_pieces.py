@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.kv_cache.eviction import EvictionCandidate, eviction_order
-from legato_engine.megakernel.acceptance import AcceptancePolicy
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.megakernel.descriptor import RequestDescriptor
 from legato_engine.megakernel.models import LookupProposer
 from legato_engine.megakernel.pages import PageState, PageTable
+from legato_engine.speculative.acceptance import AcceptancePolicy
+from legato_engine.speculative.costs import CostTable
 
 TOKENS = st.integers(0, 3)
 

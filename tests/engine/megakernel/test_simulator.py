@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import H200_MOONDREAM2
 from legato_engine.megakernel.descriptor import RequestDescriptor, State
 from legato_engine.megakernel.models import LookupProposer
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import H200_MOONDREAM2
 
 from tests.engine.megakernel.world import check_pages, expected, make, random_requests, rates
 
@@ -66,7 +66,7 @@ def test_no_schedule_changes_what_is_generated(part):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_every_page_is_accounted_for_after_every_iteration(seed):
-    """Held by exactly those who list it, and holding what they think."""
+    """Every page is held by exactly the requests that list it, with the tokens they expect."""
     simulator, _ = random_schedule(seed)
     run_checked(simulator)
 
@@ -109,7 +109,7 @@ def _twins():
 
 
 def test_pages_run_out_on_the_least_important_first():
-    """Whoever matters more is never preempted for whoever matters less."""
+    """A request is never preempted for one of lower priority."""
     requests = [
         RequestDescriptor(i, prompt=(1 + i,) * 8, max_tokens=40, priority=i) for i in range(3)
     ]

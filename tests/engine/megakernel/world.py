@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, BlockPolicy
 from legato_engine.megakernel.descriptor import NO_GRAFT, RequestDescriptor
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.models import (
@@ -16,6 +15,7 @@ from legato_engine.megakernel.models import (
 )
 from legato_engine.megakernel.pages import PageTable
 from legato_engine.megakernel.simulator import Simulator
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, BlockPolicy
 
 
 def expected(request: RequestDescriptor) -> list[int]:
@@ -76,7 +76,7 @@ def random_requests(draw: random.Random) -> list[RequestDescriptor]:
 
 
 def check_pages(machine: Machine) -> None:
-    """Every page is accounted for: held by those who list it, once each, or free."""
+    """Every page is held once by each request that lists it, or free."""
     listed: dict[int, set[int]] = {page: set() for page in range(machine.pages.num_pages)}
     for request in machine.requests:
         assert len(set(request.page_ids)) == len(request.page_ids), "a page is listed twice"

@@ -1,4 +1,4 @@
-"""A served text model beside transformers' own, on the same weights."""
+"""A text model compared with transformers' own, on the same weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import random
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
+from legato_engine.core import (
+    FinishReason,
+    PromptToken,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.paged_cache import PrefillSpan
@@ -25,14 +32,15 @@ def relative_error(actual, expected):
 
 
 def load(name, folder, dtype=torch.float32, **settings):
-    """The model that is served under that name."""
+    """Load the model of that name."""
     return resolve(name, weights=str(folder), **settings).load(CPU, dtype)
 
 
 def check_prefill_and_decode(model, theirs, *, length, steps=20, seed=0):
-    """Logits of a prompt's last token, and of every step behind it, are transformers' own.
+    """The logits of a prompt's last token, and of every later step, are transformers' own.
 
-    The tokens are random, not chosen: so steps go everywhere. A second row decodes beside it.
+    Tokens are random rather than sampled, so that steps vary. A second row decodes in the same
+    batch.
     """
     generator = random.Random(seed)
     ids = [generator.randrange(model.vocab_size) for _ in range(length + steps)]
@@ -51,7 +59,7 @@ def check_prefill_and_decode(model, theirs, *, length, steps=20, seed=0):
 
 
 def check_two_spans(model, theirs, *, length, cut):
-    """The logits behind both spans of a prompt are transformers' own, all of the second's."""
+    """The logits after both spans of a prompt are transformers' own, and all of the second's."""
     ids_T = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(cut))
     with torch.inference_mode():
         expected_TV = theirs(ids_T[None]).logits[0]
@@ -64,47 +72,44 @@ def check_two_spans(model, theirs, *, length, cut):
 
 
 def check_chosen(theirs, prompt, chosen):
-    """Every token is the one that transformers would choose behind the prompt and those before it.
-
-    That is its greedy loop, in one pass.
-    """
+    """Every token is the one that transformers' greedy loop would choose, checked in one pass."""
     with torch.inference_mode():
         logits_TV = theirs(torch.tensor([[*prompt, *chosen[:-1]]])).logits[0]
     assert logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == chosen
 
 
 class Answers:
-    """A `scheduler.Sink` that keeps what became of every request."""
+    """A `Sink` that keeps the result of every request."""
 
     def __init__(self):
         self.told, self.results, self.reasons = {}, {}, {}
 
     @property
     def tokens(self):
-        """Ids of the tokens of every request."""
+        """Token ids of every request."""
         return {name: [token.token_id for token in told] for name, told in self.told.items()}
 
     def started(self, sequence):
-        """Nothing yet."""
-        self.told[sequence.request.request_id] = []
+        """Ignore the start."""
+        self.told[sequence.request.request_id.caller_id] = []
 
     def delta(self, sequence, events):
-        """The tokens that the events tell."""
-        self.told[sequence.request.request_id] += tokens_of(events)
+        """Keep the tokens of the events."""
+        self.told[sequence.request.request_id.caller_id] += tokens_of(events)
 
     def done(self, sequence, finish_reason):
-        """The whole answer."""
-        name = sequence.request.request_id
+        """Keep the result."""
+        name = sequence.request.request_id.caller_id
         self.results[name] = sequence.task.result(finish_reason).answer
         self.reasons[name] = finish_reason
 
     def failed(self, sequence, error):
-        """Nothing here fails."""
+        """Fail the test."""
         raise error
 
 
 class Engine:
-    """Everything of an engine but its process."""
+    """An engine without its process."""
 
     def __init__(self, name, folder, **settings):
         config = EngineConfig(model=name, weights=str(folder), device="cpu", threads=1)
@@ -119,19 +124,19 @@ class Engine:
         self.assembly.device.close()
 
     def prompt(self, question):
-        """Ids that the model is given."""
+        """Token ids of the model's prompt."""
         task = self.assembly.frontend.make_task(
-            Request(request_id="p", task=QueryTask(question=question))
+            Request(request_id=RequestKey("p"), task=QueryTask(question=question))
         )
         return [token.token_id for token in task.prompt]
 
     def ask(self, questions, depth=2, together=True, logprobs=False, **sampling):
-        """Ask all; whatever was asked before is forgotten."""
+        """Run all requests; forget earlier ones."""
         answers = Answers()
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
         for index, question in enumerate(questions):
             request = Request(
-                request_id=str(index),
+                request_id=RequestKey(str(index)),
                 task=QueryTask(question=question),
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
@@ -147,7 +152,7 @@ class Engine:
 
 
 def questions(count, seed=0):
-    """Texts of one word to many, some with letters of several bytes."""
+    """Texts of one word to many, some with multi-byte characters."""
     generator = random.Random(seed)
     words = ["the", "cat", "sky", "why", "is", "it", "blue?", "é", "😀", "0", "tea", "\n", "x" * 9]
     return [
@@ -157,7 +162,7 @@ def questions(count, seed=0):
 
 
 def check_greedy(name, folder, theirs, *, count, tokens=8, eos=0):
-    """Greedy answers, many decoding together, are token for token transformers' own."""
+    """Greedy answers of many requests in a batch are transformers' own, token for token."""
     asked = questions(count)
     with Engine(name, folder, max_running=16, max_waiting=count) as engine:
         answers = engine.ask(asked, max_tokens=tokens, temperature=0.0)

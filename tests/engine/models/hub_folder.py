@@ -1,4 +1,4 @@
-"""Hugging Face folders of tiny random models, written by transformers and tokenizers themselves."""
+"""Hugging Face folders of tiny random models, written by transformers and tokenizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXTS = ["the cat sat on the mat", "why is the sky blue", "what is it? 0 1 2 3"
 
 
 def phi(**fields):
-    """A Phi of two layers and four heads of 16, half of each turns."""
+    """A Phi of two layers and four heads of 16, half of each rotated."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -44,7 +44,7 @@ def phi(**fields):
 
 
 def byte_level_tokenizer(*, adds_bos=False):
-    """As those of Phi, Llama 3 and Qwen: every byte is a letter."""
+    """A tokenizer like those of Phi, Llama 3 and Qwen: every byte is a letter."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def byte_level_tokenizer(*, adds_bos=False):
 
 
 def byte_fallback_tokenizer():
-    """As those of the first Llamas: spaces are letters, bytes only where no letter fits."""
+    """A tokenizer like the first Llamas': spaces are letters, bytes are a fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -82,10 +82,10 @@ def byte_fallback_tokenizer():
 
 
 def write(folder, config, *, tokenizer=None, chat=None, generation=None, seed=0, shards=1):
-    """A whole folder; returns transformers' own model, in float32.
+    """Write a whole folder; return transformers' own model in float32.
 
-    Nothing in the weights keeps the value that it starts training with: a bias of zeros or a norm
-    of ones would hide that it is not used.
+    No weight keeps its initial value, because a bias of zeros or a norm of ones would hide that it
+    is unused.
     """
     model = random_model(config, seed)
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -102,7 +102,7 @@ def write(folder, config, *, tokenizer=None, chat=None, generation=None, seed=0,
 
 
 def random_model(config, seed=0):
-    """The model of transformers with every weight drawn anew."""
+    """Make transformers' model with every weight random."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def change(path, **fields):
 
 
 def _plain_bytes(tokenizer):
-    """Byte tokens are no special ones: they are in the vocabulary alone."""
+    """Byte tokens are not special: they are in the vocabulary only."""
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [t for t in data["added_tokens"] if not t["content"].startswith("<0x")]
     return Tokenizer.from_str(json.dumps(data))

@@ -1,4 +1,4 @@
-"""Drives a `Model` through pages the way the runtime does, row by row of one fixed batch."""
+"""Drives a `Model` through pages as the runtime does, in one fixed batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PagedSession:
         self.prefixes = {}
 
     def prefix(self, image, length):
-        """Pages that hold BOS and the image, computed once per picture; none for no positions."""
+        """Return pages of BOS and the image, computed once per image; none for no positions."""
         key = image.key if image is not None else None
         if length == 0:
             return torch.zeros(0, dtype=torch.int64)
@@ -64,7 +64,7 @@ class PagedSession:
         ]
 
     def feed(self, row, token_id, payload):
-        """The token that the row's next step runs."""
+        """Set the token of the row's next step."""
         self.tokens_R[row] = token_id
         self.payload_R2[row] = torch.tensor(payload)
 

@@ -1,7 +1,7 @@
-"""Moondream 2 written down densely in float64: no pages, no cache, one sequence, and loops.
+"""Moondream 2 in dense float64: no pages, no cache, one sequence, and loops.
 
-It shares nothing with the engine but the configuration and the names of the weights. Every call
-runs the whole sequence again.
+It shares only the configuration and the names of the weights with the engine. Every call runs the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReferenceMoondream:
         return self.linear(gelu, f"{name}.fc2")
 
     def attention(self, x, name, heads, visible, turn=lambda y: y):
-        """Head by head; `visible` [T, T] says who sees whom."""
+        """Attention head by head under the mask `visible` [T, T]."""
         width = x.shape[-1]
         size = width // heads
         qkv = self.linear(x, f"{name}.qkv")
@@ -77,7 +77,7 @@ class ReferenceMoondream:
         return self.norm(x, "vision.post_ln")
 
     def image_embeddings(self, image, tiling):
-        """[T, D] of a PIL picture cut into `tiling` rows and columns."""
+        """[T, D] of a PIL image cut into `tiling` rows and columns."""
         vision = self.config.vision
         size, margin = vision.crop_size, vision.overlap_margin
         grid = size // vision.patch_size
@@ -99,7 +99,7 @@ class ReferenceMoondream:
         return self.mlp(torch.cat([whole, local], -1), "vision.proj_mlp")
 
     def place(self, stitched, tile, i, j, tiling):
-        """Copy what tile (i, j) owns of the stitched grid."""
+        """Copy the part of the stitched grid that tile (i, j) owns."""
         margin = self.config.vision.overlap_margin
         grid = tile.shape[0]
         core = grid - 2 * margin

@@ -1,4 +1,4 @@
-"""Checkpoints load to the bit, or not at all."""
+"""Checkpoints load exactly, or are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint_files import headers
-from legato_engine.models.checkpoint_plan import Place
+from legato_engine.models.checkpoint_plan import Destination
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Small(nn.Module):
-    """A network with a parameter of each rank, a buffer, and one of a dtype that is not cast."""
+    """A network with parameters of each rank, a buffer, and a dtype that is not cast."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Small(nn.Module):
 
 
 def empty(dtype=torch.float32):
-    """The network as models hand it over."""
+    """The network on the meta device."""
     with torch.device("meta"):
         network = Small()
     for parameter in network.parameters():
@@ -44,7 +44,7 @@ def empty(dtype=torch.float32):
 
 @pytest.fixture
 def tensors():
-    """A checkpoint by name."""
+    """A checkpoint's tensors by name."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(like.shape, generator=generator).to(like.dtype)
@@ -53,19 +53,19 @@ def tensors():
 
 
 def write_single(tensors, folder):
-    """One file, named."""
+    """Write one file and return its path."""
     save_file(tensors, folder / "some.safetensors")
     return folder / "some.safetensors"
 
 
 def write_folder(tensors, folder):
-    """One file, in its folder."""
+    """Write one file and return its folder."""
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def write_shards(tensors, folder, count=3):
-    """Files and their index."""
+    """Write shards and their index."""
     names = sorted(tensors)
     weight_map = {name: f"part-{i % count}.safetensors" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
@@ -76,20 +76,20 @@ def write_shards(tensors, folder, count=3):
 
 
 def write_pickled(tensors, folder):
-    """A dict of tensors as torch saves it."""
+    """Write a dict of tensors with torch."""
     torch.save(tensors, folder / "weights.pt")
     return folder / "weights.pt"
 
 
 def load(path, rename=lambda name: name, dtype=torch.float32, **options):
-    """The loaded tensors by name."""
+    """Load and return the tensors by name."""
     network = empty(dtype)
     checkpoint.load(network, headers(path), rename, CPU, **options)
     return network.state_dict()
 
 
 def problems(path, rename=lambda name: name):
-    """What the error spells out, line by line behind its head."""
+    """The problems that the error lists."""
     network = empty()
     with pytest.raises(InvalidField) as caught:
         checkpoint.load(network, headers(path), rename, CPU)
@@ -101,7 +101,7 @@ def problems(path, rename=lambda name: name):
 
 
 def same(one, other):
-    """Whether two checkpoints are equal to the bit."""
+    """Whether two checkpoints have the same bits."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name].float(), other[name].float())
         for name in one
@@ -111,14 +111,14 @@ def same(one, other):
 @pytest.mark.parametrize("write", [write_single, write_folder, write_shards, write_pickled])
 @pytest.mark.parametrize("mapped", [1, 2**20])
 def test_every_kind_of_file_round_trips(tensors, tmp_path, monkeypatch, write, mapped):
-    """What was written is what is loaded, however often a file is mapped anew."""
+    """What was written is loaded, however often a file is mapped."""
     monkeypatch.setattr(checkpoint, "_MAPPED_BYTES", mapped)
     assert same(load(write(tensors, tmp_path)), tensors)
 
 
 @pytest.mark.parametrize("write", [write_single, write_pickled])
 def test_weights_take_the_dtype_of_their_parameter(tensors, tmp_path, write):
-    """Floats are cast on the way, and what the network keeps in another dtype stays in it."""
+    """Floats are cast to their parameter's dtype."""
     loaded = load(write(tensors, tmp_path), dtype=torch.bfloat16)
     assert loaded["table"].dtype is torch.bfloat16
     assert torch.equal(loaded["table"], tensors["table"].bfloat16())
@@ -127,7 +127,7 @@ def test_weights_take_the_dtype_of_their_parameter(tensors, tmp_path, write):
 
 
 def test_what_is_loaded_is_frozen_and_no_view_of_the_file(tensors, tmp_path):
-    """A file that is overwritten under a running engine does not change its weights."""
+    """Overwriting the file does not change loaded weights."""
     path = write_single(tensors, tmp_path)
     network = empty()
     checkpoint.load(network, headers(path), lambda name: name, CPU)
@@ -137,7 +137,7 @@ def test_what_is_loaded_is_frozen_and_no_view_of_the_file(tensors, tmp_path):
 
 
 def test_names_rows_and_axes_follow_the_layout(tensors, tmp_path):
-    """A layout renames, joins rows, turns axes, and leaves out what it says is not used."""
+    """A layout renames, joins rows, transposes, and drops unused tensors."""
     first, second = tensors["table"].split([3, 4])
     renamed = {f"old.{name}": tensor for name, tensor in tensors.items() if name != "table"}
     renamed["old.layers.1.weight"] = tensors["layers.1.weight"].t().contiguous()
@@ -145,9 +145,9 @@ def test_names_rows_and_axes_follow_the_layout(tensors, tmp_path):
 
     def layout(name):
         known = {
-            "upper": Place("table", first_row=0),
-            "lower": Place("table", first_row=3),
-            "old.layers.1.weight": Place("layers.1.weight", transposed=True),
+            "upper": Destination("table", first_row=0),
+            "lower": Destination("table", first_row=3),
+            "old.layers.1.weight": Destination("layers.1.weight", transposed=True),
             "rope.inv_freq": None,
         }
         return known.get(name, name.removeprefix("old."))
@@ -156,7 +156,7 @@ def test_names_rows_and_axes_follow_the_layout(tensors, tmp_path):
 
 
 def test_each_defect_is_named(tensors, tmp_path):
-    """Missing, unknown, mis-shaped and not castable tensors are told apart, all in one error."""
+    """One error lists missing, unknown, mis-shaped and not castable tensors."""
     bad = dict(tensors)
     del bad["scale"]
     bad["layers.1.wieght"] = bad.pop("layers.1.weight")
@@ -174,7 +174,7 @@ def test_each_defect_is_named(tensors, tmp_path):
 
 
 def test_a_tensor_in_two_shards_is_named(tensors, tmp_path):
-    """Neither of two tensors of one name is preferred in silence."""
+    """Two tensors of one name are an error."""
     write_shards(tensors, tmp_path)
     save_file({"table": tensors["table"]}, tmp_path / "more.safetensors")
     index = json.loads((tmp_path / INDEX).read_bytes())
@@ -185,7 +185,7 @@ def test_a_tensor_in_two_shards_is_named(tensors, tmp_path):
 
 
 def test_two_names_of_one_parameter_are_named(tensors, tmp_path):
-    """A layout that brings two stored names together is told so, with both."""
+    """Two stored names of one parameter are an error with both names."""
     more = tensors | {"other": tensors["table"].clone()}
     path = write_single(more, tmp_path)
     sources = "other in some.safetensors and table in some.safetensors"
@@ -194,7 +194,7 @@ def test_two_names_of_one_parameter_are_named(tensors, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("rows", "problem"),
     [
         (
             {"upper": 0, "lower": 2},
@@ -207,21 +207,21 @@ def test_two_names_of_one_parameter_are_named(tensors, tmp_path):
         ),
     ],
 )
-def test_rows_that_do_not_make_a_parameter_are_named(tensors, tmp_path, places, problem):
-    """Pieces neither overlap, nor leave rows out, nor reach beyond the parameter."""
+def test_rows_that_do_not_make_a_parameter_are_named(tensors, tmp_path, rows, problem):
+    """Parts must not overlap, leave rows out or exceed the parameter."""
     first, second = tensors.pop("table").split([3, 4])
     path = write_single(tensors | {"upper": first.clone(), "lower": second.clone()}, tmp_path)
 
     def layout(name):
-        if name not in places:
+        if name not in rows:
             return name
-        return None if places[name] is None else Place("table", places[name])
+        return None if rows[name] is None else Destination("table", rows[name])
 
     assert problems(path, layout) == [problem]
 
 
 def test_a_foreign_checkpoint_is_summed_up(tmp_path):
-    """Of thousands of problems twenty are spelled out, and the others counted."""
+    """Of thousands of problems twenty are listed, and the others counted."""
     save_file({f"encoder.{i}": torch.zeros(2) for i in range(3000)}, tmp_path / "x.safetensors")
     with pytest.raises(InvalidField) as caught:
         load(tmp_path / "x.safetensors")
@@ -234,7 +234,7 @@ def test_a_foreign_checkpoint_is_summed_up(tmp_path):
 
 @pytest.mark.parametrize("write", [write_shards, write_pickled])
 def test_a_truncated_file_is_named(tensors, tmp_path, write):
-    """A download that broke off is found before anything is loaded, whichever file it is."""
+    """A truncated file is found before anything is loaded."""
     write(tensors, tmp_path)
     path = next(file for file in sorted(tmp_path.iterdir()) if file.suffix != ".json")
     path.write_bytes(path.read_bytes()[:-20])
@@ -243,7 +243,7 @@ def test_a_truncated_file_is_named(tensors, tmp_path, write):
 
 
 def test_files_of_another_kind_are_named(tmp_path):
-    """No weights, no safetensors, no dict of tensors, no index: each is an error with its place."""
+    """No weights, no safetensors, no dict of tensors, no index: each is an error with the path."""
     with pytest.raises(InvalidField, match=tmp_path.name):
         headers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
@@ -262,7 +262,7 @@ def test_files_of_another_kind_are_named(tmp_path):
 
 
 def test_a_pickle_runs_no_code(tmp_path):
-    """A .pt file that would call something while it is read is refused, and nothing is called."""
+    """A .pt file that would call code is refused, and nothing is called."""
     torch.save({"x": Caller(tmp_path / "called")}, tmp_path / "weights.pt")
     with pytest.raises(InvalidField, match=r"weights\.pt cannot be read"):
         headers(tmp_path / "weights.pt")
@@ -270,7 +270,7 @@ def test_a_pickle_runs_no_code(tmp_path):
 
 
 class Caller:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -280,7 +280,7 @@ class Caller:
 
 
 def test_an_index_with_missing_files_is_named(tensors, tmp_path):
-    """The shards that are not there are named, and counted."""
+    """Missing shards are named and counted."""
     write_shards(tensors, tmp_path)
     (tmp_path / "part-1.safetensors").unlink()
     with pytest.raises(InvalidField, match=r"names 1 of 3 files .* there: part-1\.safetensors"):
@@ -288,7 +288,7 @@ def test_an_index_with_missing_files_is_named(tensors, tmp_path):
 
 
 def test_memory_is_asked_for_before_it_is_taken(tensors, tmp_path):
-    """Too little memory is an error that says what is needed and what is free; enough is enough."""
+    """Too little memory is an error with the needed and the free bytes."""
     path = write_single(tensors, tmp_path)
     network = empty()
     needed = sum(tensor.nbytes for tensor in network.state_dict().values())
@@ -306,7 +306,7 @@ def test_memory_is_asked_for_before_it_is_taken(tensors, tmp_path):
 
 
 def test_progress_grows_to_one(tensors, tmp_path):
-    """Fractions grow strictly, there is one a percent at most, and the last is 1."""
+    """Fractions rise by at least a percent, and end with 1."""
     many = {f"more.{i}": torch.zeros(100) for i in range(500)}
     path = write_single(tensors | many, tmp_path)
     network = empty()
@@ -351,7 +351,7 @@ print(measured("VmHWM") - before, kept)
 @pytest.mark.parametrize("write", [write_shards, write_pickled])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_is_what_is_kept(tmp_path, child_python_path, write, dtype):
-    """A process that loads 310 MB of bfloat16 never holds 1.2 times what it keeps."""
+    """A process that loads 310 MB of bfloat16 peaks below 1.2 times that."""
     paths = []
     for size in (1968, 8):
         (folder := tmp_path / str(size)).mkdir()

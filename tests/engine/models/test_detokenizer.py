@@ -1,4 +1,4 @@
-"""Whole characters, nothing lost, nothing behind a stop string."""
+"""Whole characters, nothing lost, nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOPS = st.lists(st.text(alphabet="ab €", min_size=1, max_size=4), max_size=3)
 
 
 def stream_all(ids, stop=()):
-    """The stream after all ids, and what it showed piece by piece."""
+    """The detokenizer after all ids, and the texts it returned."""
     stream = Detokenizer(TOKENIZER, stop)
     shown = [stream.push(token_id) for token_id in ids]
     return stream, [*shown, stream.close()]
@@ -21,21 +21,21 @@ def stream_all(ids, stop=()):
 
 @given(TEXTS)
 def test_text_comes_back(text):
-    """Shown pieces add up to the text without leading whitespace."""
+    """Returned texts add up to the text without leading whitespace."""
     stream, shown = stream_all(TOKENIZER.encode(text))
     assert "".join(shown) == stream.text == text.lstrip()
 
 
 @given(st.lists(st.integers(0, 255), max_size=40))
 def test_broken_bytes_never_show(values):
-    """Any bytes give the characters that are complete in them, and no replacement character."""
+    """Of any bytes, only complete characters are returned, and no replacement character."""
     data = bytes(values)
     stream, shown = stream_all([NUM_SPECIAL + byte for byte in data])
     assert "".join(shown) == stream.text == data.decode("utf-8", "ignore").lstrip()
 
 
 def test_an_unfinished_character_waits():
-    """A character shows with its last byte, and its bytes are dropped if that never comes."""
+    """A character is returned with its last byte, and dropped if that is missing."""
     euro = TOKENIZER.encode("€")
     _, shown = stream_all([*euro, *euro[:2]])
     assert shown == ["", "", "€", "", "", ""]
@@ -43,7 +43,7 @@ def test_an_unfinished_character_waits():
 
 @given(TEXTS, STOPS)
 def test_text_ends_before_the_first_stop_string(text, stop):
-    """What was shown is the text up to the stop string that is complete first."""
+    """The text ends before the stop string that is complete first."""
     stream = Detokenizer(TOKENIZER, stop)
     shown, read = "", b""
     for token_id in TOKENIZER.encode(text):
@@ -60,7 +60,7 @@ def test_text_ends_before_the_first_stop_string(text, stop):
 
 @given(TEXTS, STOPS)
 def test_little_is_held_back(text, stop):
-    """What is read and not shown is shorter than the longest stop string."""
+    """The text held back is shorter than the longest stop string."""
     stream = Detokenizer(TOKENIZER, stop)
     read = ""
     for letter in text:
@@ -73,7 +73,7 @@ def test_little_is_held_back(text, stop):
 
 
 def test_nothing_comes_after_a_stop():
-    """Tokens behind a stop string show nothing."""
+    """Tokens after a stop string return nothing."""
     stream, shown = stream_all(TOKENIZER.encode("xabx"), ["ab"])
     assert stream.stopped
     assert "".join(shown) == "x"

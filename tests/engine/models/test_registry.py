@@ -1,4 +1,4 @@
-"""Names to models."""
+"""Models by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import msgspec
 import pytest
 import torch
-from legato_engine.core import ImageInfo, QueryTask, Request
+from legato_engine.core import ImageInfo, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
@@ -47,7 +47,7 @@ def test_resolving_loads_no_torch(child_python_path):
         "from legato_engine.models.registry import resolve\n"
         "from legato_engine.core import *\n"
         "bundle = resolve('random-tiny')\n"
-        "request = Request(request_id='r', task=QueryTask(question='?'))\n"
+        "request = Request(request_id=RequestKey('r'), task=QueryTask(question='?'))\n"
         "assert bundle.frontend.make_task(request).prompt\n"
         "from PIL import Image\n"
         "info = ImageInfo(image_id='i', width=99, height=99, cache_hit=False)\n"
@@ -58,7 +58,7 @@ def test_resolving_loads_no_torch(child_python_path):
 
 
 def test_unknown_names_are_refused():
-    """The error lists what there is."""
+    """The error lists the known names."""
     with pytest.raises(ModelNotFound, match="legato-tiny"):
         resolve("gpt")
 
@@ -85,7 +85,7 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["random-tiny", "random-tiny3", "legato-tiny"])
 def test_random_weights_need_no_files(name):
-    """A model with random weights takes a picture and gives finite logits."""
+    """A model with random weights takes an image and gives finite logits."""
     bundle = resolve(name, random_weights=True)
     model = bundle.load(CPU, torch.float32)
     from PIL import Image
@@ -102,7 +102,7 @@ def test_random_weights_need_no_files(name):
     ("name", "context"), [("moondream2", 2048), ("moondream3", 32768), ("moondream3.1", 32768)]
 )
 def test_published_models_say_what_they_need(tmp_path, name, context):
-    """Weights and tokenizer have no default, unless weights are random."""
+    """Weights and tokenizer are required, unless weights are random."""
     with pytest.raises(InvalidField, match=f"{name} needs a weights file or folder"):
         resolve(name)
     with pytest.raises(InvalidField, match=f"{name} needs a tokenizer"):
@@ -113,10 +113,10 @@ def test_published_models_say_what_they_need(tmp_path, name, context):
 
 
 def test_a_shorter_context_is_kept_to():
-    """A bound on the context reaches the model and the prompts; one that cannot be is refused."""
+    """A bound on the context reaches the model and the prompts; an impossible one is refused."""
     bundle = resolve("random-tiny", max_context=64)
     assert bundle.max_context == bundle.load(CPU, torch.float32).max_context == 64
-    request = Request(request_id="r", task=QueryTask(question="x" * 100))
+    request = Request(request_id=RequestKey("r"), task=QueryTask(question="x" * 100))
     with pytest.raises(PromptTooLong) as caught:
         bundle.frontend.make_task(request)
     assert caught.value.metadata["limit"] == "64"
@@ -126,7 +126,7 @@ def test_a_shorter_context_is_kept_to():
 
 
 def test_moondream2_has_the_published_tensors():
-    """Moondream 2 has 592 tensors and 1.93 billion parameters, under the published names."""
+    """Moondream 2 has 592 tensors and 1.93 billion parameters, with the published names."""
     from legato_engine.models.moondream.family import MoondreamBundle
     from legato_engine.models.moondream.model import Network
 

@@ -1,4 +1,4 @@
-"""The engine without a model: what it reports, and the process that runs it."""
+"""The engine without a model: its outputs and its process."""
 
 import asyncio
 import io
@@ -22,6 +22,7 @@ from legato_engine.core import (
     QueryTask,
     RawImage,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TextDelta,
@@ -55,33 +56,33 @@ TASKS = (
 
 
 class Bench:
-    """An engine, what it reported, and blobs that it can read."""
+    """An engine, its outputs, and blobs that it can read."""
 
     def __init__(self, **settings):
         self.blobs = BlobStore(new_namespace())
-        self.reports: list[Any] = []
+        self.outputs: list[Any] = []
         config = EngineConfig(model="null", **settings)
         self.engine = NullEngine(
-            config, blobs=BlobReader(self.blobs.namespace), send=self.reports.append
+            config, blobs=BlobReader(self.blobs.namespace), send=self.outputs.append
         )
 
     def submit(self, name, task=HELLO, **fields):
-        """Begin a request."""
-        self.engine.submit(Request(request_id=name, task=task, **fields))
+        """Submit a request."""
+        self.engine.submit(Request(request_id=RequestKey(name), task=task, **fields))
 
     def run(self, name="a", task=HELLO, **fields):
-        """A request from beginning to end: its reports."""
+        """Run a request to its end; return its outputs."""
         self.submit(name, task, **fields)
         while self.engine.load() != Load(images_cached=self.engine.load().images_cached):
             self.engine.step()
         return self.of(name)
 
     def of(self, name):
-        """The reports of one request."""
-        return [report for report in self.reports if report.request_id == name]
+        """Return the outputs of a request."""
+        return [output for output in self.outputs if output.request_id.caller_id == name]
 
-    def picture(self, size=(30, 20), orientation=1):
-        """A JPEG in a blob."""
+    def image(self, size=(30, 20), orientation=1):
+        """Put a JPEG into a blob."""
         exif = Image.Exif()
         exif[0x0112] = orientation
         data = io.BytesIO()
@@ -91,18 +92,20 @@ class Bench:
 
 @pytest.fixture
 def bench():
-    """An engine that takes no time."""
+    """An engine whose steps take no time."""
     return Bench()
 
 
-def kinds(reports):
-    """The names of their types."""
-    return [type(report).__name__ for report in reports]
+def kinds(outputs):
+    """Return the type names."""
+    return [type(output).__name__ for output in outputs]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
-    """`Started`, one `Delta` a token, `Done`; whoever reads no deltas gets the same result."""
+    """A request sends `Started`, one `Delta` per token and `Done`; without deltas the result is the
+    same.
+    """
     started, *deltas, done = bench.run(task=task)
     assert isinstance(started, Started)
     assert all(isinstance(delta, Delta) and len(delta.events) == 1 for delta in deltas)
@@ -115,7 +118,7 @@ def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
 
 
 def test_text_has_as_many_words_as_asked_for(bench):
-    """`max_tokens` words and LENGTH; a stop string cuts the text in front of it."""
+    """`max_tokens` words end with LENGTH; a stop string cuts the text before it."""
     *_, done = bench.run(sampling=SamplingParams(max_tokens=40), deltas=False)
     assert len(done.result.answer.split()) == 40
     assert done.finish_reason is FinishReason.LENGTH
@@ -126,7 +129,7 @@ def test_text_has_as_many_words_as_asked_for(bench):
 
 
 def test_a_conversation_is_counted_whole(bench):
-    """Every word that was said costs a token, not only the last question's."""
+    """Every word of the conversation counts as a token."""
     turn = Turn(question="what is it", answer="a cup")
     alone, talk = (
         bench.run(name, QueryTask(question="what colour", system=system, history=history))[-1]
@@ -135,8 +138,8 @@ def test_a_conversation_is_counted_whole(bench):
     assert talk.usage.input_tokens - alone.usage.input_tokens == 7
 
 
-def test_tokens_are_told_when_asked_for(bench):
-    """With `return_tokens` each delta holds its token and the end all of them; without, none."""
+def test_tokens_are_optional(bench):
+    """With `return_tokens` each delta has its token and `Done` has all; without it, none has."""
     *deltas, done = bench.run(return_tokens=True)[1:]
     told = [delta.events[0] for delta in deltas]
     assert all(event.tokens[0].text == event.text for event in told)
@@ -147,8 +150,8 @@ def test_tokens_are_told_when_asked_for(bench):
     assert done.tokens == ()
 
 
-def test_tokens_of_places_are_told_beside_them(bench):
-    """What is no text has its tokens in events of their own, certain ones where that is asked."""
+def test_tokens_of_objects_have_events_of_their_own(bench):
+    """Tokens of objects come in events of their own, with a logprob of 0 if wanted."""
     task = DetectTask(object="cat")
     *deltas, done = bench.run(task=task, return_tokens=True, logprobs=True)[1:]
     for index, delta in enumerate(deltas):
@@ -163,19 +166,19 @@ def test_tokens_of_places_are_told_beside_them(bench):
     [(None, 5, FinishReason.STOP), (2, 2, FinishReason.MAX_OBJECTS), (9, 5, FinishReason.STOP)],
 )
 def test_objects_are_bounded_by_max_objects(max_objects, found, reason):
-    """As many objects as the engine is told to find, or as are asked for if that is less."""
+    """The number of objects is the smaller of `null_objects` and `max_objects`."""
     *_, done = Bench(null_objects=5).run(task=DetectTask(object="cat", max_objects=max_objects))
     assert len({(each.box.x_min, each.box.y_min) for each in done.result.objects}) == found
     assert done.finish_reason is reason
 
 
-def test_pictures_are_taken_sized_and_remembered(bench):
-    """The blob is gone, the size is the displayed one, and the same bytes or their id are hits."""
-    source = bench.picture((30, 20), orientation=6)
+def test_images_are_read_sized_and_cached(bench):
+    """The blob is removed, the size is the displayed one, and the same bytes or id are hits."""
+    source = bench.image((30, 20), orientation=6)
     first = bench.run("a", CaptionTask(), image=source)[-1]
     assert not (blob_folder() / source.blob.name).exists()
     assert (first.image.width, first.image.height, first.image.cache_hit) == (20, 30, False)
-    again = bench.run("b", CaptionTask(), image=bench.picture((30, 20), orientation=6))[-1]
+    again = bench.run("b", CaptionTask(), image=bench.image((30, 20), orientation=6))[-1]
     named = bench.run("c", CaptionTask(), image=CachedImage(image_id=first.image.image_id))[-1]
     assert again.image == named.image
     assert again.image.cache_hit
@@ -183,8 +186,8 @@ def test_pictures_are_taken_sized_and_remembered(bench):
     assert again.usage.cached_tokens > first.usage.cached_tokens == 0
 
 
-def test_a_picture_is_kept_only_when_allowed(bench):
-    """With `cache_image` off the id names nothing."""
+def test_an_image_is_kept_only_with_cache_image(bench):
+    """Without `cache_image` the id is unknown."""
     raw = RawImage(
         blob=bench.blobs.put(bytes(24)), width=4, height=2, row_stride=12, format=PixelFormat.RGB8
     )
@@ -194,8 +197,8 @@ def test_a_picture_is_kept_only_when_allowed(bench):
     assert failed.error.kind == "ImageNotFound"
 
 
-def test_what_is_wrong_with_a_request_fails_it_alone(bench):
-    """An unknown model, an adapter, and bytes that are no picture are named errors."""
+def test_an_invalid_request_fails_alone(bench):
+    """An unknown model, an adapter and a broken image fail only their requests."""
     assert bench.run("a", model="other")[0].error.kind == "ModelNotFound"
     assert bench.run("b", adapter="x")[0].error.kind == "AdapterNotFound"
     broken = EncodedImage(blob=bench.blobs.put(b"no picture"), mime_type="image/png")
@@ -203,8 +206,8 @@ def test_what_is_wrong_with_a_request_fails_it_alone(bench):
     assert isinstance(bench.run("d")[-1], Done)
 
 
-def test_paced_requests_wait_for_room_and_are_told_so():
-    """`max_running` run, `max_waiting` wait, the next is refused; everything ends in order."""
+def test_paced_requests_wait():
+    """`max_running` run, `max_waiting` wait, the next is refused; requests end in order."""
     bench = Bench(null_step_ms=0.01, max_running=1, max_waiting=1)
     for name in ("a", "b", "c"):
         bench.submit(name)
@@ -213,13 +216,13 @@ def test_paced_requests_wait_for_room_and_are_told_so():
     assert bench.engine.estimated_wait() > 0
     bench.run("d", model="other")
     assert kinds(bench.of("b"))[:2] == ["Queued", "Started"]
-    ends = [report.request_id for report in bench.reports if isinstance(report, Done)]
+    ends = [output.request_id.caller_id for output in bench.outputs if isinstance(output, Done)]
     assert ends == ["a", "b"]
     assert isinstance(bench.of("b")[0], Queued)
 
 
 def test_pacing_waits_between_tokens():
-    """Until its time has come the engine has nothing to do, and says when that will be."""
+    """Between steps the engine is idle and has a deadline for the next one."""
     bench = Bench(null_step_ms=3_600_000)
     bench.submit("a")
     bench.engine.step()
@@ -229,16 +232,16 @@ def test_pacing_waits_between_tokens():
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_a_stop_gives_what_there_is(running):
-    """A stopped request says `Started` once and `Done` as cancelled, with its partial result."""
+def test_a_stop_gives_the_partial_result(running):
+    """A stopped request sends `Started` once and `Done` as cancelled, with its partial result."""
     bench = Bench(null_step_ms=0.01, max_running=1)
     bench.submit("other")
     while len(bench.of("other")) < 4:
         bench.engine.step()
     bench.submit("waiting")
     name = "other" if running else "waiting"
-    bench.engine.stop(name)
-    bench.engine.stop(name)
+    bench.engine.stop(RequestKey(name))
+    bench.engine.stop(RequestKey(name))
     told: list[Any] = bench.of(name)
     assert kinds(told).count("Started") == 1
     assert kinds(told)[-1] == "Done"
@@ -248,12 +251,12 @@ def test_a_stop_gives_what_there_is(running):
 
 
 def test_an_abort_is_silent_and_a_deadline_is_not():
-    """An aborted request reports nothing more; one whose time is over fails, running or waiting."""
+    """An aborted request sends nothing more; one past its deadline fails, running or waiting."""
     bench = Bench(null_step_ms=3_600_000, max_running=2)
     bench.submit("aborted")
     bench.submit("late", deadline=time.monotonic())
     bench.submit("waiting", deadline=time.monotonic())
-    bench.engine.abort("aborted")
+    bench.engine.abort(RequestKey("aborted"))
     told = len(bench.of("aborted"))
     bench.engine.step()
     assert len(bench.of("aborted")) == told
@@ -266,13 +269,13 @@ def test_an_abort_is_silent_and_a_deadline_is_not():
 
 
 def mapped_files(pid):
-    """What a process has loaded."""
+    """Return the files that a process has mapped."""
     return pathlib.Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.usefixtures("child_python_path")
 async def test_the_process_serves_without_a_model():
-    """A real engine process: no torch in it, streams and pictures over the real transport."""
+    """The engine process maps no torch, and serves streams and images over the real transport."""
     client = EngineClient(EngineConfig(model="null", heartbeat_interval=0.05))
     await client.start()
     try:
@@ -284,12 +287,12 @@ async def test_the_process_serves_without_a_model():
         data = io.BytesIO()
         Image.new("RGB", (8, 6)).save(data, "PNG")
         image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
-        detect = Request(request_id="a", task=DetectTask(object="cat"), image=image)
-        reports: list[Any] = [report async for report in client.submit(detect)]
-        assert isinstance(reports[0], Started)
-        assert isinstance(reports[-1], Done)
-        result: Any = reports[-1].result
-        events = [e for r in reports[1:-1] for e in r.events]
+        detect = Request(request_id=RequestKey("a"), task=DetectTask(object="cat"), image=image)
+        outputs: list[Any] = [output async for output in client.submit(detect)]
+        assert isinstance(outputs[0], Started)
+        assert isinstance(outputs[-1], Done)
+        result: Any = outputs[-1].result
+        events = [e for r in outputs[1:-1] for e in r.events]
         assert tuple(events) == result.objects
         assert all(isinstance(event, ObjectEvent) for event in events)
         await _until(lambda: client.load == Load(images_cached=1))
@@ -300,18 +303,18 @@ async def test_the_process_serves_without_a_model():
 
 @pytest.mark.usefixtures("child_python_path")
 async def test_the_process_paces_and_stops():
-    """A paced request goes on until it is stopped, and then answers with what it has."""
+    """A paced request runs until it is stopped, and then sends its partial result."""
     client = EngineClient(EngineConfig(model="null", heartbeat_interval=0.05, null_step_ms=5))
     await client.start()
     try:
         await client.wait_ready()
         endless = SamplingParams(max_tokens=7000)
-        stream = client.submit(Request(request_id="a", task=HELLO, sampling=endless))
+        stream = client.submit(Request(request_id=RequestKey("a"), task=HELLO, sampling=endless))
         assert isinstance(await stream.__anext__(), Started)
         first: Any = await stream.__anext__()
         assert isinstance(first.events[0], TextDelta)
         stream.stop()
-        last: Any = [report async for report in stream][-1]
+        last: Any = [output async for output in stream][-1]
         assert last.finish_reason is FinishReason.CANCELLED
         assert 0 < last.usage.output_tokens < 7000
     finally:
@@ -323,14 +326,16 @@ async def _until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_pictures_are_held_and_dropped():
-    """A picture that is held is named by its id, is counted for its caller, and can be dropped."""
+def test_images_are_leased_and_dropped():
+    """A leased image is found by its id, counts against its owner, and can be dropped."""
     bench = Bench(image_quota_bytes=40 * 30 * 3)
 
     def hold(name, size, ttl=9.0, **fields):
-        image = bench.picture(size)
-        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=ttl, **fields))
-        return bench.reports[-1]
+        image = bench.image(size)
+        bench.engine.hold(
+            HoldImage(request_id=RequestKey(name), image=image, owner="me", ttl=ttl, **fields)
+        )
+        return bench.outputs[-1]
 
     held = hold("h", (40, 30))
     assert (held.image.width, held.image.height) == (40, 30)
@@ -341,8 +346,10 @@ def test_pictures_are_held_and_dropped():
     *_, answered = bench.run(image=CachedImage(image_id=held.image.image_id))
     assert answered.image.cache_hit
     for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
-        bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
-        assert type(bench.reports[-1]).__name__ == kind
+        bench.engine.drop(
+            DropImage(request_id=RequestKey(name), image_id=held.image.image_id, owner="me")
+        )
+        assert type(bench.outputs[-1]).__name__ == kind
     over = hold("short", (30, 30), ttl=0.0).image.image_id
     *_, failed = bench.run(image=CachedImage(image_id=over))
     assert failed.error.kind == "ImageNotFound"

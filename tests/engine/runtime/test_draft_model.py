@@ -1,11 +1,10 @@
-"""Another model as the draft: what it says, from a cache that it keeps right by itself."""
+"""A smaller model as the draft: its draft tokens, and the cache that it keeps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.bench.speculation_run import Run
-from legato_engine.core import QueryTask, Request, SamplingParams
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField
@@ -13,6 +12,7 @@ from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.draft_model import CATCH_UP, DraftModel
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
+from benchmarks.speculation.run import Run
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
@@ -31,21 +31,21 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    """Its weights."""
+    """The loaded Phi."""
     with torch.inference_mode():
         yield same.load("phi", folder)
 
 
 @pytest.fixture
 def draft(model):
-    """A fresh draft by it."""
+    """A fresh draft model."""
     device = CpuDevice(1)
     yield DraftModel(model, device, num_rows=ROWS, vocab_size=model.vocab_size)
     device.close()
 
 
 def continued(model, tokens, count):
-    """The model's likeliest tokens behind these, each time computed from nothing."""
+    """The model's likeliest tokens after these, each computed from scratch."""
     tokens = list(tokens)
     for _ in range(count):
         x_TD = model.embed(torch.tensor(tokens), torch.zeros(len(tokens), 2))
@@ -57,7 +57,7 @@ def continued(model, tokens, count):
 
 
 class Rows:
-    """What is known of all rows, and what the draft says of some."""
+    """The histories of all rows, and the draft tokens for some."""
 
     def __init__(self, draft):
         self.draft = draft
@@ -65,13 +65,13 @@ class Rows:
         self.position_R = torch.zeros(ROWS + 1, dtype=torch.int64)
 
     def set(self, row, tokens, prefix=PREFIX):
-        """A row holds these behind a prefix that nobody can read."""
+        """Fill a row's history, after a prefix without known tokens."""
         self.tokens_RC[row] = UNKNOWN
         self.tokens_RC[row, prefix : prefix + len(tokens)] = torch.tensor(tokens)
         self.position_R[row] = prefix + len(tokens) - 1
 
     def say(self, *rows, block=BLOCK):
-        """Proposals for these rows."""
+        """Propose for these rows."""
         row_R = torch.tensor(rows)
         draft_RK = torch.full((len(rows), block), 7)
         empty = torch.zeros(len(rows), 1)
@@ -81,7 +81,7 @@ class Rows:
 
 
 def test_it_is_silent_until_it_has_read_the_prompt(model, draft):
-    """A few tokens a proposal, then the likeliest tokens behind what is known."""
+    """It reads a few tokens per proposal, then proposes the likeliest next ones."""
     rows = Rows(draft)
     rows.set(1, PROMPT)
     needed = -(-len(PROMPT) // CATCH_UP)
@@ -91,7 +91,7 @@ def test_it_is_silent_until_it_has_read_the_prompt(model, draft):
 
 
 def test_it_goes_on_from_what_was_accepted(model, draft):
-    """All of a block, none, or a part: what was rejected is fed again as it is."""
+    """After all, none or a part of a block is accepted, rejected positions are computed again."""
     rows = Rows(draft)
     tokens = PROMPT[:6]
     rows.set(0, tokens)
@@ -103,7 +103,7 @@ def test_it_goes_on_from_what_was_accepted(model, draft):
 
 
 def test_rows_are_apart_and_change_hands(model, draft):
-    """Each has its own cache; a new sequence in a row shares what its beginning has in common."""
+    """Each row has its own cache, and a new sequence reuses the beginning that it shares."""
     rows = Rows(draft)
     first, second = PROMPT[:5], PROMPT[3:9]
     rows.set(0, first)
@@ -114,8 +114,8 @@ def test_rows_are_apart_and_change_hands(model, draft):
     assert rows.say(0, 2, block=1) == [continued(model, each, 1) for each in (first, other)]
 
 
-def test_it_is_silent_behind_its_context(model, draft):
-    """A row that is longer than the draft can read gets nothing, and nobody else loses."""
+def test_it_is_silent_after_its_context(model, draft):
+    """A row longer than the draft's context gets no draft tokens, and other rows keep theirs."""
     longest = model.max_context
     rows = Rows(draft)
     rows.tokens_RC = torch.full((ROWS + 1, longest + 20), 9)
@@ -127,7 +127,7 @@ def test_it_is_silent_behind_its_context(model, draft):
 
 
 def test_vocabularies_have_to_agree(model):
-    """Ids of another tokenizer mean nothing."""
+    """A draft with another vocabulary size is refused."""
     device = CpuDevice(1)
     with pytest.raises(InvalidField, match="384 tokens, the model has 300"):
         DraftModel(model, device, num_rows=ROWS, vocab_size=300)
@@ -135,19 +135,19 @@ def test_vocabularies_have_to_agree(model):
 
 
 def asked(engine, temperature):
-    """Questions that decode together, run to their ends."""
+    """Run questions together to their ends."""
     sampling = SamplingParams(max_tokens=25, temperature=temperature, seed=3)
     sequences = []
     for number, question in enumerate(same.questions(5, seed=3)):
         task = QueryTask(question=question)
-        request = Request(request_id=str(number), task=task, sampling=sampling)
+        request = Request(request_id=RequestKey(str(number)), task=task, sampling=sampling)
         sequences.append(make_sequence(engine.assembly.frontend, request, None))
     return Run(engine.assembly, sequences)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_drafts_for_itself(folder, temperature):
-    """Through the whole engine: the same answers, in few steps where the likeliest is chosen."""
+    """The engine gives the same answers, in few steps where the likeliest token is chosen."""
     with same.Engine("phi", folder) as engine:
         plain = asked(engine, temperature)
     settings = {"speculation": "fixed:4", "draft": f"phi:{folder}"}

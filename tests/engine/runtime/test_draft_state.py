@@ -1,4 +1,4 @@
-"""Where rows stand, what they feed and what of it stands, told by tensors alone."""
+"""Positions, draft tokens and acceptance of rows, with tensors alone."""
 
 import pytest
 import torch
@@ -13,26 +13,26 @@ START = 2  # positions of the prefix
 
 
 class Told:
-    """Proposes what it was told to, for row after row."""
+    """A proposer with scripted draft tokens per row."""
 
     def __init__(self):
         self.says = torch.full((ROWS + 1, BLOCK), UNKNOWN)
 
     def propose(self, history, draft_RK):
-        """Say it, of the rows that are asked for."""
+        """Copy the script of the rows."""
         draft_RK.copy_(self.says[history.row_R])
 
 
 @pytest.fixture
 def device():
-    """Its streams are not used: everything runs at once."""
+    """Its streams are unused: everything runs at once."""
     made = CpuDevice(1)
     yield made
     made.close()
 
 
 class Rows:
-    """Drafts over one slot, driven by hand."""
+    """A draft state over one slot, driven by hand."""
 
     def __init__(self, device):
         self.told = Told()
@@ -59,12 +59,12 @@ class Rows:
         self.token_R = torch.zeros(ROWS + 1, dtype=torch.int64)
 
     def stage(self, **fields):
-        """Fill the front of some staged fields."""
+        """Fill the first entries of staged fields."""
         for name, values in fields.items():
             self.slot.staged.device[name][: len(values)] = torch.tensor(values)
 
     def admit(self, row, *, limit, token):
-        """A prompt and the first token sampled behind it."""
+        """Admit a prompt, and settle its first sampled token."""
         prompt = self.slot.prompt.device
         prompt["row"].fill_(row)
         prompt["history"].fill_(UNKNOWN)
@@ -72,31 +72,31 @@ class Rows:
         prompt["limit"].fill_(limit)
         self.drafts.admit(self.slot)
         pads = [ROWS] * 7
-        self.stage(sample_row=[row, *pads], lane=[0] * 8)
+        self.stage(sample_row=[row, *pads], draft_index=[0] * 8)
         self.stage(sample_position=[START + len(PROMPT), *[0] * 7])
         self.settle([token, *[0] * 7])
 
-    def place(self, lanes):
-        """Place lanes, given as (row, lane); what they are to feed."""
-        padded = [*lanes, *[(ROWS, 0)] * (8 - len(lanes))]
-        self.stage(row=[row for row, _ in padded], lane=[lane for _, lane in padded])
+    def place(self, tokens):
+        """Place tokens, given as (row, draft index); return what they feed."""
+        padded = [*tokens, *[(ROWS, 0)] * (8 - len(tokens))]
+        self.stage(row=[row for row, _ in padded], draft_index=[index for _, index in padded])
         self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64), BLOCK)
         names = ("row", "source", "token", "position", "sample_position")
-        fields = [self.slot.staged.device[name][: len(lanes)].tolist() for name in names]
+        fields = [self.slot.staged.device[name][: len(tokens)].tolist() for name in names]
         return list(zip(*fields, strict=True))
 
     def settle(self, tokens):
-        """Settle what was sampled; counts and proposed of every lane."""
+        """Settle sampled tokens; return counts and fed draft tokens of every token."""
         self.slot.tokens_R[: len(tokens)] = torch.tensor(tokens)
         self.drafts.settle(self.slot, 8, self.token_R)
         outputs = self.slot.outputs.device
         return outputs["count"].tolist(), outputs["proposed"].tolist()
 
     def known(self, row):
-        """A row's tokens up to its newest."""
+        """Return a row's tokens up to its newest."""
         tokens_C = self.drafts.tokens_RC[row].tolist()
         newest = int(self.drafts.position_R[row])
-        assert set(tokens_C[newest + 1 :]) <= {UNKNOWN}, "something stands behind the newest token"
+        assert set(tokens_C[newest + 1 :]) <= {UNKNOWN}, "tokens after the newest one"
         return tokens_C[: newest + 1]
 
 
@@ -104,8 +104,10 @@ PADDING = (ROWS, -1, 0, 0, 0)
 PREFIX = [UNKNOWN] * START
 
 
-def test_lanes_follow_the_newest_token(device):
-    """Lane 0 feeds the last sampled token, the others what is proposed, one position on each."""
+def test_draft_tokens_follow_the_newest_token(device):
+    """Draft index 0 feeds the newest token, the others the draft tokens, one position after
+    another.
+    """
     rows = Rows(device)
     rows.admit(1, limit=17, token=20)
     rows.told.says[1] = torch.tensor([21, 22, 23])
@@ -119,33 +121,33 @@ def test_lanes_follow_the_newest_token(device):
 
 
 @pytest.mark.parametrize(
-    ("sampled", "stands"),
+    ("sampled", "accepted"),
     [
         ([21, 22, 23, 24], [21, 22, 23, 24]),
         ([21, 22, 40, 24], [21, 22, 40]),
         ([21, 40, 23, 24], [21, 40]),
         ([40, 22, 23, 24], [40]),
-        ([21, -1, 23, 24], [21, -1]),  # not finite: nothing stands behind it
+        ([21, -1, 23, 24], [21, -1]),  # not finite: nothing is accepted after it
     ],
 )
-def test_what_stands_is_what_was_sampled(device, sampled, stands):
-    """The sampled tokens stand up to the first that was not proposed, that one included."""
+def test_accepted_tokens_are_what_was_sampled(device, sampled, accepted):
+    """Sampled tokens are accepted up to the first that differs from its draft token, inclusive."""
     rows = Rows(device)
     rows.admit(1, limit=17, token=20)
     rows.told.says[1] = torch.tensor([21, 22, 23])
     rows.place([(1, 0), (1, 1), (1, 2), (1, 3)])
     count, proposed = rows.settle([*sampled, 7, 7, 7, 7])
-    assert (count[0], proposed[0]) == (len(stands), 3)
+    assert (count[0], proposed[0]) == (len(accepted), 3)
     rows.told.says.fill_(UNKNOWN)
-    newest = 5 + len(stands)
+    newest = 5 + len(accepted)
     (fed,) = rows.place([(1, 0)])
     assert fed == (1, 1, 0, newest, newest + 1)
-    assert rows.known(1) == [*PREFIX, *PROMPT, 20, *stands]
-    assert rows.token_R[1] == max(stands[-1], 0)
+    assert rows.known(1) == [*PREFIX, *PROMPT, 20, *accepted]
+    assert rows.token_R[1] == max(accepted[-1], 0)
 
 
 def test_rows_are_settled_apart(device):
-    """Rows of different blocks in one launch, and those that are not in it, keep their own."""
+    """Rows with different draft lengths in one launch, and rows outside it, do not interact."""
     rows = Rows(device)
     for row in range(3):
         rows.admit(row, limit=17, token=20 + row)
@@ -164,26 +166,26 @@ def test_rows_are_settled_apart(device):
     ("says", "fed"),
     [([21, UNKNOWN, 23], 1), ([UNKNOWN, 22, 23], 0), ([21, VOCABULARY, 23], 1), ([21, 22, -7], 2)],
 )
-def test_a_gap_ends_a_proposal(device, says, fed):
-    """Behind the first that is no token nothing is fed."""
+def test_a_gap_ends_the_draft_tokens(device, says, fed):
+    """After the first entry that is no token, nothing is fed."""
     rows = Rows(device)
     rows.admit(0, limit=17, token=20)
     rows.told.says[0] = torch.tensor(says)
-    lanes = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert lanes[1 + fed :] == [PADDING] * (3 - fed)
-    assert [token for _, _, token, _, _ in lanes[1 : 1 + fed]] == says[:fed]
+    tokens = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
+    assert tokens[1 + fed :] == [PADDING] * (3 - fed)
+    assert [token for _, _, token, _, _ in tokens[1 : 1 + fed]] == says[:fed]
     count, proposed = rows.settle([*says, 7, 0, 0, 0, 0])
     assert (count[0], proposed[0]) == (fed + 1, fed)
 
 
-def test_nothing_is_fed_behind_the_last_position(device):
-    """A row never leaves its pages, though the host let it go on: its last token is its end."""
+def test_nothing_is_fed_after_the_last_position(device):
+    """A row never feeds a position after its limit, even if the host stages it."""
     rows = Rows(device)
     rows.admit(0, limit=6, token=20)
     rows.told.says[0] = torch.tensor([21, 22, 23])
-    lanes = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert [lane[3] for lane in lanes] == [5, 6, 0, 0]
-    assert lanes[2:] == [PADDING] * 2
+    tokens = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
+    assert [token[3] for token in tokens] == [5, 6, 0, 0]
+    assert tokens[2:] == [PADDING] * 2
     staged = rows.slot.staged.device
     assert (staged["fresh"] > staged["position"]).tolist() == [False, False, *[True] * 6]
     count, proposed = rows.settle([21, 22, 7, 7, 0, 0, 0, 0])
@@ -194,7 +196,7 @@ def test_nothing_is_fed_behind_the_last_position(device):
     assert rows.known(0) == [*PREFIX, *PROMPT, 20, 21, 22]
 
 
-def test_a_row_forgets_who_had_it(device):
+def test_a_row_forgets_its_last_sequence(device):
     """A new sequence in a row finds nothing of the one before."""
     rows = Rows(device)
     rows.admit(0, limit=17, token=20)

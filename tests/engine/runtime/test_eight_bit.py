@@ -1,4 +1,4 @@
-"""An engine whose keys and values are e4m3: half the memory, and no bit depends on company."""
+"""An engine with e4m3 keys and values: half the memory, and batch-invariant bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
 from safetensors.torch import save_file
 
-from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
+from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
 from tests.engine.models.moondream.published import layout_b
 
 CONFIG = EngineConfig(
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A small checkpoint with scales of keys and values under the name moondream3."""
+    """A small checkpoint with scales of keys and values, under the name moondream3."""
     small = presets.tiny_random3_config()
     state = random_weights(small, 0, torch.device("cpu"), torch.float32).state_dict()
     tensors = layout_b(state, small, kv_scales=True)
@@ -34,7 +34,7 @@ def config(tmp_path_factory):
     save_file(tensors, file)
 
     def read(source, preset):
-        """As published, with bytes for tokens."""
+        """Read it as published weights, with bytes for tokens."""
         return family._bundle(source, preset(), StandInTokenizer(), file)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def assembly(config):
 
 
 def test_scales_in_the_file_quarter_a_pool_of_float32(config, assembly):
-    """By itself the pool is e4m3; whoever asks for the model's dtype gets that."""
+    """By default the pool is e4m3; kv_dtype model gives the model's dtype."""
     plain = assemble(msgspec.structs.replace(config, kv_dtype="model"))
     plain.device.close()
     assert assembly.kv.k_LNHSE.dtype is assembly.kv.v_LNHSE.dtype is torch.float8_e4m3fn
@@ -66,7 +66,7 @@ def test_scales_in_the_file_quarter_a_pool_of_float32(config, assembly):
 
 @pytest.mark.parametrize(("kv_dtype", "model"), [("e4m3", "random-tiny"), ("fp8", "random-tiny3")])
 def test_a_dtype_that_cannot_be_stops_the_start(kv_dtype, model):
-    """One that nobody knows, and fp8 of weights that have no scales."""
+    """An unknown dtype, and fp8 without scales in the weights, are refused."""
     config = EngineConfig(model=model, device="cpu", kv_dtype=kv_dtype)
     with pytest.raises(InvalidField) as caught:
         assemble(config)
@@ -74,22 +74,23 @@ def test_a_dtype_that_cannot_be_stops_the_start(kv_dtype, model):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_company_and_kept_prefixes_change_no_answer(assembly, temperature):
-    """Tokens, values, log-probabilities of every skill: alone and in order, and all at once.
+def test_batches_and_cached_prefixes_change_no_answer(assembly, temperature):
+    """Every skill has the same tokens, values and log-probabilities alone, in order and all at
+    once.
 
-    Pages are small, so prefixes end inside of them and are copied; what a prompt finds in the tree
-    was computed in another launch.
+    Pages are small, so that prefixes end inside them and are copied; cached prefixes were computed
+    in another launch.
     """
-    alone = asked(Alone(assembly), 0, depth=1, temperature=temperature)
+    alone = run_all(Alone(assembly), 0, depth=1, temperature=temperature)
     assert shared(alone) == (0, 0)
     for seed, depth in ((0, 1), (1, 2)):
-        run = asked(assembly, seed, depth=depth, temperature=temperature)
+        run = run_all(assembly, seed, depth=depth, temperature=temperature)
         assert run.answers == alone.answers
         assert min(shared(run)) > 0
 
 
 def test_speculation_changes_no_answer(assembly):
-    """What is proposed and verified in one step reads what single steps would have stored."""
-    alone = asked(Alone(assembly), 0, depth=1)
-    run = asked(speculating(assembly, "fixed:3"), 2, depth=2)
+    """A step that verifies draft tokens reads what single steps would have stored."""
+    alone = run_all(Alone(assembly), 0, depth=1)
+    run = run_all(speculating(assembly, "fixed:3"), 2, depth=2)
     assert run.answers == alone.answers

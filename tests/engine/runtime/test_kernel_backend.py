@@ -1,4 +1,4 @@
-"""Launches by kernels, with and without adapters; torch stands in the kernels' place."""
+"""The kernel backend, with and without adapters, on torch stand-ins for kernels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png
-from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
-from tests.engine.scheduler.world import num_pictures
+from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
+from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
 
 TEXT = tiny_random_config().text
@@ -31,7 +31,7 @@ NAMES = ("", "x", "", "y", "x")
 
 
 class TorchKernels:
-    """A `StepKernels` of the model's own operations; notes how many groups its steps were for."""
+    """`StepKernels` of the model's own operations, which count steps and groups."""
 
     def __init__(self, model, kv, bank):
         self.model, self.kv, self.bank = model, kv, bank
@@ -40,11 +40,11 @@ class TorchKernels:
 
     @property
     def num_steps(self):
-        """All there were."""
+        """All steps."""
         return sum(self.steps.values())
 
     def forward(self, inputs, hidden_BD, logits_BV):
-        """One step, with adapters where rows may have some."""
+        """Run one step, with adapters if rows may have some."""
         slot_R, rows = inputs.adapter_slot_R, None
         self.steps[slot_R is not None] += 1
         self.groups.append(inputs.num_groups)
@@ -63,64 +63,64 @@ class TorchKernels:
             logits_BV.copy_(self.model.logits(x_BD))
 
     def payload(self, state, hidden_BD, token_B, row_B, payload_B2):
-        """The values of sampled tokens, here and in their rows."""
+        """Write the values of sampled tokens to the batch and to their rows."""
         payload_B2.copy_(self.model.payload(hidden_BD, token_B))
         state.payload_R2[row_B] = payload_B2
 
 
 class TorchEncoder:
-    """A `ImageEncoder` of the model's own operations; notes how many pictures it cached at once.
+    """An `ImageEncoder` of the model's own operations, which counts images per pass.
 
-    With a `flaw` pictures together have other bits than alone.
+    With a `flaw`, images in one pass have other bits than alone.
     """
 
     max_crops = 4
 
-    def __init__(self, assembly, max_pictures, flaw=0.0):
+    def __init__(self, assembly, max_images, flaw=0.0):
         self.vision = tiny_random_config().vision
         self.model, self.flaw = assembly.model, flaw
-        num_places = NUM_SLOTS * max_pictures
+        num_images = NUM_SLOTS * max_images
         length = assembly.frontend.prefix_length(has_image=True)
-        self.embeddings_CPD = torch.zeros(num_places, length, assembly.model.width)
+        self.embeddings_CPD = torch.zeros(num_images, length, assembly.model.width)
         self.embeddings_CPD[:, 0] = assembly.model.prefix_embeddings(None)
-        self.staged = [None] * num_places
+        self.staged = [None] * num_images
         self.uploaded = None
         self.counts = []
 
     def stage(self, place, image):
-        """What the host writes."""
+        """Keep the image as staged."""
         self.staged[place] = image
 
     def upload(self, place):
-        """What the device has then, of one picture at a time."""
+        """Keep the image as uploaded, one at a time."""
         self.uploaded = self.staged[place]
 
     def cut(self):
-        """Nothing, as in all that encodes: the tower runs at once, in the end."""
+        """Do nothing: `finish` runs the whole encoder."""
 
-    def take(self, *crops, **source):
+    def gather(self, *crops, **source):
         """See `cut`."""
 
-    encode = give = take
+    encode = scatter = gather
 
     def finish(self, place):
-        """Of the picture uploaded last, if there was any: graphs are warmed up before."""
-        picture = self.uploaded
-        if picture is not None:
-            pixels_HWC = Image.fromarray(picture.pixels.pixels_HWC)
-            cut = dataclasses.replace(picture, pixels=crop_image(pixels_HWC, self.vision))
+        """Embed the image uploaded last; in warm-up there is none."""
+        image = self.uploaded
+        if image is not None:
+            pixels_HWC = Image.fromarray(image.pixels.pixels_HWC)
+            cut = dataclasses.replace(image, pixels=crop_image(pixels_HWC, self.vision))
             self.embeddings_CPD[place] = self.model.prefix_embeddings(cut)
         return self.embeddings_CPD[place]
 
     def cache(self, first, pages_CM, kv):
-        """All of them in one pass."""
+        """Run the decoder over all images in one pass."""
         self.counts.append(len(pages_CM))
         x_CPD = self.embeddings_CPD[first : first + len(pages_CM)]
         self.model._network.text.cache_stacked(x_CPD + self.flaw, pages_CM, kv)
 
 
 class GreedySampler:
-    """Stands in for the sampling kernel."""
+    """A stand-in for the sampling kernel."""
 
     def __init__(self, vocab_size):
         pass
@@ -128,7 +128,7 @@ class GreedySampler:
     def sample(
         self, state, logits_BV, table_CV, constraint_B, row_B, position_B, out_B, *, overlap
     ):
-        """The best token that the constraint allows."""
+        """Choose the best token that the constraint allows."""
         out_B.copy_(greedy(logits_BV + table_CV[constraint_B]))
         state.token_R[row_B] = out_B
 
@@ -145,21 +145,27 @@ def assembly(tmp_path):
     made.device.close()
 
 
-def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encoder=None):
-    """The same model behind the program for kernels, and these; pictures whole for an `encoder`."""
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None):
+    """The same model on a `KernelBackend`, and its kernels; images uncropped for an `encoder`."""
     made = []
 
     class WithKernels:
         def __getattr__(self, name):
             return getattr(assembly.model, name)
 
+        @property
+        def capabilities(self):
+            """The model's own, with kernels and the encoder, if any."""
+            images = self if encoder is not None else None
+            return dataclasses.replace(assembly.model.capabilities, step=self, images=images)
+
         def step_kernels(self, kv, adapters):
-            """The stand-in."""
+            """Return the stand-in."""
             made.append(TorchKernels(assembly.model, kv, adapters))
             return made[0]
 
-        def picture_encoder(self, pinned, num_places):
-            """The one given."""
+        def image_encoder(self, pinned, num_images):
+            """Return the given encoder."""
             return encoder
 
     config = assembly.config
@@ -172,17 +178,17 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encod
         buckets=buckets,
         adapters=assembly.bank,
         max_prompts=max_prompts,
-        max_pictures=max_pictures,
+        max_images=max_images,
     )
     runner.warm_up()
     frontend = assembly.frontend
-    if runner.encodes_pictures:
+    if runner.encodes_images:
         frontend = frontend.resizing_on_device()
     return dataclasses.replace(assembly, runner=runner, frontend=frontend), made[0]
 
 
 def answers(assembly):
-    """Requests with and without adapters, all at a time."""
+    """Run requests with and without adapters together."""
     world = World(assembly)
     tasks = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what?" * 12))
     names = []
@@ -196,7 +202,7 @@ def answers(assembly):
 
 
 def test_adapters_answer_as_by_torch(assembly, monkeypatch):
-    """Every prompt and step runs by the kernels; rows with adapters get torch's answers."""
+    """Every prompt and step runs by kernels, and rows with adapters get torch's answers."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     expected = answers(assembly)
     fused, kernels = with_kernels(assembly)
@@ -207,7 +213,7 @@ def test_adapters_answer_as_by_torch(assembly, monkeypatch):
 
 @pytest.mark.parametrize("buckets", [(8,), (8, 16)])
 def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
-    """Prompts and decodes in the same passes of the kernels give what they give alone, in fewer."""
+    """Prompts and decodes that share passes get the answers they get alone, in fewer passes."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     folder = Path(assembly.config.adapters)
     tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
@@ -215,8 +221,8 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
     together, kernels = with_kernels(assembly, buckets=buckets, max_prompts=3)
     for seed, adapters in ((1, {}), (2, {"boxes": tuned})):
         steps = alone_kernels.num_steps, kernels.num_steps
-        expected = asked(Alone(alone), 0, adapters=adapters)
-        run = asked(together, seed, adapters=adapters)
+        expected = run_all(Alone(alone), 0, adapters=adapters)
+        run = run_all(together, seed, adapters=adapters)
         assert run.answers == expected.answers
         assert min(shared(run)) > 0
         lengths = [len(sequence.prompt) for sequence in run.sequences.values()]
@@ -226,15 +232,15 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
 
 
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
-    """More tokens than a shared launch has room for are steps too, up to a bound; the answer is the
-    same on either side of it.
+    """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
+    either side of it.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly, max_prompts=3)
     shared_tokens = fused.runner.limits.tokens
     given = []
     for most in (MAX_PASSES, 1):
-        monkeypatch.setattr(fused.runner._program, "_most_fed", 8 * most)
+        monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 8 * most)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
         run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
         run.finish()
@@ -245,12 +251,12 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     assert given[0] == given[1]
 
 
-def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
-    """Those of one launch pass the decoder together where that keeps their bits, else one after
-    another, each into its own pages; whoever asks about one of them stands behind all.
+def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
+    """Images of one launch pass the decoder together if that keeps their bits, else one after
+    another. Each fills its own pages, and prompts of cached images share the launch.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
-    monkeypatch.setattr(kernel_backend, "_CROWD", 0)
+    monkeypatch.setattr(kernel_backend, "_MIN_QUEUE_LENGTH", 0)
     whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
     assembly = dataclasses.replace(assembly, config=whole)
     folder = Path(assembly.config.adapters)
@@ -259,29 +265,31 @@ def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     for most, flaw, together in ((1, 0.0, 0), (3, 0.0, 2), (3, 0.01, 0)):
         encoder = TorchEncoder(assembly, most, flaw)
         fused, _ = with_kernels(
-            assembly, buckets=(8, 16), max_prompts=4, max_pictures=most, encoder=encoder
+            assembly, buckets=(8, 16), max_prompts=4, max_images=most, encoder=encoder
         )
         assert bool(encoder.counts) == (most > 1), "measured in advance"
         del encoder.counts[:]
         run = Run(fused, max_tokens=6)
-        for number, picture in enumerate((0, 0, 1, 2, 3, 1, None, 4, 5)):
+        for number, image in enumerate((0, 0, 1, 2, 3, 1, None, 4, 5)):
             adapter = tuned if number in (5, 7) else None
             run.submit(
-                str(number), QueryTask(question="what?"), picture, adapter=adapter, deltas=False
+                str(number), QueryTask(question="what?"), image, adapter=adapter, deltas=False
             )
         run.finish()
         plans = [record.launch.plan for record in run.records]
-        assert max(map(num_pictures, plans)) == most
-        assert any(len(plan.prefills) > most for plan in plans), "questions behind pictures"
-        assert sum(map(num_pictures, plans)) == 7, "each picture once, for each adapter"
+        assert max(map(num_images, plans)) == most
+        assert any(len(plan.prefills) > most for plan in plans), (
+            "questions about cached images share the launch"
+        )
+        assert sum(map(num_images, plans)) == 7, "each image once, for each adapter"
         assert max(encoder.counts, default=0) == together
         given.append(run.answers)
     assert given[0] == given[1] == given[2]
-    assert len({answer.result for answer in given[0].values()}) > 1, "pictures differ"
+    assert len({answer.result for answer in given[0].values()}) > 1, "images differ"
 
 
 def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
-    """The bucket's own layout runs only where the tokens are of more rows than others are for."""
+    """The bucket's own layout runs only if its tokens have more groups than other layouts."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
     assert set(kernels.groups) == {1, 2, 8}, "all of them are captured beforehand"

@@ -1,4 +1,4 @@
-"""How large steps are: the batch sizes that exist. How large the pool is."""
+"""Batch sizes of decode steps, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from legato_engine.runtime.kv_pool import decode_buckets, num_pages_for, token_b
 
 
 def device(kind):
-    """As much of a device as matters here."""
+    """A stand-in device with what sizes depend on."""
     return types.SimpleNamespace(torch_device=torch.device(kind))
 
 
@@ -25,12 +25,12 @@ def device(kind):
     ],
 )
 def test_batches_double_up_to_the_most(kind, most, sizes):
-    """A GPU has all that a prompt may need, and one for a question between the last two."""
+    """A GPU has all sizes that a prompt may need, and one for questions between the last two."""
     assert decode_buckets(device(kind), most) == sizes
 
 
 def moondream3(scale_L2=None):
-    """As much of a model as matters here: 192 KiB a position in bfloat16."""
+    """A stand-in model: 192 KiB a position in bfloat16."""
     return types.SimpleNamespace(
         num_layers=24,
         num_kv_heads=32,
@@ -42,13 +42,13 @@ def moondream3(scale_L2=None):
 
 
 def test_a_token_takes_its_layers_keys_and_values():
-    """Of Moondream 3, in either dtype."""
+    """A position of Moondream 3 has the right size in either dtype."""
     assert token_bytes(moondream3()) == 192 * 1024
     assert token_bytes(moondream3(torch.ones(24, 2))) == 96 * 1024
 
 
 def test_e4m3_has_twice_the_pages():
-    """Of a GPU's free memory a page of 16 positions takes 3 MiB, or half of that."""
+    """A page of 16 positions takes 3 MiB of a GPU's free memory, or half of that in e4m3."""
     gpu = types.SimpleNamespace(name="gpu", free_memory=lambda: 40 * 2**30)
     assert num_pages_for(moondream3(), gpu, 16, 4, 0.5) == 20 * 2**30 // (3 * 2**20)
     assert num_pages_for(moondream3(torch.ones(24, 2)), gpu, 16, 4, 0.5) == 20 * 2**30 * 2 // (
@@ -57,7 +57,7 @@ def test_e4m3_has_twice_the_pages():
 
 
 def test_a_context_that_only_e4m3_has_room_for():
-    """Where one in the model's dtype does not fit, the start fails; with scales it goes on."""
+    """If one context does not fit in the model's dtype, only scales let the engine start."""
     gpu = types.SimpleNamespace(name="gpu", free_memory=lambda: 4 * 2**30)
     with pytest.raises(InvalidField, match="one full context needs 2049"):
         num_pages_for(moondream3(), gpu, 16, 1, 1.0)

@@ -1,4 +1,4 @@
-"""How likely sampled tokens were, held against the definition and a replay of the model."""
+"""Log-probabilities of sampled tokens, compared with their definition and a replay."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TaskSpec,
@@ -29,7 +30,7 @@ from PIL import Image
 from tests.engine.models.paged_session import PagedSession
 
 COORD, SIZE = 5, 6
-PICTURE = CachedImage(image_id="p")
+IMAGE = CachedImage(image_id="p")
 ASKED: dict[str, TaskSpec] = {
     "caption": CaptionTask(),
     "thoughts": QueryTask(question="why?", reasoning=True),
@@ -47,14 +48,14 @@ def assembly():
 
 
 class Listener(SilentSink):
-    """Keeps what every request's sequence was given, token by token."""
+    """Keeps the tokens of every request's sequence."""
 
     def __init__(self):
         self.tokens = {}
 
     def watch(self, sequence):
-        """Note what its task reads."""
-        seen = self.tokens[sequence.request.request_id] = []
+        """Record the tokens that its task reads."""
+        seen = self.tokens[sequence.request.request_id.caller_id] = []
         consume = sequence.task.consume
 
         def read(token):
@@ -67,21 +68,25 @@ class Listener(SilentSink):
 
 @pytest.fixture
 def prepared(assembly):
-    """A picture, ready for the vision tower."""
+    """An image, ready for the vision encoder."""
     info = ImageInfo(image_id="p", width=40, height=30, cache_hit=False)
     return assembly.frontend.prepare_image(Image.new("RGB", (40, 30), "teal"), "p", info)
 
 
 def request(name, *, logprobs=True, temperature=0.8):
-    """One of the tasks; under this seed some boxes come."""
+    """One of the tasks; with this seed there are some boxes."""
     sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=2, max_tokens=10)
     return Request(
-        request_id=name, task=ASKED[name], image=PICTURE, sampling=sampling, logprobs=logprobs
+        request_id=RequestKey(name),
+        task=ASKED[name],
+        image=IMAGE,
+        sampling=sampling,
+        logprobs=logprobs,
     )
 
 
 def run(assembly, prepared, *requests):
-    """What every request's task read, all of them running together."""
+    """Run all requests together; return the tokens that each task read."""
     listener = Listener()
     scheduler = assembly.scheduler(listener, pipeline_depth=2)
     for asked in requests:
@@ -91,7 +96,7 @@ def run(assembly, prepared, *requests):
 
 
 def definition(model, logits_V, constraint, hidden_1D, token):
-    """Log-softmax over what the constraint allows, and that of the value's own bin."""
+    """Log-softmax over allowed tokens, plus that of the value's bin."""
     allowed, suppressed = model.constraints[constraint]
     ids = [i for i in (range(len(logits_V)) if allowed is None else allowed) if i not in suppressed]
     mass = math.log(sum(math.exp(logits_V[i].double()) for i in ids))
@@ -108,7 +113,7 @@ def definition(model, logits_V, constraint, hidden_1D, token):
 
 @pytest.mark.parametrize("name", ASKED)
 def test_logprobs_are_those_of_a_replay(assembly, prepared, name):
-    """Each token's is the model's own, at temperature 1 and under the constraint of its place."""
+    """Each is the model's own, at temperature 1 and under the constraint of its state."""
     (tokens,) = run(assembly, prepared, request(name)).values()
     model, task = assembly.model, assembly.frontend.make_task(request(name))
     session = PagedSession(model)
@@ -125,7 +130,7 @@ def test_logprobs_are_those_of_a_replay(assembly, prepared, name):
 
 
 def test_asking_changes_nothing_else(assembly, prepared):
-    """Tokens and values are the same whether somebody asks or not, alone and in company."""
+    """Tokens and values do not depend on whether any request wants log-probabilities."""
     quiet = run(assembly, prepared, *(request(name, logprobs=False) for name in ASKED))
     mixed = run(assembly, prepared, *(request(name, logprobs=name == "boxes") for name in ASKED))
     alone = run(assembly, prepared, request("boxes"))
@@ -136,7 +141,7 @@ def test_asking_changes_nothing_else(assembly, prepared):
 
 
 def test_a_token_is_measured_among_the_allowed():
-    """Suppressed tokens have no share; the only one allowed is certain; rows do not mix."""
+    """Suppressed tokens have no share, a sole allowed token is certain, and rows are apart."""
     table_CV = constraint_table([Constraint(), Constraint((2,)), Constraint(None, (0, 1))], 4)
     logits_BV = torch.tensor([[3.0, 1.0, 0.5, -2.0]]).repeat(3, 1) + table_CV
     seen = token_logprobs(logits_BV, torch.tensor([0, 2, 3]))
@@ -149,6 +154,6 @@ def test_a_token_is_measured_among_the_allowed():
 
 
 def test_large_logits_do_not_overflow():
-    """The likeliest token's log-probability is finite whatever the size of the logits."""
+    """The likeliest token's log-probability is finite for logits of any size."""
     seen = token_logprobs(torch.tensor([[1e4, 0.0, -1e4]]), torch.tensor([0]))
     assert seen.item() == 0.0

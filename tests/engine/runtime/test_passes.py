@@ -1,4 +1,4 @@
-"""Which tokens run in which pass, and what is staged of them."""
+"""The cut of a launch into passes, and their staging."""
 
 import random
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import (
     PROMPT,
-    FedPrompt,
-    FedToken,
+    ScheduledPrompt,
+    ScheduledToken,
     cut_passes,
     num_groups,
     stage_pass,
     stage_step,
 )
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 NO_VALUE = (0.0, 0.0)
 
@@ -26,17 +26,17 @@ NO_VALUE = (0.0, 0.0)
 def decode(row, position):
     """A row that feeds its newest token."""
     sequence: Any = SimpleNamespace(row=row)
-    return Row(sequence, position)
+    return ScheduledSequence(sequence, position)
 
 
 def prompt(row, start, count):
-    """Tokens that tell where they belong."""
-    return FedPrompt(row, start, [(1000 * row + start + n, NO_VALUE) for n in range(count)])
+    """A prompt whose token ids encode row and position."""
+    return ScheduledPrompt(row, start, [(1000 * row + start + n, NO_VALUE) for n in range(count)])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_token_is_fed_once_behind_those_before_it(seed):
-    """As few passes as there can be, the sampled tokens first in the last of them."""
+def test_every_token_is_scheduled_once_after_earlier_ones(seed):
+    """Passes are as few as possible, and the sampled tokens come first in the last one."""
     draw = random.Random(seed)
     most = draw.choice((4, 8, 32))
     num_prompts = draw.randint(1, min(4, most))
@@ -75,8 +75,8 @@ def test_every_token_is_fed_once_behind_those_before_it(seed):
     [("a", 1), ("aaaaaaaa", 1), ("aaaaaaaaa", 2), ("abc", 3), ("abbbbbbbbbba", 4), ("aba", 3)],
 )
 def test_neighbours_of_one_row_are_groups(rows, groups):
-    """Runs of up to eight; a row that stands in two places has two."""
-    assert num_groups([FedToken(ord(row), 0) for row in rows], 8) == groups
+    """A group is a run of up to eight tokens; a row with two runs has two groups."""
+    assert num_groups([ScheduledToken(ord(row), 0) for row in rows], 8) == groups
 
 
 @pytest.fixture
@@ -94,13 +94,15 @@ def slot():
 
 
 def staged(slot, copy, count):
-    """The front of what says where tokens stand."""
+    """The first entries of the staged positions."""
     fields = ("row", "source", "position", "fresh")
     return [slot.staged.hosts[copy][field][:count].tolist() for field in fields]
 
 
 def test_a_pass_is_staged_with_what_it_writes_first(slot):
-    """`fresh` is the first position of the token's row in this very pass; behind it is padding."""
+    """`fresh` is the first position of a token's row in this pass; the entries after it are
+    padding.
+    """
     passes = cut_passes([decode(1, 20)], [prompt(2, 5, 3), prompt(3, 0, 3)], 4)
     assert len(passes) == 2
     stage_pass(slot, 0, passes[0], 4, 6)

@@ -1,4 +1,4 @@
-"""Sampling follows its definition row by row, whoever else is in the batch."""
+"""Sampling follows its definition, and rows do not depend on their batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_constraints_allow_and_suppress() -> None:
 
 
 def test_zero_temperature_is_greedy() -> None:
-    """A row at temperature 0 takes the highest logit, beside a sampled row too."""
+    """A row at temperature 0 takes the highest logit, next to a sampled row too."""
     logits_BV = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     parameters = rows(6)
     parameters["temperature_B"][::2] = 0.0
@@ -65,7 +65,7 @@ def test_draws_follow_the_distribution() -> None:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), permutation=st.permutations(range(8)))
 def test_a_row_does_not_see_its_neighbours(seed: int, permutation: list[int]) -> None:
-    """Permuting the batch permutes the tokens and changes none."""
+    """A permuted batch has permuted tokens."""
     logits_BV = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed % 1000))
     parameters = rows(8, top_p=0.9, temperature=0.7)
     parameters["seed_B"] = torch.full((8,), seed)

@@ -1,4 +1,4 @@
-"""Steps are timed over real tokens behind a real context, and leave nothing behind."""
+"""Steps are timed over real tokens and contexts, and leave no state."""
 
 import pytest
 from legato_engine.config import EngineConfig
@@ -8,7 +8,7 @@ from legato_engine.speculative.proposer import UNKNOWN
 
 @pytest.fixture(scope="module")
 def assembly():
-    """A tiny model that three rows draft on."""
+    """A tiny model with three drafting rows."""
     config = EngineConfig(
         model="random-tiny", device="cpu", threads=1, random_weights=True, max_running=3
     )
@@ -18,16 +18,16 @@ def assembly():
 
 
 class Watching:
-    """A program that notes what its steps feed."""
+    """A backend that records what its steps feed."""
 
     def __init__(self, program, slot, scratch, stream):
-        self._program, self._slot, self._scratch, self._stream = program, slot, scratch, stream
+        self._backend, self._slot, self._scratch, self._stream = program, slot, scratch, stream
         self.buckets = program.buckets
         self.fed = {}  # by bucket: row and position of each token, and how many rows were told
 
     def decode(self, slot, bucket, rank, num_rows):
-        """Run it; the places are those that the device has found."""
-        self._program.decode(slot, bucket, rank, num_rows)
+        """Run it, and record rows and positions that the device has found."""
+        self._backend.decode(slot, bucket, rank, num_rows)
         self._stream.record().wait()
         staged = self._slot.staged.device
         rows, positions = (staged[name][:bucket].tolist() for name in ("row", "position"))
@@ -36,16 +36,16 @@ class Watching:
 
     def sample(self, slot, bucket, **options):
         """Run it."""
-        self._program.sample(slot, bucket, **options)
+        self._backend.sample(slot, bucket, **options)
 
 
 def test_every_token_of_a_step_is_fed(assembly):
-    """All rows that there can be, as many tokens each, one behind another behind the context."""
+    """All rows feed the same number of tokens, at adjacent positions after the context."""
     costs = assembly.runner.costs()
     drafts = assembly.runner._drafts
     stream = assembly.device.compute
-    watching = Watching(costs._program, costs._slot, drafts.scratch_row, stream)
-    costs._program = watching
+    watching = Watching(costs._backend, costs._slot, drafts.scratch_row, stream)
+    costs._backend = watching
     steps = costs.steps()
     assert tuple(bucket for bucket, _ in steps) == watching.buckets == tuple(watching.fed)
     seconds = [each for _, each in steps]
@@ -63,7 +63,7 @@ def test_every_token_of_a_step_is_fed(assembly):
 
 
 def test_nothing_is_left(assembly):
-    """Behind it no row stands anywhere, and nothing is known of any."""
+    """After the measurement no row has a position or tokens."""
     costs, drafts = assembly.runner.costs(), assembly.runner._drafts
     assert costs.propose() >= 0
     costs.steps()

@@ -1,4 +1,4 @@
-"""Who is let in."""
+"""Admission control."""
 
 import pytest
 from legato_engine.errors import DeadlineUnreachable, InvalidField, PromptTooLong, QueueFull
@@ -8,8 +8,8 @@ from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
 
-def test_what_can_never_fit_is_refused() -> None:
-    """The error names the limit and what was asked."""
+def test_a_sequence_that_can_never_fit_is_refused() -> None:
+    """The error names the limit and the actual length."""
     world = World(num_pages=5)
     with pytest.raises(PromptTooLong) as caught:
         world.submit(FakeTask(num_prompt=10, max_tokens=7))
@@ -18,7 +18,7 @@ def test_what_can_never_fit_is_refused() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    """The error says when to come back."""
+    """The error says when to retry."""
     world = World(max_waiting=2)
     world.submit(long_task())
     world.submit(long_task())
@@ -32,7 +32,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_a_request_id_is_live_once() -> None:
-    """The same id cannot be submitted again while it lives."""
+    """An id cannot be submitted again while its request is live."""
     world = World()
     sequence = world.submit(long_task())
     with pytest.raises(InvalidField):
@@ -40,7 +40,7 @@ def test_a_request_id_is_live_once() -> None:
 
 
 def test_the_wait_is_estimated_from_completions() -> None:
-    """No deadline is refused on a guess; once one is known, a hopeless one is."""
+    """A deadline is refused only after a service time is known, and if it cannot be met."""
     world = World(num_rows=1)
     world.submit(long_task(max_tokens=2), deadline=world.clock.now() + 60.0)
     world.scheduler.step()

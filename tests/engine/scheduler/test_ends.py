@@ -1,24 +1,26 @@
-"""The end of a sequence: by its task, its caller, its deadline or its fault."""
+"""The end of a sequence: by its task, its client, its deadline or an error."""
 
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.errors import DeadlineExceeded, InternalError
 
 from tests.engine.scheduler.tasks import LONG_SEED, long_task, stopping_task
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
+R0, R1 = RequestKey("r0"), RequestKey("r1")
+
 # ---------------------------------------------------------------- by its task
 
 
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_stop_leaves_one_zombie_behind(constrained: bool) -> None:
-    """The launch ahead of the stop token names a zombie: ignored, then released."""
+def test_a_stop_token_leaves_one_zombie(constrained: bool) -> None:
+    """The launch after the stop token names a zombie, which is ignored, then released."""
     world = World()
     sequence = world.submit(stopping_task(3, constrained=constrained))
     while not sequence.finalized:
         world.steps(1)
-    assert world.sink.ended == {"r0": FinishReason.STOP}
+    assert world.sink.ended == {R0: FinishReason.STOP}
     assert sequence.is_zombie
     assert sequence.row >= 0
     world.steps(1)
@@ -28,7 +30,7 @@ def test_a_stop_leaves_one_zombie_behind(constrained: bool) -> None:
 
 
 def test_a_zombie_is_sampled_free() -> None:
-    """A row that ended before its sampling was finalized gets constraint 0."""
+    """A sequence that ended before its row was sampled gets constraint 0."""
     world = World()
     world.submit(stopping_task(3, constrained=True))
     world.scheduler.drain()
@@ -36,30 +38,30 @@ def test_a_zombie_is_sampled_free() -> None:
 
 
 def test_the_length_cap_leaves_no_zombie() -> None:
-    """A sequence is launched at most `max_tokens` times, as that end is known ahead."""
+    """A sequence is launched at most `max_tokens` times, because that end is known in advance."""
     world = World()
     sequence = world.submit(long_task(max_tokens=5))
     world.scheduler.drain()
-    assert world.sink.ended == {"r0": FinishReason.LENGTH}
+    assert world.sink.ended == {R0: FinishReason.LENGTH}
     assert len(world.tokens(sequence)) == len(world.records) == 5
     assert sum(record.zombies for record in world.records) == 0
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
-    """The task's own reason goes before the length cap."""
+    """The task's reason takes precedence over the length cap."""
     world = World()
     stopping = stopping_task(4, constrained=False)
     stopping.max_tokens = 4
     world.submit(stopping)
     world.scheduler.drain()
-    assert world.sink.ended == {"r0": FinishReason.STOP}
+    assert world.sink.ended == {R0: FinishReason.STOP}
 
 
-# ---------------------------------------------------------------- by its caller
+# ---------------------------------------------------------------- by its client
 
 
 def test_aborting_a_waiting_request_removes_it_at_once() -> None:
-    """It is never started and holds nothing."""
+    """It never starts and holds no resources."""
     world = World(num_rows=1)
     world.submit(long_task())
     waiting = world.submit(long_task())
@@ -67,12 +69,12 @@ def test_aborting_a_waiting_request_removes_it_at_once() -> None:
     world.abort(waiting)
     assert world.scheduler.num_waiting == 0
     world.scheduler.drain()
-    assert world.sink.started_ids == ["r0"]
+    assert world.sink.started_ids == [R0]
     world.check_rest()
 
 
-def test_aborting_a_request_in_flight_releases_it_behind_its_last_launch() -> None:
-    """Finalized now, released when nothing in flight names it."""
+def test_aborting_a_request_in_flight_releases_it_after_its_last_launch() -> None:
+    """It is finalized now, and released when no launch names it."""
     world = World()
     sequence = world.submit(long_task())
     world.steps(3)
@@ -84,8 +86,8 @@ def test_aborting_a_request_in_flight_releases_it_behind_its_last_launch() -> No
     world.check_rest()
 
 
-def test_aborting_between_blocking_ticks_releases_at_once() -> None:
-    """With nothing in flight there is no zombie."""
+def test_aborting_between_blocking_steps_releases_at_once() -> None:
+    """Without a launch in flight there is no zombie."""
     world = World(depth=1)
     sequence = world.submit(long_task())
     world.steps(3)
@@ -99,28 +101,28 @@ def test_unknown_and_ended_requests_can_be_aborted() -> None:
     sequence = world.submit(long_task(max_tokens=2))
     world.scheduler.drain()
     world.abort(sequence)
-    world.scheduler.abort("never seen")
+    world.scheduler.abort(RequestKey("never seen"))
     world.check_rest()
 
 
 def test_an_aborted_id_may_come_again_while_its_zombie_is_in_flight() -> None:
-    """The zombie and the new sequence have nothing in common but the id."""
+    """The zombie and the new sequence share only the id."""
     world = World()
     sequence = world.submit(long_task())
     world.steps(2)
-    world.scheduler.abort("r0")
+    world.scheduler.abort(R0)
     assert sequence.is_zombie
     world.sequences.clear()
     world.sink.texts.clear()
     again = world.submit(long_task())
-    assert again.request.request_id == "r0"
+    assert again.request.request_id == R0
     world.scheduler.drain()
     assert world.tokens(again) == long_task().expected_tokens(2)
     assert sequence.row == -1
 
 
 def test_a_request_may_be_aborted_by_its_own_delta() -> None:
-    """The listener may give up on a request while it is being told about it."""
+    """The sink may abort a request in `delta`."""
     world = World()
     world.sink.on_delta = world.abort
     world.submit(long_task())
@@ -129,16 +131,16 @@ def test_a_request_may_be_aborted_by_its_own_delta() -> None:
     assert world.sink.ended == {}
 
 
-def test_stopping_a_waiting_request_tells_its_start_and_its_empty_end() -> None:
-    """It holds nothing, yet its listener hears what every other hears."""
+def test_stopping_a_waiting_request_emits_its_start_and_its_empty_result() -> None:
+    """The sink receives `started` and `done`, as for every other request."""
     world = World(num_rows=1)
     world.submit(long_task())
     waiting = world.submit(long_task())
     world.steps(2)
     world.scheduler.stop(waiting.request.request_id)
     assert world.scheduler.num_waiting == 0
-    assert world.sink.started_ids == ["r0", "r1"]
-    assert world.sink.ended == {"r1": FinishReason.CANCELLED}
+    assert world.sink.started_ids == [R0, R1]
+    assert world.sink.ended == {R1: FinishReason.CANCELLED}
     assert world.tokens(waiting) == []
     world.scheduler.drain()
     world.check_rest()
@@ -147,14 +149,14 @@ def test_stopping_a_waiting_request_tells_its_start_and_its_empty_end() -> None:
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, depth: int) -> None:
-    """The result is at hand at once; row and pages go behind the last launch in flight."""
+    """The result comes at once; row and pages are released after the last launch in flight."""
     world = World(depth=depth)
     sequence, other = world.submit(long_task()), world.submit(long_task())
     world.steps(num_steps)
     committed = list(world.tokens(sequence))
     world.scheduler.stop(sequence.request.request_id)
     world.scheduler.stop(sequence.request.request_id)
-    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+    assert world.sink.ended == {R0: FinishReason.CANCELLED}
     world.scheduler.drain()
     assert world.tokens(sequence) == committed
     assert world.tokens(other) == long_task().expected_tokens(2)
@@ -162,13 +164,13 @@ def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, de
 
 
 def test_a_request_may_be_stopped_by_its_own_delta() -> None:
-    """The listener may end a request while it is being told about it."""
+    """The sink may stop a request in `delta`."""
     world = World()
     world.sink.on_delta = lambda sequence: world.scheduler.stop(sequence.request.request_id)
     world.submit(long_task())
     world.scheduler.drain()
     world.check_rest()
-    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+    assert world.sink.ended == {R0: FinishReason.CANCELLED}
 
 
 def test_unknown_and_ended_requests_can_be_stopped() -> None:
@@ -177,17 +179,17 @@ def test_unknown_and_ended_requests_can_be_stopped() -> None:
     world.submit(long_task(max_tokens=2))
     world.scheduler.drain()
     ended = dict(world.sink.ended)
-    world.scheduler.stop("r0")
-    world.scheduler.stop("never seen")
+    world.scheduler.stop(R0)
+    world.scheduler.stop(RequestKey("never seen"))
     assert world.sink.ended == ended
     world.check_rest()
 
 
-# ---------------------------------------------------------------- by a fault, or too late
+# ---------------------------------------------------------------- by an error or a deadline
 
 
-def test_logits_that_are_not_finite_fail_their_row_only() -> None:
-    """The batch mate answers as if nothing had happened."""
+def test_non_finite_logits_fail_their_own_request_only() -> None:
+    """Another request in the batch is not affected."""
     world = World(not_finite=frozenset({(0, 5)}))
     bad, good = world.submit(long_task()), world.submit(long_task())
     world.scheduler.drain()
@@ -200,22 +202,22 @@ def test_logits_that_are_not_finite_fail_their_row_only() -> None:
 
 
 @pytest.mark.parametrize(("position", "cached_tokens"), [(9, 0), (10, 8)])
-def test_a_prefix_is_shared_no_more_when_its_prefill_gave_no_finite_logits(
+def test_a_prefix_is_invalidated_when_its_prefill_gave_non_finite_logits(
     position: int, cached_tokens: int
 ) -> None:
-    """After a bad prefill the next computes the prefix anew; a bad decode says nothing of it."""
+    """After such a prefill the next request computes the prefix; after a decode it does not."""
     world = World(not_finite=frozenset({(0, position)}))
-    bad = world.submit(long_task(), prefix_key="picture", prefix_length=8)
+    bad = world.submit(long_task(), prefix_key="image", prefix_length=8)
     world.scheduler.drain()
     assert isinstance(world.failure(bad), InternalError)
-    following = [world.submit(long_task(), prefix_key="picture", prefix_length=8) for _ in range(2)]
+    following = [world.submit(long_task(), prefix_key="image", prefix_length=8) for _ in range(2)]
     world.scheduler.drain()
-    assert [sequence.cached_tokens for sequence in following] == [cached_tokens, 8]
+    assert [sequence.pages.cached_tokens for sequence in following] == [cached_tokens, 8]
     world.check_rest()
 
 
-def test_a_task_that_raises_fails_alone() -> None:
-    """A skill's bug ends its request, and the batch mate answers."""
+def test_a_task_that_raises_fails_its_own_request_only() -> None:
+    """Another request in the batch is not affected."""
     world = World()
     bad = world.submit(FakeTask(seed=LONG_SEED, max_tokens=14, fails_at=2))
     good = world.submit(long_task())
@@ -225,13 +227,13 @@ def test_a_task_that_raises_fails_alone() -> None:
     world.check_rest()
 
 
-@pytest.mark.parametrize("ticks", [0, 3])
-def test_a_deadline_ends_waiting_and_running_requests(ticks: int) -> None:
-    """Past its deadline a request fails at the next tick; the others go on."""
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_deadline_ends_waiting_and_running_requests(num_steps: int) -> None:
+    """After its deadline a request fails in the next step; others continue."""
     world = World()
     late = world.submit(long_task(), deadline=world.clock.now() + 1.0)
     other = world.submit(long_task(), deadline=world.clock.now() + 9.0)
-    world.steps(ticks)
+    world.steps(num_steps)
     world.clock.advance(1.0)
     world.scheduler.drain()
     assert type(world.failure(late)) is DeadlineExceeded
@@ -239,15 +241,15 @@ def test_a_deadline_ends_waiting_and_running_requests(ticks: int) -> None:
     world.check_rest()
 
 
-def test_a_later_deadline_is_kept_after_an_earlier_one() -> None:
-    """Each of several deadlines is noticed in its turn."""
+def test_a_later_deadline_is_checked_after_an_earlier_one() -> None:
+    """Each of several deadlines ends its own request."""
     world = World(num_rows=1)
     world.submit(long_task(), deadline=world.clock.now() + 5.0)
     world.submit(long_task(), deadline=world.clock.now() + 2.0)
     world.steps(1)
     world.clock.advance(2.0)
     world.steps(1)
-    assert list(world.sink.ended) == ["r1"]
+    assert list(world.sink.ended) == [R1]
     world.clock.advance(3.0)
     world.steps(1)
-    assert list(world.sink.ended) == ["r1", "r0"]
+    assert list(world.sink.ended) == [R1, R0]

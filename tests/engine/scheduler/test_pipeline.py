@@ -1,7 +1,7 @@
-"""Slots, order and references."""
+"""The pipeline: slots, order and references."""
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, Row
+from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, ScheduledSequence
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.sequence import Sequence
 
@@ -10,7 +10,9 @@ from tests.fakes import make_sequence
 
 def plan(*sequences: Sequence) -> Plan:
     """A decode batch."""
-    return Plan(LaunchKind.DECODE, tuple(Row(sequence, position=2) for sequence in sequences))
+    return Plan(
+        LaunchKind.DECODE, tuple(ScheduledSequence(sequence, position=2) for sequence in sequences)
+    )
 
 
 def test_launches_alternate_between_two_slots() -> None:
@@ -37,7 +39,7 @@ def test_depth_one_has_one_launch_in_flight() -> None:
 
 
 def test_only_one_launch_waits_for_sampling() -> None:
-    """Nothing is launched ahead of an unsampled launch."""
+    """No launch follows an unsampled launch."""
     pipeline = Pipeline(2)
     launch = pipeline.launch(plan(make_sequence(0)))
     assert pipeline.unsampled() is launch
@@ -74,7 +76,7 @@ def test_the_oldest_commits_first() -> None:
 
 
 def test_an_unsampled_launch_cannot_commit() -> None:
-    """There is nothing to read before sampling."""
+    """A launch is sampled before its commit."""
     pipeline = Pipeline(2)
     launch = pipeline.launch(plan(make_sequence(0)))
     with pytest.raises(AssertionError, match="unsampled"):

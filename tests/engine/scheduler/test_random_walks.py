@@ -1,4 +1,4 @@
-"""Random lives of many requests, at both depths."""
+"""Random walks of many requests, at both depths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from legato_engine.sequence import Sequence
 from tests.engine.scheduler.world import RandomBlocks, World
 from tests.fakes import FakeTask
 
-PREFIX_LENGTHS = {"a": 3, "b": 8, "c": 9}  # inside a page, on a border, just behind one
+PREFIX_LENGTHS = {"a": 3, "b": 8, "c": 9}  # inside a page, on a boundary, just after one
 
 tasks = st.builds(
     FakeTask,
@@ -35,21 +35,21 @@ tasks = st.builds(
 keys = st.sampled_from([None, *PREFIX_LENGTHS])
 crops = st.integers(0, 7)
 adapters = st.sampled_from(["", "", "x", "y", "z"])
-who = st.tuples(st.integers(-3, 3), st.sampled_from(["", "a", "b"]))  # priority and tenant
+ranks = st.tuples(st.integers(-3, 3), st.sampled_from(["", "a", "b"]))  # priority and tenant
 bursts = st.lists(
-    st.tuples(tasks, keys, crops, st.integers(-30, 30), who, adapters), min_size=1, max_size=6
+    st.tuples(tasks, keys, crops, st.integers(-30, 30), ranks, adapters), min_size=1, max_size=6
 )
 
 
 def prefix_length(key: str | None, num_crops: int) -> int:
-    """Positions of a prefix; a picture that nobody shares has some, too."""
+    """Return the positions of a prefix, including images that are not shared."""
     if key is None:
         return 9 if num_crops else 1
     return PREFIX_LENGTHS[key]
 
 
 def check_streams(world: World) -> None:
-    """Every token is the one that its request reads when it runs alone, and no task raised."""
+    """Assert that every request read the tokens that it reads alone, and no task raised."""
     for sequence in world.sequences:
         assert isinstance(sequence.task, FakeTask)
         expected = sequence.task.expected_tokens(sequence.prompt_length)
@@ -62,18 +62,18 @@ def check_streams(world: World) -> None:
 
 
 def check_counts(world: World) -> None:
-    """What the records count is what the requests were given."""
+    """Assert that the records count the tokens that the requests read."""
     records = world.records
     committed = sum(sequence.num_committed for sequence in world.sequences)
     assert sum(record.tokens for record in records) == committed
     for record in records:
-        assert 0 <= record.accepted <= record.proposed
+        assert 0 <= record.accepted <= record.drafted
         drafts = sum(row.num_drafts for row in record.launch.plan.rows)
-        assert record.proposed <= drafts
+        assert record.drafted <= drafts
 
 
 class Walk(RuleBasedStateMachine):
-    """Submits, refines, steps, aborts, stops and lets time pass, in any order."""
+    """Submits, refines, steps, aborts, stops and advances the clock, in any order."""
 
     depth = 2
 
@@ -91,9 +91,9 @@ class Walk(RuleBasedStateMachine):
         quitters=st.frozensets(st.integers(0, 20), max_size=4),
     )
     def start(self, quitters: frozenset[int], largest_block: int, **settings: object) -> None:
-        """Some sequences abort themselves, and some the one before, when they get a delta.
+        """Create the world; in `delta`, quitters abort themselves or the sequence before.
 
-        Text is speculated on with blocks of any size up to the largest, 0 being not at all.
+        Text is decoded with blocks of any size up to `largest_block`, 0 without speculation.
         """
         blocks = RandomBlocks(largest_block) if largest_block else None
         self.world = World(
@@ -115,7 +115,7 @@ class Walk(RuleBasedStateMachine):
     def submit(
         self, burst: list[tuple[FakeTask, str | None, int, int, tuple[int, str], str]]
     ) -> None:
-        """Some more requests, any of which may be refused; half of them have a deadline."""
+        """Submit requests, any of which may be refused; half of them have a deadline."""
         for task, key, num_crops, seconds, (priority, tenant), adapter in burst:
             deadline = self.world.clock.now() + seconds if seconds > 0 else None
             with contextlib.suppress(PromptTooLong, Busy, DeadlineUnreachable):
@@ -132,27 +132,27 @@ class Walk(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def refine(self, count: int) -> None:
-        """A few outlines are to be refined."""
+        """Submit a few refinements."""
         for _ in range(count):
             self.world.refine()
 
     @precondition(lambda self: self.world.sequences)
     @rule(which=st.integers(0, 1_000))
     def abort(self, which: int) -> None:
-        """One of the newest sixteen is aborted; it may have ended long ago."""
+        """Abort one of the newest sixteen; it may have ended before."""
         newest = self.world.sequences[-16:]
         self.world.abort(newest[which % len(newest)])
 
     @precondition(lambda self: self.world.sequences)
     @rule(which=st.integers(0, 1_000))
     def stop(self, which: int) -> None:
-        """One of the newest sixteen ends with what it has; it may have ended long ago."""
+        """Stop one of the newest sixteen; it may have ended before."""
         newest = self.world.sequences[-16:]
         self.world.scheduler.stop(newest[which % len(newest)].request.request_id)
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
-        """A few ticks; whenever something lives, a tick gets on with it."""
+        """Run a few steps; each makes progress while a request is live."""
         for _ in range(count):
             progressed = self.world.step()
             assert progressed or self.world.scheduler.idle
@@ -162,17 +162,17 @@ class Walk(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 4))
     def advance(self, seconds: int) -> None:
-        """Time passes and deadlines with it."""
+        """Advance the clock, past deadlines."""
         self.world.clock.advance(seconds)
 
     @invariant()
     def consistent(self) -> None:
-        """The world's invariants hold after every rule."""
+        """Check the world's invariants after every rule."""
         if hasattr(self, "world"):
             self.world.check()
 
     def teardown(self) -> None:
-        """Let all of it run out."""
+        """Run all requests to their end and check."""
         if hasattr(self, "world"):
             self.world.scheduler.drain()
             self.world.check_rest()
@@ -181,14 +181,14 @@ class Walk(RuleBasedStateMachine):
 
 
 class BlockingWalk(Walk):
-    """The same with one slot in use."""
+    """The same walk at depth 1."""
 
     depth = 1
 
 
 @pytest.mark.parametrize("walk", [Walk, BlockingWalk])
-def test_any_walk_keeps_the_rules(walk: type[Walk]) -> None:
-    """No order of submits, ticks, aborts, stops and deadlines breaks an invariant."""
+def test_any_walk_keeps_the_invariants(walk: type[Walk]) -> None:
+    """No order of submits, steps, aborts, stops and deadlines breaks an invariant."""
     run_state_machine_as_test(
         walk, settings=settings(max_examples=200, stateful_step_count=50, deadline=None)
     )
@@ -212,8 +212,8 @@ def test_no_way_of_launching_changes_a_token(
     num_rows: int,
     seed: int,
 ) -> None:
-    """Every request reads the same tokens and ends the same way, whatever the depth, and whether
-    pictures are split or share, launches shared, tokens proposed or outlines refined between them.
+    """Every request reads the same tokens and ends the same way at any depth, with or without
+    split images, shared launches, draft tokens and refinements.
     """
     outcomes = []
     for depth, crops_per_launch, largest, prompts, refines, streams in (
@@ -238,7 +238,7 @@ def test_no_way_of_launching_changes_a_token(
             streams=streams,
             num_adapter_slots=2,
         )
-        for drawn, key, num_crops, ticks, adapter in arrivals:
+        for drawn, key, num_crops, num_steps, adapter in arrivals:
             task = FakeTask(
                 seed=drawn.sampling.seed or 0,
                 num_prompt=len(drawn.prompt),
@@ -252,7 +252,7 @@ def test_no_way_of_launching_changes_a_token(
                 num_crops=num_crops,
                 adapter=adapter,
             )
-            for _ in range(ticks):
+            for _ in range(num_steps):
                 world.step()
             if refines:
                 world.refine()

@@ -1,6 +1,7 @@
-"""The tick: its order, and what is told of it."""
+"""The step: its order, and what sink and observer receive."""
 
 import pytest
+from legato_engine.core import RequestKey
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.sequence import SequenceStatus
 
@@ -8,11 +9,13 @@ from tests.engine.scheduler.tasks import long_task
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
+R0 = RequestKey("r0")
+
 # ---------------------------------------------------------------- order
 
 
 def test_constrained_sampling_waits_for_the_commit_before_it() -> None:
-    """Forward t+1, commit t, sample t+1: commit before finalize."""
+    """Forward t+1, commit t, sample t+1: commit before sampling."""
     world = World()
     world.submit(long_task(constrained=True))
     world.steps(4)
@@ -32,7 +35,7 @@ def test_constrained_sampling_waits_for_the_commit_before_it() -> None:
 
 
 def test_free_sampling_runs_a_step_ahead() -> None:
-    """Sampling of an unconstrained launch is enqueued right behind its forward."""
+    """Sampling of an unconstrained launch is enqueued right after its forward."""
     world = World()
     world.submit(long_task())
     world.steps(3)
@@ -48,8 +51,8 @@ def test_free_sampling_runs_a_step_ahead() -> None:
     ]
 
 
-def test_one_constrained_row_holds_back_the_batch() -> None:
-    """A decode launch is sampled as a whole, so one constrained row makes it wait."""
+def test_one_constrained_row_delays_the_batch() -> None:
+    """A launch is sampled as a whole, so one constrained row makes it wait."""
     world = World()
     world.submit(long_task())
     world.submit(long_task(constrained=True))
@@ -64,7 +67,7 @@ def test_one_constrained_row_holds_back_the_batch() -> None:
 
 @pytest.mark.parametrize("constrained", [False, True])
 def test_depth_one_blocks(constrained: bool) -> None:
-    """At depth 1 every launch is sampled and committed in its own tick."""
+    """At depth 1 every launch is sampled and committed in its own step."""
     world = World(depth=1)
     world.submit(long_task(constrained=constrained))
     world.steps(3)
@@ -74,7 +77,7 @@ def test_depth_one_blocks(constrained: bool) -> None:
 
 
 def test_prefill_and_decode_alternate() -> None:
-    """No two prefills in a row while something can decode."""
+    """Two prefills never follow each other while a sequence can decode."""
     world = World(num_rows=4)
     for seed in range(4):
         world.submit(FakeTask(seed=seed, max_tokens=14))
@@ -101,32 +104,32 @@ def test_a_request_launched_next_hits_the_prefix_of_the_one_before() -> None:
     first = world.submit(long_task(), prefix_key="a", prefix_length=9)
     second = world.submit(long_task(), prefix_key="a", prefix_length=9)
     world.steps(3)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 9)
-    assert second.page_ids[:2] == first.page_ids[:2]
+    assert (first.pages.cached_tokens, second.pages.cached_tokens) == (0, 9)
+    assert second.pages.ids[:2] == first.pages.ids[:2]
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- events
 
 
 def test_a_request_starts_when_its_prefill_is_launched() -> None:
-    """Status and time change with the launch, the first token comes with its commit."""
+    """Status and time change at the launch, the first token comes with its commit."""
     world = World()
     sequence = world.submit(long_task())
     statuses = [sequence.status]
     world.steps(1)
-    assert world.sink.started_ids == ["r0"]
+    assert world.sink.started_ids == [R0]
     statuses.append(sequence.status)
-    assert sequence.prefill_start == 100.0
+    assert sequence.timing.prefill_start == 100.0
     world.clock.advance(2.0)
     world.steps(1)
     statuses.append(sequence.status)
-    assert sequence.first_token == 102.0
+    assert sequence.timing.first_token == 102.0
     world.scheduler.drain()
     assert [*statuses, sequence.status] == list(SequenceStatus)
 
 
-def test_load_counts_what_is_held() -> None:
-    """Running, waiting, in flight, rows and pages, and what is kept apart."""
+def test_load_counts_resources_in_use() -> None:
+    """Running, waiting, launches, rows and pages in use; cached pages are counted separately."""
     world = World(num_rows=1, num_pages=17)
     world.submit(long_task(), prefix_key="a", prefix_length=9)
     world.submit(long_task())
@@ -135,15 +138,15 @@ def test_load_counts_what_is_held() -> None:
     assert (load.running, load.waiting, load.inflight, load.rows_used) == (1, 1, 1, 1)
     assert (load.pages_used, load.prefix_pages, load.pages_total) == (3 + 1, 0, 16)
     world.scheduler.drain()
-    assert world.scheduler.load().prefix_pages == 3 + 4  # behind the prefix: 14 positions
+    assert world.scheduler.load().prefix_pages == 3 + 4  # after the prefix: 14 positions
     world.check_rest()
 
 
-def test_the_observer_sees_what_each_step_cost() -> None:
-    """Plan, launch, finalize, wait and commit are measured apart, in the order of the tick."""
+def test_the_observer_receives_the_times_of_each_step() -> None:
+    """Plan, launch, sample, wait and commit are measured separately, in the order of the step."""
     world = World()
-    ticks = iter(range(10_000))
-    world.clock.perf_ns = lambda: next(ticks)  # type: ignore[method-assign]  # each reading is one later
+    times = iter(range(10_000))
+    world.clock.perf_ns = lambda: next(times)  # type: ignore[method-assign]  # advances by one per reading
     world.submit(long_task(constrained=True))
     world.steps(3)
     record = world.records[1]
@@ -152,19 +155,19 @@ def test_the_observer_sees_what_each_step_cost() -> None:
         record.plan_start,
         record.plan_end,
         record.launch_end,
-        record.finalize_start,
-        record.finalize_end,
+        record.sample_start,
+        record.sample_end,
         record.wait_start,
         record.wait_end,
         record.commit_end,
     ]
     assert marks == sorted(set(marks))
-    durations = (record.plan_ns, record.launch_ns, record.finalize_ns, record.commit_ns)
+    durations = (record.plan_ns, record.launch_ns, record.sample_ns, record.commit_ns)
     assert durations == (1, 1, 1, 1)
 
 
-def test_an_idle_tick_does_nothing() -> None:
-    """Without work a tick says so."""
+def test_an_idle_step_does_nothing() -> None:
+    """Without work a step returns False."""
     world = World()
     assert world.scheduler.step() is False
     world.scheduler.drain()

@@ -10,7 +10,7 @@ def test_nothing_is_predicted_before_a_completion() -> None:
 
 
 def test_a_free_row_means_no_wait() -> None:
-    """Requests that find a row each do not wait."""
+    """Requests do not wait while there is a row for each."""
     estimate = WaitEstimate()
     estimate.completed(2.0)
     assert estimate.predict(waiting=0, rows_free=1, num_rows=4) == 0.0
@@ -26,7 +26,7 @@ def test_the_wait_grows_with_the_queue() -> None:
 
 
 def test_the_average_follows_slowly() -> None:
-    """One odd completion moves the estimate a little, many move it all the way."""
+    """One outlier moves the estimate a little, many move it all the way."""
     estimate = WaitEstimate()
     estimate.completed(1.0)
     estimate.completed(11.0)

@@ -1,4 +1,4 @@
-"""A scheduler on a fake device, and what must hold of it between two ticks and at rest."""
+"""A scheduler on a fake device, with its invariants between steps and at rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence as Many
 
 import msgspec
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -17,42 +18,43 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
 
-from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
+from tests.fake_runner import FakeRunner
+from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> BatchLimits:
-    """Limits that only a long prompt or many rows do not keep."""
-    return BatchLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
+def shared(prompts: int, images: int = 3, tokens: int = 16) -> BatchLimits:
+    """Limits that only a long prompt or many rows exceed."""
+    return BatchLimits(prompts, tokens=tokens, sampled=4, images=images, min_queue_length=0)
 
 
-def num_pictures(plan: Plan) -> int:
-    """How many an encoder computes."""
+def num_images(plan: Plan) -> int:
+    """Return the number of images that the encoder computes."""
     return sum(row.encodes for row in plan.rows)
 
 
 class RandomBlocks:
-    """A `BlockSizes` that follows no rule, and checks what it is told."""
+    """A `BlockSizes` that chooses at random and checks its arguments."""
 
     def __init__(self, largest: int, seed: int = 0) -> None:
         self._largest = largest
         self._random = random.Random(seed)
-        self.learnt: list[tuple[int, int, int]] = []  # sequence, accepted, proposed
+        self.learnt: list[tuple[int, int, int]] = []  # sequence, accepted, drafted
 
     def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """Any size up to the largest."""
+        """Return any sizes up to the largest."""
         assert 0 <= kv_use <= 1
         assert all(sequence.may_draft and not sequence.finalized for sequence in sequences)
         return [self._random.randint(0, self._largest) for _ in sequences]
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
-        """Remember it."""
-        assert 0 <= accepted <= proposed <= self._largest
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+        """Record it."""
+        assert 0 <= num_accepted <= num_drafted <= self._largest
         assert not sequence.finalized
-        self.learnt.append((sequence.seq_id, accepted, proposed))
+        self.learnt.append((sequence.seq_id, num_accepted, num_drafted))
 
 
 class World:
-    """Everything around one scheduler, and every sequence it was given."""
+    """One scheduler, its surroundings and all its sequences."""
 
     def __init__(
         self,
@@ -100,11 +102,11 @@ class World:
         self._streak = 0  # encodes and prefills since the last decode
         self.sequences: list[Sequence] = []
         self.refinements: list[Refinement] = []
-        self.refined: list[int] = []  # which of them, in the order in which they were done
-        self.aborted: set[str] = set()
+        self.refined: list[int] = []  # their indices, in the order of completion
+        self.aborted: set[RequestKey] = set()
 
     def committed(self, record: StepRecord) -> None:
-        """Keep the record: the world is the scheduler's observer."""
+        """Keep the record; the world is the scheduler's observer."""
         self.records.append(record)
 
     def submit(
@@ -119,7 +121,7 @@ class World:
         tenant: str = "",
         adapter: str = "",
     ) -> Sequence:
-        """Submit request `r<n>`, n counting from 0; raises what the scheduler raises."""
+        """Submit request `r<n>`, counting from 0; raise what the scheduler raises."""
         sequence = make_sequence(
             len(self.sequences),
             task,
@@ -142,7 +144,7 @@ class World:
         return sequence
 
     def refine(self) -> Refinement:
-        """Have something refined; its number is what is given."""
+        """Submit a refinement of its own index."""
         number = len(self.refinements)
         refinement = Refinement(number, lambda done: self.refined.append(done.given))
         self.refinements.append(refinement)
@@ -150,18 +152,20 @@ class World:
         return refinement
 
     def step(self) -> bool:
-        """One checked tick; whoever decodes is held up by one bounded launch at a time."""
+        """Run one checked step; streams wait for at most one bounded launch at a time."""
         now = self.clock.now()
         decoding = [
             s
             for s in self.sequences
-            if s.last_position >= 0
-            and s.num_launched < s.task.max_tokens
+            if s.progress.last_position >= 0
+            and s.progress.num_launched < s.task.max_tokens
             and not (s.finalized or s.preempted)
             and (s.request.deadline or math.inf) > now
         ]
         streaming = any(s.request.deltas for s in decoding)
-        due = any(s.last_position < s.capacity for s in decoding)  # has a page for it
+        due = any(
+            s.progress.last_position < s.pages.capacity for s in decoding
+        )  # has a page for it
         num_planned = len(self.runner.plans)
         progressed = self.scheduler.step()
         for plan in self.runner.plans[num_planned:]:
@@ -170,84 +174,88 @@ class World:
         return progressed
 
     def steps(self, count: int) -> None:
-        """Some checked ticks."""
+        """Run checked steps."""
         for _ in range(count):
             self.step()
 
     def drain(self) -> None:
-        """Checked ticks until nothing is left."""
+        """Run checked steps until idle."""
         while not self.scheduler.idle:
             self.step()
         self.check_rest()
 
     def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
-        assert not streaming or num_pictures(plan) <= 1, "pictures hold up a stream"
+        assert not streaming or num_images(plan) <= 1, "several images delay a stream"
         if plan.decodes:
             self._streak = 0
             return
         self._streak += 1
         assert not (due and self._streak > 1), "a decode is due"
-        assert streaming or plan.kind is not LaunchKind.ENCODE, "split with nobody to hold up"
+        assert streaming or plan.kind is not LaunchKind.ENCODE, "split without a stream"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
-            stop = row.prefix.stop_crop or row.sequence.num_crops
-            crops = stop - row.prefix.first_crop if row.prefix.compute_pages else 0
-            assert crops <= limit or limit == 0, "too many crops at once"
+            stop = row.work.stop_crop or row.sequence.num_crops
+            crops = stop - row.work.first_crop if row.work.compute_pages else 0
+            assert crops <= limit or limit == 0, f"{crops} crops at once"
 
     def abort(self, sequence: Sequence) -> None:
-        """Abort a request, whatever its state."""
+        """Abort a request in any state."""
         if sequence.request.request_id not in self.sink.ended:
             self.aborted.add(sequence.request.request_id)
         self.scheduler.abort(sequence.request.request_id)
 
     def tokens(self, sequence: Sequence) -> list[int]:
-        """What the sequence's task has read."""
+        """Return the tokens that the sequence's task has read."""
         assert isinstance(sequence.task, FakeTask)
         return sequence.task.tokens
 
     def failure(self, sequence: Sequence) -> LegatoError:
-        """The error a request ended with."""
+        """Return the error that a request ended with."""
         error = self.sink.ended[sequence.request.request_id]
         assert isinstance(error, LegatoError)
         return error
 
     def check(self) -> None:
-        """What must hold between two ticks."""
+        """Assert the invariants between steps."""
         load = self.scheduler.load()
-        holders = [s for s in self.sequences if s.row >= 0]
-        zombies = [s for s in holders if s.finalized]
+        admitted = [s for s in self.sequences if s.row >= 0]
+        zombies = [s for s in admitted if s.finalized]
         assert all(s.inflight_refs > 0 for s in zombies), "released too late"
         assert all(s.row >= 0 for s in self.sequences if s.inflight_refs), "released too early"
-        assert load.rows_used == len(holders) == load.running + len(zombies)
+        assert load.rows_used == len(admitted) == load.running + len(zombies)
         assert load.inflight <= self.pipeline.depth
-        assert self.refined == list(range(len(self.refined))), "in the order they came in"
+        assert self.refined == list(range(len(self.refined))), "refined out of order"
         for refinement in self.refinements[: len(self.refined)]:
             assert refinement.answer == ("better", refinement.given)
-        assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
-        assert load.pages_used >= len({page for s in holders for page in s.page_ids})
+        assert load.adapters_used == len({s.adapter.key for s in admitted} - {""})
+        assert load.pages_used >= len({page for s in admitted for page in s.pages.ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
         self.manager.check()
         for sequence in self.sequences:
-            ahead = sequence.num_launched - sequence.num_committed
+            ahead = sequence.progress.num_launched - sequence.num_committed
             assert 0 <= ahead <= sequence.inflight_refs or sequence.finalized
-            assert sequence.inflight_refs or sequence.finalized or sequence.num_drafted == 0
+            assert (
+                sequence.inflight_refs
+                or sequence.finalized
+                or sequence.progress.inflight_drafts == 0
+            )
             assert 0 <= sequence.inflight_refs <= load.inflight
             assert len(self.tokens(sequence)) == sequence.num_committed
 
     def check_rest(self) -> None:
-        """What must hold when nothing is left to do."""
+        """Assert the invariants at rest."""
         load = self.scheduler.load()
         assert self.scheduler.idle
         rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total, kv=load.kv)
-        assert load == rest, "something is still held"
+        assert load == rest, f"resources are in use: {load}"
         assert len(self.refined) == len(self.refinements), "a refinement is lost"
         ended = set(self.sink.ended)
         assert not ended & self.aborted, "an aborted request was mentioned again"
         assert ended | self.aborted == {s.request.request_id for s in self.sequences}
         for sequence in self.sequences:
             assert sequence.finalized
-            assert (sequence.inflight_refs, sequence.row, sequence.adapter_slot) == (0, -1, 0)
-            assert sequence.adapter is None, "the host's weights are let go"
+            assert (sequence.inflight_refs, sequence.row, sequence.adapter.slot) == (0, -1, 0)
+            assert sequence.inputs.adapter is None, "the host still has the adapter"
         commits = [launch for call, launch in self.runner.calls if call == "collect"]
         assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
         assert self.scheduler.steps_committed == len(commits)

@@ -20,7 +20,7 @@ from legato_engine.shm.segment_pool import LARGEST, RELEASED, SMALLEST, SegmentP
 
 @pytest.fixture
 def store():
-    """A store that must leave nothing behind."""
+    """A store that must leave no files."""
     store = BlobStore(new_namespace())
     yield store
     store.close()
@@ -34,20 +34,20 @@ def reader(store):
 
 
 def left(store):
-    """Files of the store's namespace."""
+    """Files in the store's namespace."""
     return list(blob_folder().glob(f"{store.namespace}*"))
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
 def test_round_trip(store, reader, data):
-    """A taken blob reads as written and has left the folder already."""
+    """A taken blob has the bytes that were written, and its file is unlinked."""
     view = reader.take(store.put(data))
     assert bytes(view) == data
     assert left(store) == []
 
 
 def test_private(store):
-    """A blob is readable by its owner alone."""
+    """Only its owner can read a blob."""
     ref = store.put(b"secret")
     assert stat.S_IMODE((blob_folder() / ref.name).stat().st_mode) == 0o600
 
@@ -61,8 +61,8 @@ def test_discard_after_take(store, reader):
     assert len(store) == 0
 
 
-def test_close_unlinks_what_was_not_taken(store):
-    """Blobs of a dead engine go with the store."""
+def test_closing_unlinks_blobs(store):
+    """Blobs of a dead engine are unlinked with the store."""
     for _ in range(3):
         store.put(b"x")
     assert len(left(store)) == 3
@@ -70,56 +70,56 @@ def test_close_unlinks_what_was_not_taken(store):
     assert left(store) == []
 
 
-def test_a_draft_is_published_as_often_as_one_likes(store, reader):
-    """Pieces become one blob; each published name is taken alone, and none goes with the draft."""
-    draft = store.draft()
+def test_a_writer_publishes_several_blobs(store, reader):
+    """Each blob has all pieces, is taken on its own, and stays when the writer is closed."""
+    writer = store.open_writer()
     pieces = [b"ab", b"", bytes(5 << 20), b"c"]
     for piece in pieces:
-        draft.write(piece)
-    assert draft.size == len(b"".join(pieces))
-    refs = [draft.publish(), draft.publish()]
-    draft.close()
+        writer.write(piece)
+    assert writer.size == len(b"".join(pieces))
+    refs = [writer.publish(), writer.publish()]
+    writer.close()
     for ref in refs:
         assert bytes(reader.take(ref)) == b"".join(pieces)
 
 
-def test_a_draft_copies_from_a_file(store, tmp_path):
-    """A copy takes the bytes asked for and says how many there were."""
+def test_a_writer_copies_from_a_file(store, tmp_path):
+    """A copy appends the requested bytes and returns how many there were."""
     (tmp_path / "file").write_bytes(b"0123456789")
-    draft = store.draft()
+    writer = store.open_writer()
     with (tmp_path / "file").open("rb") as file:
-        assert draft.copy(file.fileno(), 2, 4) == 4
-        assert draft.copy(file.fileno(), 8, 4) == 2
-    assert bytes(draft.view()) == draft.head(100) == b"234589"
+        assert writer.copy(file.fileno(), 2, 4) == 4
+        assert writer.copy(file.fileno(), 8, 4) == 2
+    assert bytes(writer.view()) == writer.head(100) == b"234589"
 
 
 @pytest.mark.parametrize(
-    "end", [lambda drafts: drafts.pop().close(), lambda drafts: drafts.clear()]
+    "end", [lambda writers: writers.pop().close(), lambda writers: writers.clear()]
 )
-def test_a_draft_leaves_nothing(store, end):
-    """A draft's memory goes when it is closed, or with the last reference to it."""
-    drafts = [store.draft()]
-    drafts[0].write(b"x")
+def test_a_writer_leaves_nothing(store, end):
+    """Its memory is freed when it is closed, or with the last reference."""
+    writers = [store.open_writer()]
+    writers[0].write(b"x")
     assert len(left(store)) == len(store) == 1
-    end(drafts)
+    end(writers)
     assert left(store) == []
     assert len(store) == 0
 
 
-def test_a_closed_draft_takes_no_bytes(store):
-    """Whoever still writes is told, and no other file gets the bytes."""
-    draft = store.draft()
-    draft.close()
-    draft.close()
+def test_a_closed_writer_takes_no_bytes(store):
+    """Writing raises, and no other file gets the bytes."""
+    writer = store.open_writer()
+    writer.close()
+    writer.close()
     with pytest.raises(ValueError, match="closed"):
-        draft.write(b"x")
+        writer.write(b"x")
 
 
 @pytest.mark.parametrize(
     "name", ["passwd", "../etc/passwd", "/etc/passwd", "{}-../../etc/passwd", "{}", "{}x-1"]
 )
 def test_names_outside_the_namespace_are_refused(store, reader, name):
-    """The engine opens nothing but plain names within its namespace."""
+    """The engine opens only plain names within its namespace."""
     with pytest.raises(InternalError):
         reader.take(BlobRef(name=name.format(store.namespace), size=1))
 
@@ -133,8 +133,8 @@ def test_links_are_not_followed(store, reader):
 
 
 @pytest.mark.parametrize("size", [3, LARGEST])
-def test_short_blob_is_refused(store, reader, size):
-    """No more of a blob is read than was written."""
+def test_a_short_blob_is_refused(store, reader, size):
+    """A reference cannot name more bytes than were written."""
     ref = store.put(bytes(size))
     with pytest.raises(InternalError):
         reader.take(msgspec.structs.replace(ref, size=size + 1))
@@ -148,11 +148,11 @@ def test_take_twice(store, reader):
         reader.take(ref)
 
 
-# ---------------------------------------------------------------- memory that is kept
+# ---------------------------------------------------------------- pooled segments
 
 
-def test_memory_is_written_again(store, reader):
-    """What was read and let go takes the next blob, mapped as it is, and no file shows it."""
+def test_segments_are_reused(store, reader):
+    """A released segment gets the next blob, still mapped and without a file."""
     names = set()
     for number in range(5):
         ref = store.put(bytes([number]) * 100_000)
@@ -163,8 +163,8 @@ def test_memory_is_written_again(store, reader):
     assert len(names) == len(reader) == 1
 
 
-def test_what_is_read_is_never_written(store, reader):
-    """A view that outlives its request keeps its bytes, also one that was made from a view."""
+def test_viewed_memory_is_not_overwritten(store, reader):
+    """A view that outlives its request keeps its bytes; so does a view of a view."""
     kept = []
     for number in range(4):
         ref = store.put(bytes([number]) * 100)
@@ -173,22 +173,22 @@ def test_what_is_read_is_never_written(store, reader):
     assert [set(each) for each in kept] == [{0}, {1}, {2}, {3}]
 
 
-def test_what_may_yet_be_read_is_never_written(store, reader):
-    """An engine that comes late for what was discarded reads its bytes or none, never others."""
+def test_discarded_unread_memory_is_not_overwritten(store, reader):
+    """An engine that takes a discarded blob late gets its bytes or an error."""
     first = store.put(b"0")
     reader.take(first)
     store.discard(first)
-    late = store.put(b"1")  # in the same memory
+    late = store.put(b"1")  # in the same segment
     store.discard(late)
     other = store.put(b"2")
     assert (late.name == first.name, other.name == first.name) == (True, False)
     assert bytes(reader.take(late)) == b"1"
     store.discard(other)
-    assert store.put(b"3").name == first.name  # read by now
+    assert store.put(b"3").name == first.name  # released by now
 
 
 def test_discarding_twice_frees_once(store, reader):
-    """Memory that has other content by now is not freed by who had it before."""
+    """The second call does not free the next content of the segment."""
     first = store.put(b"1")
     reader.take(first)
     store.discard(first)
@@ -201,7 +201,7 @@ def test_discarding_twice_frees_once(store, reader):
 
 
 def test_an_old_reference_reads_nothing(store, reader):
-    """Only the content that a reference speaks of is given for it, and once."""
+    """A reference gives only its own generation, and once."""
     first = store.put(b"1")
     reader.take(first)
     store.discard(first)
@@ -214,8 +214,8 @@ def test_an_old_reference_reads_nothing(store, reader):
     assert bytes(reader.take(second)) == b"2"
 
 
-def test_kept_memory_is_bounded(tmp_path):
-    """Segments that nobody uses make room for others; beyond the bound there are none."""
+def test_the_pool_is_bounded(tmp_path):
+    """Unused segments are evicted for others; beyond the limit there are none."""
     pool = SegmentPool(tmp_path, limit=4 * SMALLEST)
     refs = [pool.put(b"x", f"ns-{number}") for number in range(4)]
     assert all(refs)
@@ -231,25 +231,25 @@ def test_kept_memory_is_bounded(tmp_path):
 
 
 def read_and_discard(pool, ref, folder):
-    """What an engine and then the service do."""
+    """Take and discard a blob, as the engine and then the service do."""
     with (folder / ref.name).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         struct.pack_into("Q", mapping, 8 * RELEASED, ref.generation)
     pool.discard(ref)
 
 
-def test_retired_memory_is_let_go(store, reader):
-    """A reader keeps no segment that its service gave up, once the next one comes."""
+def test_retired_segments_are_unmapped(store, reader):
+    """The reader unmaps them when it maps the next segment."""
     refs = [store.put(b"x") for _ in range(3)]
     for ref in refs:
         reader.take(ref)
     assert len(reader) == 3
-    store.renew()
+    store.retire_segments()
     reader.take(store.put(b"y"))
     assert len(reader) == 1
 
 
-def test_a_service_that_is_gone_is_forgotten(store, reader):
-    """Its memory is unmapped with the last view; that of the service next to it is not."""
+def test_forgetting_a_service_unmaps_its_segments(store, reader):
+    """Its memory is unmapped with the last view; that of other services stays."""
     other = BlobStore(f"{store.namespace}-1")
     view = reader.take(other.put(b"other"))
     reader.take(store.put(b"x"))
@@ -262,15 +262,15 @@ def test_a_service_that_is_gone_is_forgotten(store, reader):
 
 
 def test_a_large_blob_is_a_file_of_its_own(store, reader):
-    """It is unlinked when it is taken or discarded, and nothing of it is kept."""
+    """It is unlinked when it is taken or discarded, and not pooled."""
     ref = store.put(bytes(LARGEST))
     assert len(reader.take(ref)) == LARGEST
     assert len(reader) == 0
     assert left(store) == []
 
 
-def test_full_memory_is_told(store, monkeypatch):
-    """A shared memory without room for a blob refuses it instead of tearing the process down."""
+def test_full_memory_raises(store, monkeypatch):
+    """Without space a blob is refused; the process gets no SIGBUS."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
@@ -284,32 +284,32 @@ def test_full_memory_is_told(store, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives(store, reader, seed):
-    """In whatever order blobs are taken, let go and discarded, each is read as it was written."""
+def test_random_sequences(store, reader, seed):
+    """In any order of put, take, release and discard, each blob is read as it was written."""
     random = Random(seed)
     waiting: list[tuple[BlobRef, bytes]] = []  # not taken
     views: list[tuple[memoryview, bytes]] = []
-    told: list[BlobRef] = []  # not discarded
+    known: list[BlobRef] = []  # not discarded
     for step in range(600):
         match random.choice(("put", "take", "let go", "discard")):
-            case "put" if len(told) < 12:
+            case "put" if len(known) < 12:
                 content = step.to_bytes(4) * random.choice((1, 5000, 40_000))
                 ref = store.put(content)
                 waiting.append((ref, content))
-                told.append(ref)
+                known.append(ref)
             case "take" if waiting:
                 ref, content = waiting.pop(random.randrange(len(waiting)))
-                if ref in told:
+                if ref in known:
                     views.append((reader.take(ref), content))
                 else:  # discarded before: all of it, or nothing
                     with contextlib.suppress(InternalError):
                         views.append((reader.take(ref), content))
             case "let go" if views:
                 views.pop(random.randrange(len(views)))
-            case "discard" if told:
-                store.discard(told.pop(random.randrange(len(told))))
+            case "discard" if known:
+                store.discard(known.pop(random.randrange(len(known))))
         assert all(view == content for view, content in views)
-    for ref in told:
+    for ref in known:
         store.discard(ref)
     assert len(store) == 0
     assert left(store) == []

@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.config import largest_block
+from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy
 from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import CostTable
 
 from tests.fakes import FakeTask, make_sequence
 
@@ -20,7 +20,7 @@ CALM, FULL = 0.85, 0.86
 def sequence(max_tokens=100):
     """One whose first token is launched."""
     made = make_sequence(0, FakeTask(max_tokens=max_tokens))
-    made.num_launched = 1
+    made.progress.num_launched = 1
     return made
 
 
@@ -29,7 +29,7 @@ def sequence(max_tokens=100):
 )
 def test_settings(setting, block):
     """Every setting says how much room a row needs, and off decides nothing."""
-    assert largest_block(setting) == block
+    assert max_block_size(setting) == block
     assert (block_sizes(setting, COSTS) is None) == (setting == "off")
 
 
@@ -39,7 +39,7 @@ def test_settings(setting, block):
 def test_other_settings_are_refused(setting):
     """What is not known is an invalid field that names itself."""
     with pytest.raises(InvalidField) as caught:
-        largest_block(setting)
+        max_block_size(setting)
     assert caught.value.metadata["field"] == "speculation"
 
 
@@ -72,7 +72,7 @@ def test_a_sequence_learns_as_a_descriptor_does(outcomes, setting):
         request.block_size_history.append(proposed)
         policy.update(request, accepted, proposed)
         sizes.learn(one, accepted, proposed)
-        record = one.drafting
+        record = one.draft_stats
         assert record.ema_acceptance_rate == request.ema_acceptance_rate
         assert (record.accepted_weight, record.tried_weight) == (
             request.accepted_weight,
@@ -82,9 +82,9 @@ def test_a_sequence_learns_as_a_descriptor_does(outcomes, setting):
 
 
 def test_the_budget_sees_what_is_left():
-    """Nothing is proposed behind the last token that could still be launched."""
+    """Nothing is proposed beyond the last token that could still be launched."""
     sizes, one = block_sizes("budget", COSTS), sequence(max_tokens=4)
     assert sizes is not None
     assert sizes.allot([one], kv_use=0.0) == [2]
-    one.num_launched = 3
+    one.progress.num_launched = 3
     assert sizes.allot([one], kv_use=0.0) == [0]

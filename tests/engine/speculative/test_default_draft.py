@@ -4,10 +4,11 @@ import dataclasses
 
 import msgspec
 import pytest
-from legato_engine.bench.speculation_loads import real_requests, sample_pictures
-from legato_engine.bench.speculation_run import Run
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
 from legato_engine.engine.assembly import assemble, speculating
+
+from benchmarks.speculation.run import Run
+from benchmarks.speculation.workloads import real_requests, sample_images
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def assembly():
 
 def asked(assembly, temperature=0.0):
     """Captions of one picture and questions about it, together."""
-    requests = real_requests(assembly, sample_pictures(assembly)[1:2])
+    requests = real_requests(assembly, sample_images(assembly)[1:2])
     for request in requests:
         request.task.sampling = msgspec.structs.replace(
             request.task.sampling, temperature=temperature

@@ -16,6 +16,7 @@ from legato_engine.core import (
     PointTask,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
 )
@@ -23,9 +24,9 @@ from legato_engine.engine.assembly import assemble, speculating
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.sink import SilentSink
-from legato_engine.speculative.replay import ReplayProposer, known_history
 from PIL import Image
 
+from benchmarks.speculation.oracle import OracleProposer, known_history
 from tests.engine.models.moondream.test_draft import draft_file, random_draft
 
 MAX_RUNNING = 4
@@ -95,13 +96,13 @@ class Run(SilentSink):
 
     def delta(self, sequence, events):
         """Keep the events, each with the number of the token that made it."""
-        self._events.setdefault(sequence.request.request_id, []).append(
+        self._events.setdefault(sequence.request.request_id.caller_id, []).append(
             (sequence.num_committed, tuple(events))
         )
 
     def done(self, sequence, finish_reason):
         """Keep the whole."""
-        name = sequence.request.request_id
+        name = sequence.request.request_id.caller_id
         result = sequence.task.result(finish_reason)
         events = self._events.get(name, [])
         self.answers[name] = Answer(sequence.task.tokens, result, finish_reason, events)
@@ -117,7 +118,7 @@ class Run(SilentSink):
             prepare = self.assembly.frontend.prepare_image
             image = prepare(Image.fromarray(pixels), str(picture), info)
         request = Request(
-            request_id=name,
+            request_id=RequestKey(name),
             task=task,
             image=None if image is None else CachedImage(image_id=str(picture)),
             sampling=SamplingParams(seed=seed, **self._sampling),
@@ -126,7 +127,7 @@ class Run(SilentSink):
         )
         sequence = make_sequence(self.assembly.frontend, request, image, adapter)
         sequence.task = Recorded(sequence.task, logprobs)
-        sequence.arrival = float(len(self.sequences))
+        sequence.timing.arrival = float(len(self.sequences))
         self.sequences[name] = sequence
         self.scheduler.submit(sequence)
 
@@ -165,7 +166,7 @@ def knowing(assembly, run, *rates):
         for s in run.sequences.values()
     ]
     vocab_size = assembly.model.vocab_size
-    return ReplayProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
+    return OracleProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -173,7 +174,7 @@ def knowing(assembly, run, *rates):
 def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
-    assert plain.total("proposed") == 0
+    assert plain.total("drafted") == 0
     replay = speculating(assembly, setting, knowing(assembly, plain, 0.7))
     for depth, changed in ((1, replay), (2, replay), (2, speculating(assembly, setting))):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
@@ -192,7 +193,7 @@ def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperat
     for depth in (1, 2):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
-        assert run.total("proposed") > 0
+        assert run.total("drafted") > 0
 
 
 @pytest.mark.slow
@@ -226,7 +227,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     # One token by the prefill, then nine a step.
     assert run.num_decodes == (length - 1) // 9 == 4
     assert [record.tokens for record in run.records] == [1, 9, 9, 9, 9]
-    assert (run.total("proposed"), run.total("accepted")) == (32, 32)
+    assert (run.total("drafted"), run.total("accepted")) == (32, 32)
     wrong = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.0))
     run = Run(wrong, depth=1, max_tokens=37)
     run.submit("r", task)
@@ -261,7 +262,7 @@ def ends_with(run, token_id):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_eos_inside_a_block(assembly, depth):
-    """What was accepted behind the end is nobody's: the answer, its reason and its count."""
+    """Tokens accepted after the end change neither the answer, nor its reason, nor its count."""
     task = QueryTask(question="what is it?")
     whole = Run(assembly, temperature=1.0)
     whole.submit("r", task)
@@ -337,7 +338,7 @@ def test_a_policy_learns_one_step_late(assembly):
         run.submit("r", QueryTask(question="what is it?"))
         run.finish()
         assert run.answers == plain.answers
-        sizes[depth] = run.sequences["r"].drafting.block_size_history
+        sizes[depth] = run.sequences["r"].draft_stats.block_size_history
     # 0.8, then 0.64, 0.51, 0.41: depth 2 launches once more before it hears of the last.
     assert sizes[1][:5] == [4, 4, 4, 1, 1]
     assert sizes[2][:5] == [4, 4, 4, 4, 1]
@@ -356,14 +357,14 @@ def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
         run.submit(name, task)
     run.finish()
     assert run.answers == plain.answers
-    good, bad = (run.sequences[name].drafting.block_size_history for name in tasks)
+    good, bad = (run.sequences[name].draft_stats.block_size_history for name in tasks)
     assert good[0] == 4
     assert set(good[2:-1]) == {8}
     assert set(bad[4:-1]) == {1}
 
 
 class Foolish:
-    """A proposer that says what is no token, or what nobody asked for."""
+    """A proposer of invalid and of surplus tokens."""
 
     def __init__(self, token):
         self._token = token
@@ -382,4 +383,4 @@ def test_no_proposal_can_do_harm(assembly, token):
     run = mixed(changed, draw=random.Random(0))
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
-    assert run.total("proposed") <= sum(drafts) / 2, "what stands behind a gap was proposed"
+    assert run.total("drafted") <= sum(drafts) / 2, "tokens after a gap were proposed"

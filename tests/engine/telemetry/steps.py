@@ -1,6 +1,6 @@
 """Steps with round times."""
 
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, Row
+from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.telemetry.timeline import Step
@@ -10,25 +10,23 @@ from tests.fakes import make_sequence
 MS = 1_000_000
 
 
-def make_step(
-    index, *, rows=2, kind=LaunchKind.DECODE, zombies=0, proposed=0, accepted=0, riding=0
-):
-    """A step of 10 ms: forward 0-6, sampling 7-8, copy until 8.5, host work of 1 ms in all."""
+def make_step(index, *, rows=2, kind=LaunchKind.DECODE, zombies=0, drafted=0, accepted=0, riding=0):
+    """Return a step of 10 ms: forward 0-6, sampling 7-8, copy until 8.5, host work of 1 ms."""
     at = index * 10 * MS
-    plan = Plan(kind, tuple(Row(make_sequence(i), 1) for i in range(rows)), riding)
+    plan = Plan(kind, tuple(ScheduledSequence(make_sequence(i), 1) for i in range(rows)), riding)
     record = StepRecord(
         launch=Launch(index, index % 2, plan),
         plan_start=at - MS,
         plan_end=at - MS // 2,
         launch_end=at - MS // 4,
-        finalize_start=at,
-        finalize_end=at + MS // 8,
+        sample_start=at,
+        sample_end=at + MS // 8,
         wait_start=at + MS,
         wait_end=at + 9 * MS,
         commit_end=at + 9 * MS + MS // 8,
         zombies=zombies,
         tokens=rows - zombies + accepted,
-        proposed=proposed,
+        drafted=drafted,
         accepted=accepted,
     )
     times = LaunchTimes(

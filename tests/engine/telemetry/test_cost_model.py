@@ -26,7 +26,7 @@ def test_published_predictions(streams, forward, single, blocking, pipelined, le
 
 @given(st.floats(0.1, 100), st.floats(0.1, 100), st.integers(1, 64), st.floats(1, 1000))
 def test_tax_is_a_share(forward, single, streams, length):
-    """The tax lies between nothing and one step in L, whatever the noise of the parts."""
+    """The tax is between zero and one step in L, whatever the noise of the parts."""
     tax = zombie_tax(length, row_share(forward, single, streams))
     assert 0 <= tax <= 1 / length
     assert predicted_speedup(2.0, 1.0, tax) <= 2.0

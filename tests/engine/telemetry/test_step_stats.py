@@ -1,4 +1,4 @@
-"""What the running engine says of its decode steps."""
+"""Statistics of the running engine's decode steps."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from tests.engine.telemetry.steps import MS, make_step
 
 
 def fed(steps, window=256):
-    """Statistics that have seen these steps."""
+    """Return statistics of these steps."""
     stats = StepStats(window)
     for step in steps:
         stats.add(step)
@@ -18,7 +18,7 @@ def fed(steps, window=256):
 
 
 def test_parts():
-    """Every part is read from its own pair of times, and a pair of steps gives the period."""
+    """Every part comes from its own pair of times, the period from a pair of steps."""
     parts = step_parts(make_step(0), make_step(1))
     # Of the period the host is blocked from 1 to 8.5 ms; enqueueing the sampling is hidden.
     blocking = 6 * MS + 3 * MS // 2 + 10 * MS - 15 * MS // 2 - MS // 8
@@ -34,8 +34,8 @@ def test_parts():
 
 
 @pytest.mark.parametrize("late", [0, 3 * MS])
-def test_a_copy_that_is_there_already_blocks_nobody(late):
-    """A host that comes behind the copy was busy for the whole period, however late it comes."""
+def test_a_finished_copy_blocks_no_host(late):
+    """A host that arrives after the copy was busy for the whole period, however late it arrives."""
     step = make_step(1)
     record = dataclasses.replace(step.record, wait_start=step.times.copy_end + late)
     record = dataclasses.replace(record, wait_end=record.wait_start)
@@ -43,8 +43,8 @@ def test_a_copy_that_is_there_already_blocks_nobody(late):
     assert parts.blocking == parts.forward + parts.sampling + parts.period - MS // 8
 
 
-def test_report_of_steady_steps():
-    """The medians are in milliseconds and the prediction sets blocking against the period."""
+def test_snapshot_of_steady_steps():
+    """Medians are in milliseconds; the prediction compares the blocking step with the period."""
     report = fed(make_step(i, zombies=i % 2) for i in range(5)).snapshot()
     assert report.num_steps == 4
     assert report.num_tokens == 5 * 2 - 2
@@ -55,10 +55,10 @@ def test_report_of_steady_steps():
     assert report.predicted_gain == pytest.approx(0.9875 * 0.75 - 1)
 
 
-def test_report_of_speculation():
-    """Tokens are counted for each row that is no zombie, and what was accepted of all proposed."""
+def test_snapshot_of_speculation():
+    """Tokens are counted per row that is no zombie, and accepted per drafted token."""
     report = fed(
-        make_step(i, rows=3, zombies=1, proposed=8, accepted=3) for i in range(5)
+        make_step(i, rows=3, zombies=1, drafted=8, accepted=3) for i in range(5)
     ).snapshot()
     assert report.num_tokens == 5 * 5
     assert (report.tokens_per_row, report.proposed_per_row) == (2.5, 4.0)
@@ -67,8 +67,8 @@ def test_report_of_speculation():
     assert (plain.tokens_per_row, plain.proposed_per_row, plain.acceptance) == (1.0, 0.0, 0.0)
 
 
-def test_only_decode_behind_decode_is_measured():
-    """Prefills and the steps that follow them are counted by their tokens alone."""
+def test_only_a_decode_after_a_decode_is_measured():
+    """Prefills and the steps after them count only by their tokens."""
     prefill = make_step(0, kind=LaunchKind.PREFILL, rows=1)
     stats = fed([prefill, make_step(1)])
     assert stats.snapshot() is None
@@ -80,7 +80,7 @@ def test_only_decode_behind_decode_is_measured():
 
 
 def test_a_shared_launch_is_no_decode_step():
-    """Its period is a prefill's, so it and the step behind it are counted by their tokens alone."""
+    """A mixed launch and the step after it count only by their tokens."""
     stats = fed([make_step(0), make_step(1)])
     assert stats.snapshot().num_steps == 1
     stats.add(make_step(2, kind=LaunchKind.PREFILL, rows=3, riding=2))
@@ -90,7 +90,7 @@ def test_a_shared_launch_is_no_decode_step():
 
 
 def test_the_window_slides():
-    """Old steps are forgotten, their tokens are not."""
+    """Old steps leave the window; their tokens stay counted."""
     slow = [make_step(2 * i) for i in range(5)]
     fast = [make_step(9 + i) for i in range(5)]
     stats = fed([*slow, *fast], window=4)
@@ -100,18 +100,18 @@ def test_the_window_slides():
     assert fed(slow, window=4).snapshot().step_ms == 20.0
 
 
-def test_reports_are_rare_unless_asked_fresh():
-    """A busy engine renews its report at most twice a second; one that falls idle does at once."""
+def test_snapshots_are_rare_unless_fresh():
+    """A busy engine renews its snapshot at most twice a second, an idle one at once."""
     stats = fed([make_step(0)])
-    assert stats.report(0.0, fresh=True) is None
+    assert stats.latest(0.0, fresh=True) is None
     stats.add(make_step(1))
-    first = stats.report(100.0, fresh=False)
+    first = stats.latest(100.0, fresh=False)
     assert first.num_steps == 1
     stats.add(make_step(2))
-    assert stats.report(100.4, fresh=False) is first
-    assert stats.report(100.4, fresh=True).num_steps == 2
+    assert stats.latest(100.4, fresh=False) is first
+    assert stats.latest(100.4, fresh=True).num_steps == 2
     stats.add(make_step(3))
-    assert stats.report(100.8, fresh=False).num_steps == 2
-    last = stats.report(101.0, fresh=False)
+    assert stats.latest(100.8, fresh=False).num_steps == 2
+    last = stats.latest(101.0, fresh=False)
     assert last.num_steps == 3
-    assert stats.report(999.0, fresh=True) is last
+    assert stats.latest(999.0, fresh=True) is last

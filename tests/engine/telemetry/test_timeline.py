@@ -26,7 +26,7 @@ def assembly():
 
 
 def traced(assembly, depth, kind="query", capacity=1000):
-    """The timeline of three requests on two rows."""
+    """Return the timeline of three requests on two rows."""
     timeline = Timeline(capacity)
     feed = StepFeed(assembly.runner.times, (timeline,))
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=feed)
@@ -39,7 +39,7 @@ def traced(assembly, depth, kind="query", capacity=1000):
 @pytest.mark.parametrize("kind", ["query", "caption"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_lanes_never_overlap_themselves(assembly, depth, kind):
-    """On every lane one span ends before the next begins."""
+    """On every lane a span ends before the next begins."""
     events = trace_events(traced(assembly, depth, kind).steps)
     for lane, name in enumerate(LANES):
         spans = sorted(
@@ -51,7 +51,7 @@ def test_lanes_never_overlap_themselves(assembly, depth, kind):
 
 
 def test_forward_runs_ahead_of_the_commit(assembly):
-    """At depth 2 a forward begins before the last launch's commit ends, at depth 1 never."""
+    """Only at depth 2 a forward begins before the commit of the launch before it."""
     for depth in (1, 2):
         steps = traced(assembly, depth).steps
         ahead = [
@@ -62,7 +62,7 @@ def test_forward_runs_ahead_of_the_commit(assembly):
 
 
 def test_ring_keeps_the_last(assembly):
-    """A full ring forgets the oldest launches."""
+    """A full timeline drops the oldest launches."""
     timeline = traced(assembly, 2, capacity=5)
     ids = [step.record.launch.launch_id for step in timeline.steps]
     assert ids == list(range(ids[0], ids[0] + 5))
@@ -70,7 +70,7 @@ def test_ring_keeps_the_last(assembly):
 
 
 def test_every_listener_gets_every_step_and_times_are_read_once():
-    """The feed passes one and the same step to all, in order, and asks the runner once a launch."""
+    """All listeners get the same steps in order; device times are read once per launch."""
     asked = []
 
     def times(launch):
@@ -89,7 +89,7 @@ def test_every_listener_gets_every_step_and_times_are_read_once():
 
 @pytest.mark.parametrize("task", ["query", "detect"])
 def test_command_writes_a_trace(tmp_path, capsys, task):
-    """The file is a Chrome trace: named lanes, on each spans in order, one arrow per launch."""
+    """The file is a Chrome trace with named lanes, ordered spans and an arrow per launch."""
     path = tmp_path / "trace.json"
     arguments = ["--model", "random-tiny", "--device", "cpu", "--threads", "1", "--task", task]
     assert trace.main([*arguments, "--length", "8", "--output", str(path)]) == 0

@@ -45,7 +45,7 @@ async def robot(session: FakeSession, out: Path, *options: str) -> tuple[int, st
 
 
 async def test_it_writes_a_report(tmp_path: Path) -> None:
-    """Figures as JSON, a table and a picture, the table on the screen, and exit code 0."""
+    """Figures as JSON, a table and an image, the table on the screen, and exit code 0."""
     code, output, errors = await robot(
         FakeSession(SCENE, 50, as_it_is), tmp_path / "new" / "folder"
     )
@@ -92,7 +92,7 @@ async def test_a_session_that_does_not_open_is_told_in_one_line(tmp_path: Path) 
 
 
 async def test_a_film_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    """One picture for each frame of the clip."""
+    """One image for each frame of the clip."""
     code, _, errors = await robot(FakeSession(SCENE, 50, as_it_is), tmp_path, "--film", "gif")
     assert code == 0, errors
     with Image.open(tmp_path / "robot.gif") as film:

@@ -16,10 +16,10 @@ from examples.robot.recording import Recording
 from examples.robot.scene import compose
 from tests.examples.robot.fake_session import FakeSession, serving
 
-FPS = 200.0  # a third of a picture's travel between two frames does not matter here
+FPS = 200.0  # a third of an image's travel between two frames does not matter here
 SCENE = compose(("bus", "dog"), 0)
 NOUNS = ("bus", "dog")
-FILES = [b"picture %d" % k for k in range(12)]
+FILES = [b"image %d" % k for k in range(12)]
 
 
 def as_it_is(response: session_pb2.SessionResponse) -> session_pb2.SessionResponse:

@@ -1,4 +1,4 @@
-"""The figures and the pictures of a recording."""
+"""The figures and the images of a recording."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from examples.robot.scene import compose
 
 NOUNS = ("bus", "dog")
 SCENE = compose(NOUNS, 0)
-AGE = 0.4  # seconds between a picture and its answer
+AGE = 0.4  # seconds between an image and its answer
 
 
 def recording(age: float = AGE, count: int = 10) -> Recording:
-    """Every tenth second a picture, every other one answered with the truth, that late."""
+    """Every tenth second an image, every other one answered with the truth, that late."""
     made = Recording(NOUNS, count, [Sent(n, n / 10, n / 10 + 0.002) for n in range(1, count + 1)])
     for frame in made.sent:
         if frame.sequence % 2:
@@ -86,7 +86,7 @@ def test_the_table_says_what_was_measured() -> None:
 
 
 def test_the_robot_believes_the_newest_answer_that_has_arrived() -> None:
-    """Before the first answer nothing is known; one about an older picture changes nothing."""
+    """Before the first answer nothing is known; one about an older image changes nothing."""
     made = recording()
     assert overlay.known_at(made, 0.5) == []
     assert {a.sequence for a in overlay.known_at(made, 0.81)} == {4}
@@ -96,7 +96,7 @@ def test_the_robot_believes_the_newest_answer_that_has_arrived() -> None:
 
 
 def test_a_moment_shows_truth_and_answers() -> None:
-    """The picture of that time is marked where things are and where answers have them."""
+    """The image of that time is marked where things are and where answers have them."""
     made = recording()
     bare = SCENE.picture(0.8)
     with_truth = overlay.moment(SCENE, [], made.captured(), 0.8)
@@ -119,7 +119,7 @@ def test_without_an_answer_there_is_no_sheet() -> None:
 
 
 def test_a_film_has_every_frame(tmp_path: Path) -> None:
-    """One picture a frame of the clip; a GIF needs no tool, and another ending is refused."""
+    """One image a frame of the clip; a GIF needs no tool, and another ending is refused."""
     path = tmp_path / "robot.gif"
     overlay.write_film(path, overlay.film(SCENE, recording(), 0.5, 10), 10)
     with Image.open(path) as film:

@@ -14,7 +14,7 @@ THREE = ("balloon", "bicycle", "dog")
 
 
 def test_a_seed_is_a_scene() -> None:
-    """The same seed gives the same pictures and truth, another one another scene."""
+    """The same seed gives the same images and truth, another one another scene."""
     one, same, other = (compose(THREE, seed) for seed in (3, 3, 4))
     assert one == same
     assert one.jpeg(1.5) == same.jpeg(1.5)
@@ -38,7 +38,7 @@ def test_the_truth_is_where_the_pixels_are(noun: str) -> None:
 @pytest.mark.parametrize("size", [(640, 480), (320, 240), (800, 450)])
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_things_stay_in_the_picture_and_apart(seed: int, size: tuple[int, int], count: int) -> None:
-    """No thing leaves the picture and none hides another, so that the truth needs no footnote."""
+    """No thing leaves the image and none hides another, so that the truth needs no footnote."""
     scene = compose(NOUNS[:count], seed, size)
     for t in TIMES:
         boxes = list(scene.truth(t).values())

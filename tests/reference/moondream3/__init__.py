@@ -1,4 +1,4 @@
-"""Moondream 3 in numpy and float64: slow, plain, and written from its description alone."""
+"""Moondream 3 in numpy and float64: slow, plain, written from its description alone."""
 
 from tests.reference.moondream3.config import Config as Config
 from tests.reference.moondream3.config import full as full

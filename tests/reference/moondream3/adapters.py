@@ -1,8 +1,8 @@
-"""Adapters: low-rank changes of a fine-tune, beside the weights under their published names.
+"""Adapters: low-rank changes of a fine-tune, by their published names.
 
-`dense.{i}` are those of layer i, `moe.{i}` those of the i-th layer with experts; each has `up_a`,
-`up_b`, `down_a` and `down_b`. What `a` and then `b` make of a map's input is added to its output,
-times nothing.
+`dense.{i}` belong to layer i, `moe.{i}` to the i-th layer with experts; each has `up_a`, `up_b`,
+`down_a` and `down_b`. The product of a map's input with `a` and `b` is added to its output,
+unscaled.
 
 Shapes: T positions, R ranks, I and O a map's inputs and outputs.
 """
@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def change(x_TI: Array, weights: Weights, name: str, expert: int | None = None) -> Array | float:
-    """[T, O]: what the adapter adds to the map `name` of x, nothing where it has no such map."""
+    """[T, O]: what the adapter adds to the map `name` of x; nothing if it has no such map."""
     if f"{name}_a" not in weights:
         return 0.0
     a_RI, b_OR = weight(weights, f"{name}_a"), weight(weights, f"{name}_b")
@@ -36,7 +36,7 @@ def layer_name(layer: int, text: TextConfig) -> str:
 
 
 def adapter_shapes(config: Config, rank: int) -> Shapes:
-    """All tensors of an adapter; the experts of a position have a share of the rank each."""
+    """All tensors of an adapter; active experts share the rank."""
     text, shapes = config.text, Shapes()
     share = rank // text.experts_per_token
     for layer in range(text.layers):

@@ -8,7 +8,7 @@ Length = Literal["short", "normal", "long"]
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The encoder of crops, and how a picture is cut into them."""
+    """The encoder of crops, and how an image is cut into them."""
 
     width: int = 1152
     layers: int = 27
@@ -37,7 +37,7 @@ class VisionConfig:
 
     @property
     def tokens(self) -> int:
-        """Embeddings of a picture."""
+        """Embeddings of an image."""
         return self.grid * self.grid
 
 
@@ -100,7 +100,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Switches:
-    """Where the sources differ; README.md says who does what, and why the defaults are so."""
+    """Points on which sources differ; README.md gives the sources and reasons for the defaults."""
 
     tau_gelu: Literal["tanh", "erf"] = "tanh"
     tau_position: Literal["exact", "bfloat16_gain", "bfloat16_position"] = "exact"
@@ -128,7 +128,7 @@ class Config:
 
     @property
     def image_prefix(self) -> int:
-        """Positions that see each other both ways if there is a picture: BOS and its embeddings."""
+        """Positions that attend both ways if there is an image: BOS and its embeddings."""
         return 1 + self.vision.tokens
 
     def switched(self, **switches: object) -> "Config":
@@ -146,7 +146,7 @@ def full() -> Config:
 
 
 def thin() -> Config:
-    """Small sizes, but pictures cut as published: crops of 378, 27 x 27 patches, 729 embeddings."""
+    """Small sizes with published crops: 378 pixels, 27 x 27 patches, 729 embeddings."""
     sizes = small()
     full_vision = VisionConfig()
     vision = replace(
@@ -156,7 +156,7 @@ def thin() -> Config:
 
 
 def small() -> Config:
-    """Sizes for milliseconds in which every part has something to do."""
+    """Tiny sizes in which every part has an effect."""
     return Config(
         vision=VisionConfig(
             width=24,

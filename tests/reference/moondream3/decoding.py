@@ -12,7 +12,7 @@ from tests.reference.moondream3.prompts import Coord, Size, Text, Token
 
 
 def embed(token: Token, config: Config, weights: Weights) -> Array:
-    """What the first layer gets of a token: [D]. A value's embedding replaces that of its id."""
+    """The input embedding [D] of a token; a value's embedding replaces that of its id."""
     match token:
         case Text(token_id):
             return weights["text.wte"][token_id].astype(np.float64)
@@ -25,9 +25,9 @@ def embed(token: Token, config: Config, weights: Weights) -> Array:
 def sequence_embeddings(
     prompt: Sequence[Token], image_PD: Array | None, config: Config, weights: Weights
 ) -> tuple[Array, int]:
-    """BOS, the picture, the prompt: [T, D]; and how many of them see each other both ways.
+    """BOS, the image, the prompt: [T, D]; and how many of them attend both ways.
 
-    Without a picture nobody does.
+    Without an image none do.
     """
     bos_D = embed(Text(config.ids.bos), config, weights)
     prompt_TD = [embed(token, config, weights) for token in prompt]
@@ -38,7 +38,7 @@ def sequence_embeddings(
 
 @dataclass(frozen=True)
 class Step:
-    """One choice: what was chosen, and what it was chosen from."""
+    """One choice and what it was chosen from."""
 
     token: Token
     token_id: int

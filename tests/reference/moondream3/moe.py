@@ -24,7 +24,7 @@ def route(logits_E: Array, experts_per_token: int) -> tuple[NDArray[np.int64], A
 def expert_mlp(x_TD: Array, expert: int, weights: Weights, name: str, adapter: str = "") -> Array:
     """One expert on T positions: down of gelu(first half of its rows) * (second half + 1).
 
-    An adapter changes up and down, and leaves the weight of the expert to what comes behind.
+    An adapter changes up and down; the expert's weight is applied afterwards.
     """
     up = x_TD @ expert_matrix(weights, f"{name}.fc1", expert).T
     first, second = np.split(up + change(x_TD, weights, f"{adapter}.up", expert), 2, axis=-1)

@@ -1,4 +1,4 @@
-"""What stands behind the picture: ids, and values where a hint is given."""
+"""The prompt after the image: ids, and values of hints."""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Coord:
-    """A coordinate in the place of a token."""
+    """A coordinate as a token."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Size:
-    """A width and a height in the place of a token."""
+    """A width and a height as a token."""
 
     width: float
     height: float
@@ -35,7 +35,7 @@ Ref = Sequence[float]
 
 
 def object_text(skill: str, text: str) -> str:
-    """What is encoded of an object's name: stripped, and behind a space for detect and point."""
+    """The text of an object's name: stripped, after a space for detect and point."""
     return (" " if skill in ("detect", "point") else "") + text.strip()
 
 

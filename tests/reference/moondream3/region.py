@@ -1,6 +1,6 @@
 """Coordinates and sizes: values to embeddings, hidden states to bins.
 
-Shapes: D the text model's width, F frequencies. Values are shares of the whole picture, x before y
+Shapes: D the text model's width, F frequencies. Values are shares of the whole image, x before y
 and width before height.
 """
 

@@ -1,4 +1,4 @@
-"""What a run leaves: its choices, and answers, points, boxes made of them."""
+"""The results of a run: its choices, and the answers, points and boxes made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Box:
-    """Edges as shares of the whole picture."""
+    """Edges as shares of the whole image."""
 
     x_min: float
     y_min: float
@@ -84,7 +84,7 @@ class Segment(Run):
 
 
 def box_of(centre: Point, size: Size, config: Config) -> Box:
-    """From a centre and a size; clamped to the picture as the switch `clamp_boxes` says."""
+    """From a centre and a size; clamped to the image as the switch `clamp_boxes` says."""
     edges = [
         centre[0] - size.width / 2,
         centre[1] - size.height / 2,
@@ -97,7 +97,7 @@ def box_of(centre: Point, size: Size, config: Config) -> Box:
 
 
 def leading_box(tokens: Sequence[Token], config: Config) -> Box | None:
-    """The box of the first two coordinates and the first size, clamped whatever the switch says."""
+    """The box of the first two coordinates and the first size, always clamped."""
     coords = [token.value for token in tokens if isinstance(token, Coord)]
     sizes = [token for token in tokens if isinstance(token, Size)]
     if len(coords) < 2 or not sizes:

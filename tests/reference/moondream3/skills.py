@@ -1,4 +1,4 @@
-"""What a caller asks for, and the loops that decode it."""
+"""The skills, and the loops that decode them."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def _ended(steps: list[Step], token_id: int) -> bool:
 
 
 def _answer(decoder: Decoder, reasoned: list[Step] | None, budget: int) -> Answer:
-    """The answer's own tokens, behind those of the reasoning."""
+    """The answer's own tokens, after those of the reasoning."""
     ids, switches = decoder.config.ids, decoder.config.switches
     steps = _generate(decoder, ids.eos, budget, switches.spatial_answers)
     ended = _ended(steps, ids.eos)
@@ -77,10 +77,10 @@ def query(
     max_tokens: int = MAX_TOKENS,
     cached: bool = True,
 ) -> Answer:
-    """Answers a question, given as ids, about a picture's embeddings [P, D] or about none.
+    """Answers a question, given as ids, about an image's embeddings [P, D] or about none.
 
     Raises:
-        ValueError: hints without a picture, or hints that are none.
+        ValueError: hints without an image, or hints that are none.
     """
     if refs and image is None:
         raise ValueError("hints need a picture")
@@ -105,7 +105,7 @@ def caption(
     max_tokens: int = MAX_TOKENS,
     cached: bool = True,
 ) -> Answer:
-    """Describes a picture's embeddings [P, D]."""
+    """Describes an image's embeddings [P, D]."""
     prompt = prompts.caption_prompt(config.ids, length)
     return _answer(Decoder(prompt, image, config, weights, cached), None, max_tokens)
 

@@ -44,7 +44,7 @@ Cache = list[LayerCache]
 
 
 def rotate(x_HTK: Array, positions: Positions, text: TextConfig) -> Array:
-    """RoPE on the first `rotary_dim` dims: dim i turns with dim i + rotary_dim / 2. Others pass."""
+    """RoPE on the first `rotary_dim` dims: dim i with dim i + rotary_dim / 2. Others stay."""
     half = text.rotary_dim // 2
     frequencies = text.theta ** (-2 * np.arange(half) / text.rotary_dim)
     angles = positions[:, None] * frequencies
@@ -105,7 +105,7 @@ def _mlp(
 
 
 def _cached(x_HTK: Array, weights: Weights, scale: str) -> Array:
-    """Keys or values as anybody reads them: through fp8 where there is a scale for it."""
+    """Keys or values as read: rounded to fp8 if there is a scale."""
     return cached(x_HTK, weight(weights, scale)) if scale in weights else x_HTK
 
 
@@ -140,7 +140,7 @@ def block(
 
 
 def visible(past: int, new: int, prefix: int) -> NDArray[np.bool_]:
-    """Who sees whom, [new, past + new]: everybody what came before, the prefix all of itself."""
+    """The mask [new, past + new]: causal, except within the prefix."""
     query = np.arange(past, past + new)[:, None]
     key = np.arange(past + new)[None, :]
     return (key <= query) | ((query < prefix) & (key < prefix))

@@ -1,4 +1,4 @@
-"""How a picture is cut into crops, and put together again from their features."""
+"""Images cut into crops, and their features stitched."""
 
 import math
 
@@ -13,7 +13,7 @@ Pixels = NDArray[np.uint8]
 
 
 def choose_tiling(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
-    """(rows, columns) of crops for a picture of so many pixels."""
+    """(rows, columns) of crops for an image of so many pixels."""
     h, w, tile = height - vision.overlap, width - vision.overlap, vision.window
     if h <= tile or w <= tile:
         return 1, 1
@@ -38,7 +38,7 @@ def resize(rgb: Pixels, height: int, width: int) -> Pixels:
 
 
 def crops(rgb: Pixels, vision: VisionConfig) -> tuple[Pixels, tuple[int, int]]:
-    """[1 + rows * columns, crop, crop, 3]: the whole picture, then its tiles; and (rows, columns).
+    """[1 + rows * columns, crop, crop, 3]: the whole image, then its tiles; and (rows, columns).
 
     Raises:
         ValueError: `rgb` is not uint8 [height, width, 3].
@@ -57,16 +57,16 @@ def crops(rgb: Pixels, vision: VisionConfig) -> tuple[Pixels, tuple[int, int]]:
 
 
 def _kept(index: int, count: int, vision: VisionConfig) -> range:
-    """Of the patches along one side of a crop, those that the stitched grid has from it."""
+    """The patches along one side of a crop that the stitched grid takes from it."""
     first = 0 if index == 0 else vision.margin
     end = vision.grid if index == count - 1 else vision.grid - vision.margin
     return range(first, end)
 
 
 def stitch(tiles: Array, tiling: tuple[int, int], vision: VisionConfig) -> Array:
-    """Tiles [rows * columns, grid, grid, D] to one grid, of rows * inside + 2 * margin by as much.
+    """Tiles [rows * columns, grid, grid, D] to one grid of rows * inside + 2 * margin by the same.
 
-    Outer tiles keep their outer margin, nobody keeps an inner one, and nothing is blended.
+    Outer tiles keep their outer margin, inner margins are dropped, and nothing is blended.
     """
     rows, columns = tiling
     inside = vision.grid - 2 * vision.margin

@@ -1,4 +1,4 @@
-"""From pixels to the embeddings that stand behind BOS.
+"""From pixels to the embeddings that follow BOS.
 
 Shapes: C crops, P patches of a crop, D the encoder's width, K dims of a head.
 """
@@ -70,7 +70,7 @@ def encode_crop(crop: Pixels, config: Config, weights: Weights) -> Array:
 def project(
     features_CPD: Array, tiling: tuple[int, int], config: Config, weights: Weights
 ) -> Array:
-    """Features of all crops, the whole picture's first, to embeddings [P, width of the text]."""
+    """Features of all crops, the whole image's first, to embeddings [P, width of the text]."""
     vision = config.vision
     whole_PD, tiles_CPD = features_CPD[0], features_CPD[1:]
     tiles = tiles_CPD.reshape(-1, vision.grid, vision.grid, vision.width)

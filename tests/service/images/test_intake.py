@@ -1,4 +1,4 @@
-"""Pictures on their way in, without a server."""
+"""Intake of images, without a server."""
 
 import io
 
@@ -13,7 +13,7 @@ MAX_BYTES = 100_000
 
 
 def jpeg(header_bytes, size=(40, 30)):
-    """A JPEG whose size stands behind so many bytes of comments."""
+    """Return a JPEG whose size follows so many bytes of comments."""
     buffer = io.BytesIO()
     Image.new("RGB", size, "red").save(buffer, "JPEG")
     data = buffer.getvalue()
@@ -22,24 +22,24 @@ def jpeg(header_bytes, size=(40, 30)):
 
 
 def intake():
-    """Takes pictures of at most 2000 pixels."""
+    """Return an intake with a limit of 2000 pixels."""
     return ImageIntake(BlobStore(new_namespace()), max_bytes=MAX_BYTES, max_pixels=2000)
 
 
 def message(data):
-    """A picture as a request has it."""
+    """Return an image as a request has it."""
     return media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
 
 
 @pytest.mark.parametrize("header_bytes", [0, 50_000])
 async def test_a_header_of_any_length_is_read(header_bytes):
-    """The picture is told by its header, near the front or far behind."""
+    """The header gives the type, within the prefix or far beyond it."""
     data = jpeg(header_bytes)
     assert await intake().check(message(data)) == InlineImage(data, "image/jpeg")
 
 
 @pytest.mark.parametrize("header_bytes", [0, 50_000])
-async def test_too_many_pixels_behind_a_header_of_any_length(header_bytes):
+async def test_too_many_pixels_after_a_header_of_any_length(header_bytes):
     """The limit on pixels holds however long the header is."""
     with pytest.raises(ImageTooLarge) as failure:
         await intake().check(message(jpeg(header_bytes, (50, 41))))
@@ -47,15 +47,15 @@ async def test_too_many_pixels_behind_a_header_of_any_length(header_bytes):
     assert failure.value.metadata["unit"] == "pixels"
 
 
-async def test_too_many_bytes_behind_a_short_header():
-    """The limit on bytes counts the whole picture, not what is read of it at first."""
+async def test_too_many_bytes_after_a_short_header():
+    """The limit on bytes counts the whole file, not the prefix."""
     with pytest.raises(ImageTooLarge) as failure:
         await intake().check(message(jpeg(0) + bytes(MAX_BYTES)))
     assert failure.value.metadata["unit"] == "bytes"
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a", jpeg(50_000)[:30_000]])
-async def test_no_picture(data):
+async def test_bytes_without_a_header_are_refused(data):
     """Bytes without a readable header are refused."""
     with pytest.raises(ImageUndecodable):
         await intake().check(message(data))

@@ -1,4 +1,4 @@
-"""Frames from shared memory: what is read, what is refused, and what is torn."""
+"""Images from shared memory: read, refused or torn."""
 
 import os
 import secrets
@@ -18,16 +18,16 @@ from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.shared_memory import SharedMemory
 
-from tests.service.harness import picture_bytes, refusal, running
+from tests.service.harness import image_bytes, refusal, running
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-PNG = picture_bytes()
+PNG = image_bytes()
 MAX_BYTES, MAX_PIXELS = 1 << 21, 1000
 
 
 @pytest.fixture
 def blobs():
-    """A store that must end without a blob."""
+    """Yield a store that must be empty at the end."""
     store = BlobStore(new_namespace())
     yield store
     assert len(store) == 0
@@ -36,20 +36,20 @@ def blobs():
 
 @pytest.fixture
 def reader(blobs):
-    """Reads what this user shares."""
+    """Return a reader of this user's regions."""
     return SharedMemory(blobs, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
 
 
 @pytest.fixture
 def ring():
-    """Slots for small frames."""
+    """Yield slots for small frames."""
     with SharedFrames(MAX_BYTES, num_slots=2) as frames:
         yield frames
 
 
 @pytest.fixture
 def region_name():
-    """A region's name that is free, and whose file is removed in the end."""
+    """Yield a free name of a region, whose file is removed at the end."""
     path = blob_folder() / f"legato-{os.geteuid()}-{secrets.token_hex(8)}"
     yield path.name
     if path.is_dir() and not path.is_symlink():
@@ -59,42 +59,42 @@ def region_name():
 
 
 def message(frame, **changes):
-    """A frame's message with some fields changed."""
+    """Return a frame's message with some fields changed."""
     shared = frame.to_image().shared
     for name, value in changes.items():
         setattr(shared, name, value)
     return shared
 
 
-def bytes_of(picture):
-    """What a picture's draft holds."""
-    return bytes(picture.draft.view())
+def bytes_of(image):
+    """Return the bytes that an image was staged with."""
+    return bytes(image.writer.view())
 
 
 @pytest.mark.parametrize("size", [len(PNG), 100_000, 1_500_000])
 async def test_a_file_is_read_whole(reader, ring, size):
-    """The bytes are those of the slot, on the event loop or on a thread, and their type is told."""
+    """The bytes are those of the slot, copied on the event loop or on a thread, with their type."""
     data = PNG.ljust(size, b"\x01")
     for stated in ("", "image/png"):
         with ring.write(data, mime_type=stated) as frame:
-            picture = await reader.read(message(frame))
-            assert bytes_of(picture) == data
-            assert picture.form == "image/png"
+            image = await reader.read(message(frame))
+            assert bytes_of(image) == data
+            assert image.format == "image/png"
 
 
 async def test_pixels_are_read_with_their_layout(reader, ring):
     """Every slot gives its own frame, and the copy is independent of the slot."""
     first, second = ring.write(PIXELS), ring.write(PIXELS[::-1])
-    pictures = [await reader.read(message(frame)) for frame in (first, second)]
+    images = [await reader.read(message(frame)) for frame in (first, second)]
     first.release()
     ring.write(PIXELS * 2)
-    assert bytes_of(pictures[0]) == PIXELS.tobytes()
-    assert bytes_of(pictures[1]) == PIXELS[::-1].tobytes()
-    assert (pictures[0].form.width, pictures[0].form.format) == (6, core.PixelFormat.RGB8)
+    assert bytes_of(images[0]) == PIXELS.tobytes()
+    assert bytes_of(images[1]) == PIXELS[::-1].tobytes()
+    assert (images[0].format.width, images[0].format.format) == (6, core.PixelFormat.RGB8)
 
 
 async def test_a_written_slot_is_torn(reader, ring):
-    """A slot that holds another frame by now, or is being written, is never taken for the first."""
+    """A slot that holds another frame, or is being written, is refused."""
     frame = ring.write(PIXELS)
     stale = message(frame)
     frame.release()
@@ -112,10 +112,10 @@ async def test_a_written_slot_is_torn(reader, ring):
         await reader.read(stale)
 
 
-def scribbler(size):
-    """A process that writes a slot until its input ends, and its region's name."""
+def slot_writer(size):
+    """Start a process that writes a slot until its input ends; yield its region's name."""
     writer = subprocess.Popen(
-        (sys.executable, "-m", "tests.service.scribbler", str(size)),
+        (sys.executable, "-m", "tests.service.slot_writer", str(size)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -127,8 +127,8 @@ def scribbler(size):
 
 @pytest.mark.parametrize("size", [200_000, 1_500_000])
 async def test_no_torn_frame_is_ever_accepted(reader, size):
-    """While another process writes the slot all the time, what is accepted is one frame, whole."""
-    writer, region = scribbler(size)
+    """While another process writes the slot, every accepted image is one whole frame."""
+    writer, region = slot_writer(size)
     accepted = torn = 0
     unlimited = media_pb2.PixelLayout(width=1000, height=1, format=media_pb2.PIXEL_FORMAT_MONO8)
     try:
@@ -169,7 +169,7 @@ async def test_no_torn_frame_is_ever_accepted(reader, size):
     ],
 )
 async def test_names_that_are_refused(reader, ring, name):
-    """A name outside of this user's prefix, with a slash, or of nothing, is never opened."""
+    """A name without this user's prefix, with a slash, or too short, is never opened."""
     user = os.geteuid()
     bad = name.format(user=user, other=user + 1)
     with pytest.raises(SharedMemoryRefused) as caught:
@@ -178,7 +178,7 @@ async def test_names_that_are_refused(reader, ring, name):
 
 
 async def test_the_servers_own_blobs_are_refused(ring):
-    """A blob of the server is not read through the door of the clients."""
+    """Clients cannot have the server read its own blobs."""
     store = BlobStore(f"legato-{os.geteuid()}-server")
     blob = store.put(b"LEGATO01" + struct.pack("<Q", 2) + bytes(48) + bytes(72))
     reader = SharedMemory(store, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
@@ -189,7 +189,7 @@ async def test_the_servers_own_blobs_are_refused(ring):
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "directory", "pipe"])
 async def test_only_regular_files_are_read(reader, ring, region_name, kind):
-    """A link is not followed, a directory or pipe not read, and none of them blocks."""
+    """Links, directories and pipes are refused without blocking."""
     path = blob_folder() / region_name
     if kind == "symlink":
         path.symlink_to(blob_folder() / ring.region)
@@ -205,7 +205,7 @@ async def test_only_regular_files_are_read(reader, ring, region_name, kind):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 async def test_files_of_other_users_are_refused(reader, ring):
-    """A region of another user is not read, whatever its name says."""
+    """A region of another user is refused, whatever its name."""
     os.chown(blob_folder() / ring.region, 12345, 12345)
     with pytest.raises(SharedMemoryRefused):
         await reader.read(message(ring.write(PIXELS)))
@@ -225,7 +225,7 @@ async def test_files_of_other_users_are_refused(reader, ring):
     ],
 )
 async def test_bad_fields(reader, ring, changes, field):
-    """A slot that cannot be is told by its field, and is no torn frame to be sent again."""
+    """A slot that cannot exist is refused by its field, and not as a torn frame."""
     with pytest.raises(InvalidField) as caught:
         await reader.read(message(ring.write(PIXELS), **changes))
     assert caught.value.metadata["field"] == f"image.shared.{field}"
@@ -261,8 +261,8 @@ async def test_bad_content(reader, ring):
 
 
 @pytest.mark.parametrize("length", [0, 64, 72, 64 + 71])
-async def test_a_region_that_was_cut_short(reader, ring, length):
-    """A region without the slot's bytes is refused by its end, and kills nobody."""
+async def test_a_truncated_region_is_refused(reader, ring, length):
+    """A truncated region is refused by its end, and the process survives."""
     shared = message(ring.write(PIXELS))
     os.truncate(blob_folder() / ring.region, length)
     with pytest.raises(InvalidField) as caught:
@@ -274,7 +274,7 @@ async def test_a_region_that_was_cut_short(reader, ring, length):
 
 
 async def test_a_frame_reaches_the_engine(ring):
-    """The engine is given the frame's bytes; nothing of them is left behind the answer."""
+    """The engine gets the frame's bytes; no blob is left after the response."""
     async with running(shared_images=True) as server:
         engine = server.engine
         seen = []
@@ -292,7 +292,7 @@ async def test_a_frame_reaches_the_engine(ring):
 
 
 async def test_several_tasks_on_one_frame(ring):
-    """The frame reaches the engine once, although the slot is read only once."""
+    """The slot is read once, and its bytes reach the engine once."""
     tasks = [task_pb2.Task(caption=task_pb2.CaptionTask()) for _ in range(3)]
     async with running(shared_images=True) as server:
         with ring.write(PIXELS) as frame:
@@ -306,8 +306,8 @@ async def test_several_tasks_on_one_frame(ring):
         assert len(server.engine.blobs) == 0
 
 
-async def test_off_unless_it_is_asked_for(ring):
-    """Shared images are refused by a server that was not told to read them, and not announced."""
+async def test_off_by_default(ring):
+    """A server without the setting refuses shared images and does not announce them."""
     async with running() as server:
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
         assert "shared_images" not in info.capabilities
@@ -322,8 +322,8 @@ async def test_off_unless_it_is_asked_for(ring):
     assert failed.details["PreconditionFailure"].violations[0].subject == ring.region
 
 
-async def test_the_namespace_is_told():
-    """Where shared images are on, a client on the same host finds its own namespace."""
+async def test_the_namespace_is_announced():
+    """With shared images on, a client on the same host finds its own namespace."""
     async with running(shared_images=True) as server:
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
     assert "shared_images" in info.capabilities
@@ -331,7 +331,7 @@ async def test_the_namespace_is_told():
 
 
 async def test_a_torn_frame_is_aborted(ring):
-    """ABORTED SHM_TORN names the region, and nothing is left of the copy."""
+    """ABORTED SHM_TORN names the region, and no copy is left."""
     frame = ring.write(PIXELS)
     frame.release()
     ring.write(PIXELS).release()

@@ -1,4 +1,4 @@
-"""Draining: nothing admitted is lost, nothing new is taken."""
+"""Draining: admitted requests finish, new ones are refused."""
 
 import asyncio
 
@@ -16,8 +16,8 @@ STREAM = inference_pb2.GenerateRequest(task=TASK)
 INFERENCE = "legato.v1.InferenceService"
 
 
-async def test_a_drain_finishes_what_runs_and_refuses_the_rest():
-    """Running calls end well, new ones are UNAVAILABLE DRAINING, health withdraws first."""
+async def test_a_drain_finishes_open_calls_and_refuses_new_ones():
+    """Open calls succeed, new ones fail with DRAINING, and health reports NOT_SERVING first."""
     engine = FakeEngine(begin)
     async with running(engine) as server:
         unary = server.inference.Query(QUESTION)
@@ -48,7 +48,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_the_rest():
 
 
 async def test_a_drain_lasts_no_longer_than_its_grace():
-    """What does not end in time is cut when the server stops, and the engine forgets it."""
+    """Calls that do not end in time are aborted when the server stops."""
     engine = FakeEngine(begin)
     async with running(engine) as server:
         call = server.inference.Query(QUESTION)
@@ -62,6 +62,6 @@ async def test_a_drain_lasts_no_longer_than_its_grace():
 
 
 async def test_an_idle_server_drains_at_once():
-    """With nothing in flight there is nothing to wait for."""
+    """It has nothing to wait for."""
     async with running(FakeEngine(answer)) as server:
         assert await server.server.drain(0)

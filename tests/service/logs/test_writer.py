@@ -1,4 +1,4 @@
-"""Log lines: batched, in order, and none is lost."""
+"""Log lines are batched and ordered, and none is lost."""
 
 import asyncio
 import io
@@ -29,12 +29,12 @@ asyncio.run(main())
 
 
 class Recorder(io.BytesIO):
-    """A file that counts its writes, and those that end with a line."""
+    """A file that records the number of its writes, and of those that end with a line."""
 
     writes = ends_of_lines = largest = 0
 
     def write(self, data):
-        """Count, then write."""
+        """Record, then write."""
         self.writes += 1
         self.ends_of_lines += data.endswith(b"\n")
         self.largest = max(self.largest, len(data))
@@ -42,7 +42,7 @@ class Recorder(io.BytesIO):
 
 
 async def test_lines_of_an_instant_are_written_together():
-    """One write for all of them, soon, in order."""
+    """One write for all of them, soon and in order."""
     file = Recorder()
     lines = LogWriter(file)
     for index in range(100):
@@ -57,8 +57,8 @@ async def test_lines_of_an_instant_are_written_together():
         await asyncio.sleep(0.01)
 
 
-async def test_what_a_pipe_takes_whole_is_written_at_once():
-    """No write is larger than a pipe takes whole, so that no other process's lines come between."""
+async def test_writes_are_atomic_on_a_pipe():
+    """No write exceeds PIPE_BUF, so that lines of other processes do not interleave."""
     file = Recorder()
     lines = LogWriter(file)
     for _ in range(100):
@@ -69,8 +69,8 @@ async def test_what_a_pipe_takes_whole_is_written_at_once():
     assert file.largest <= select.PIPE_BUF
 
 
-async def test_a_warning_leaves_at_once_behind_what_waited():
-    """Whoever reads the log of a crash finds what came before it."""
+async def test_a_warning_is_written_at_once():
+    """After the buffered lines, so that the log of a crash is complete."""
     file = Recorder()
     lines = LogWriter(file)
     lines.info(b"before")
@@ -78,15 +78,15 @@ async def test_a_warning_leaves_at_once_behind_what_waited():
     assert file.getvalue() == b"before\ntrouble\n"
 
 
-def test_lines_without_a_loop_leave_at_once():
-    """Nothing would flush them later."""
+def test_lines_without_a_loop_are_written_at_once():
+    """There is no timer to flush them."""
     file = Recorder()
     LogWriter(file).info(b"alone")
     assert file.getvalue() == b"alone\n"
 
 
 def test_every_line_is_json_and_none_is_lost_at_the_end():
-    """Times, levels, errors and records of libraries, all of them written when the process ends."""
+    """Times, levels, errors and records of libraries are all written when the process exits."""
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, env=environment, check=True

@@ -1,4 +1,4 @@
-"""A request id of the caller's: joined while it runs, repeated for a while, never mixed up."""
+"""Request ids of clients: calls join a run, get its kept reply, and are never mixed up."""
 
 import asyncio
 import contextvars
@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine import errors
+from legato_engine.core import RequestKey
 from legato_service.errors import DuplicateRequest
 from legato_service.requests.idempotency import IdempotencyCache, fingerprint
 from legato_service.rpc import call
 
 from tests.service.fakes import FakeEngine, answer, begin, done, hold, solution
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 from tests.service.rpc.test_middleware import lines_of
 
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
 
 
 def options(request_id="mine"):
-    """Options with an id."""
+    """Return options with an id."""
     return inference_pb2.RequestOptions(request_id=request_id)
 
 
@@ -31,28 +32,28 @@ OTHER = inference_pb2.QueryRequest(question="How few?", options=options())
 STREAM = inference_pb2.GenerateRequest(task=TASK, options=options())
 UNARY = {
     "Query": QUERY,
-    "Caption": inference_pb2.CaptionRequest(image=picture(), options=options()),
-    "Detect": inference_pb2.DetectRequest(image=picture(), object="cup", options=options()),
-    "Point": inference_pb2.PointRequest(image=picture(), object="cup", options=options()),
-    "Segment": inference_pb2.SegmentRequest(image=picture(), object="cup", options=options()),
+    "Caption": inference_pb2.CaptionRequest(image=image_message(), options=options()),
+    "Detect": inference_pb2.DetectRequest(image=image_message(), object="cup", options=options()),
+    "Point": inference_pb2.PointRequest(image=image_message(), object="cup", options=options()),
+    "Segment": inference_pb2.SegmentRequest(image=image_message(), object="cup", options=options()),
     "RunTasks": inference_pb2.RunTasksRequest(tasks=[TASK], options=options()),
 }
 
 
 async def joined(server, count=2):
-    """Wait until so many calls share a run."""
-    await until(lambda: server.server.replies.num_waiting == count)
+    """Wait until `count` calls share a run."""
+    await until(lambda: server.server.idempotency_cache.num_waiting == count)
 
 
 def finish(engine):
-    """Answer what runs."""
+    """Complete all requests."""
     for stream in list(engine.streams.values()):
         answer(engine, stream)
 
 
 @pytest.mark.parametrize("rpc", UNARY)
 async def test_calls_of_one_id_and_content_share_a_run(rpc):
-    """Both get the same answer, and the engine runs it once; so does a third a moment later."""
+    """Both get the same reply of one request; so does a third call a moment later."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         method = getattr(server.inference, rpc)
@@ -65,8 +66,8 @@ async def test_calls_of_one_id_and_content_share_a_run(rpc):
         assert len(engine.blobs) == 0
 
 
-async def test_the_log_tells_whose_answer_it_was():
-    """A joined call and one that got a kept reply say so, and count no tokens as their own."""
+async def test_the_log_marks_shared_replies():
+    """A joined call and one with a kept reply are marked, and count no tokens as their own."""
     engine = FakeEngine(hold)
     with structlog.testing.capture_logs() as logs:
         async with running(engine) as server:
@@ -83,9 +84,9 @@ async def test_the_log_tells_whose_answer_it_was():
 
 
 async def test_other_content_is_refused():
-    """ALREADY_EXISTS while it runs and while its reply is kept, for another question or RPC."""
+    """Another request or RPC gets ALREADY_EXISTS, during the run and while its reply is kept."""
     engine = FakeEngine(hold)
-    detect = inference_pb2.DetectRequest(image=picture(), object="cup", options=options())
+    detect = inference_pb2.DetectRequest(image=image_message(), object="cup", options=options())
     async with running(engine) as server:
         first = server.inference.Query(QUERY)
         await until(lambda: bool(engine.streams))
@@ -105,7 +106,7 @@ async def test_other_content_is_refused():
 
 
 async def test_a_stream_has_its_id_alone():
-    """While a stream runs, and after it ended well, no other call of any kind has its id."""
+    """No other call has the id of a stream, while it runs and after it ended well."""
     engine = FakeEngine(begin)
     async with running(engine) as server:
         stream = server.inference.Generate(STREAM)
@@ -125,7 +126,7 @@ async def test_a_stream_has_its_id_alone():
 
 @pytest.mark.parametrize("rpc", ["Query", "Generate"])
 async def test_a_failure_is_not_kept(rpc):
-    """What failed may be asked again under its id, with other content as well."""
+    """A failed id may be used again, with other content as well."""
     engine = FakeEngine()
 
     def fail(engine, stream):
@@ -143,8 +144,8 @@ async def test_a_failure_is_not_kept(rpc):
         assert len(engine.requests) == 2
 
 
-async def test_a_failure_is_given_to_all_who_wait():
-    """Everybody who joined gets the run's error, with the id."""
+async def test_a_failure_goes_to_all_joined_calls():
+    """All joined calls get the run's error, with the id."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         calls = [server.inference.Query(QUERY) for _ in range(3)]
@@ -159,8 +160,8 @@ async def test_a_failure_is_given_to_all_who_wait():
 
 
 @pytest.mark.parametrize("leaver", [0, 1], ids=["first", "joined"])
-async def test_whoever_leaves_takes_nothing_with_it(leaver):
-    """The run goes on for the other, whether the first caller goes or the one that joined."""
+async def test_a_call_that_leaves_does_not_end_the_run(leaver):
+    """The run goes on when the first call leaves, and when the joined one does."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         calls = [server.inference.Query(QUERY), server.inference.Query(QUERY)]
@@ -173,8 +174,8 @@ async def test_whoever_leaves_takes_nothing_with_it(leaver):
         assert engine.aborted == []
 
 
-async def test_the_last_to_leave_ends_the_work():
-    """The engine forgets the request once nobody waits, and the id is free at once."""
+async def test_the_last_call_to_leave_ends_the_run():
+    """With the last call the engine's request is aborted, and the id is free at once."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         calls = [server.inference.Query(QUERY), server.inference.Query(QUERY)]
@@ -182,27 +183,27 @@ async def test_the_last_to_leave_ends_the_work():
         for each in calls:
             each.cancel()
         await until(lambda: not engine.streams and server.server.num_in_flight == 0)
-        assert engine.aborted == ["mine"]
+        assert engine.aborted == [RequestKey("mine")]
         engine.script = answer
         assert (await server.inference.Query(OTHER)).answer
 
 
 async def test_ids_are_a_tenants_own():
-    """Two tenants use one id at the same time, each for its own question."""
+    """Two tenants use one id at the same time, for different requests."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         one = server.inference.Query(QUERY, metadata=(("legato-tenant", "a"),))
         other = server.inference.Query(OTHER, metadata=(("legato-tenant", "b"),))
         nobodys = server.inference.Query(QUERY)
         await until(lambda: len(engine.streams) == 3)
-        assert set(engine.streams) == {"a/mine", "b/mine", "mine"}
+        assert set(engine.streams) == {RequestKey("mine", tenant) for tenant in ("a", "b", "")}
         finish(engine)
         for each in (one, other, nobodys):
             assert (await each).info.request_id == "mine"
 
 
-async def test_only_ids_that_callers_give_are_remembered():
-    """Neither the server's own ids nor a proxy's are kept, and a proxy's may come several times."""
+async def test_only_ids_from_clients_are_kept():
+    """Ids of the server or of a proxy are not kept, and a proxy's may repeat."""
     engine = FakeEngine(hold)
     proxy = (("x-request-id", "proxy"),)
     without = inference_pb2.QueryRequest(question="How many?")
@@ -213,11 +214,11 @@ async def test_only_ids_that_callers_give_are_remembered():
         ids = [(await each).info.request_id for each in calls]
         assert ids.count("proxy") == 1
         assert len(set(ids)) == 2
-        assert len(server.server.replies) == 0
+        assert len(server.server.idempotency_cache) == 0
 
 
 async def test_a_joined_call_has_its_own_deadline():
-    """A joined call gives up at its own deadline, and the run goes on."""
+    """A joined call ends at its own deadline, and the run goes on."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         first = server.inference.Query(QUERY)
@@ -228,14 +229,14 @@ async def test_a_joined_call_has_its_own_deadline():
         assert (await first).answer
 
 
-async def test_large_requests_are_told_apart():
-    """Bytes beyond what the event loop hashes itself count as well."""
-    one, other = picture(), picture()
+async def test_large_requests_are_distinguished():
+    """Bytes beyond those hashed on the event loop count as well."""
+    one, other = image_message(), image_message()
     one.encoded.data += bytes(200_000)
     other.encoded.data += bytes(199_999) + b"1"
     async with running() as server:
-        asked = inference_pb2.CaptionRequest(image=one, options=options())
-        assert await server.inference.Caption(asked) == await server.inference.Caption(asked)
+        request = inference_pb2.CaptionRequest(image=one, options=options())
+        assert await server.inference.Caption(request) == await server.inference.Caption(request)
         changed = inference_pb2.CaptionRequest(image=other, options=options())
         assert (await refusal(server.inference.Caption(changed))).reason == "DUPLICATE_REQUEST"
         assert len(server.engine.requests) == 1
@@ -244,72 +245,72 @@ async def test_large_requests_are_told_apart():
 # ------------------------------------------------------------ what is kept, and how much
 
 
-class Waiter:
-    """A caller without a deadline."""
+class Context:
+    """A call without a deadline."""
 
     def time_remaining(self):
-        """None."""
+        """Return None."""
 
 
 def reply(size=1):
-    """A reply of about so many bytes."""
-    return b"x" * size
+    """Return a reply of about `size` bytes."""
+    return inference_pb2.QueryResponse(answer="x" * size)
 
 
-async def ask(replies, name, content=b"?", size=1):
-    """Ask once, by work that ends at once; what was given, and whether it was made anew."""
+async def ask(cache, name, content=b"?", size=1):
+    """Make one call; return its reply, and whether it was computed."""
     made = []
 
-    async def work(caller):
+    async def work(context):
         made.append(reply(size))
         return made[0]
 
     context = contextvars.copy_context()
     context.run(call.CURRENT.set, call.Call("test"))
     task = asyncio.get_running_loop().create_task(
-        replies.once(name, content, work, Waiter()), context=context
+        cache.get_or_run(RequestKey(name), content, work, Context()), context=context
     )
     return await task, bool(made)
 
 
-async def test_a_reply_is_kept_so_long_only():
-    """Past its time the same question is asked anew."""
-    replies = IdempotencyCache(keep=0.0)
-    assert (await ask(replies, "a"))[1]
-    assert (await ask(replies, "a"))[1]
-    replies = IdempotencyCache(keep=60.0)
-    assert (await ask(replies, "a"))[1]
-    assert not (await ask(replies, "a"))[1]
+async def test_a_reply_expires():
+    """An expired reply is computed anew."""
+    cache = IdempotencyCache(keep=0.0)
+    assert (await ask(cache, "a"))[1]
+    assert (await ask(cache, "a"))[1]
+    cache = IdempotencyCache(keep=60.0)
+    assert (await ask(cache, "a"))[1]
+    assert not (await ask(cache, "a"))[1]
 
 
 async def test_replies_are_bounded_in_number():
-    """The least recently used goes first."""
-    replies = IdempotencyCache(max_replies=2)
+    """The least recently used is dropped first."""
+    cache = IdempotencyCache(max_replies=2)
     for name in ("a", "b", "a", "c"):
-        await ask(replies, name)
-    assert len(replies) == 2
-    assert not (await ask(replies, "a"))[1]
-    assert (await ask(replies, "b"))[1]
+        await ask(cache, name)
+    assert len(cache) == 2
+    assert not (await ask(cache, "a"))[1]
+    assert (await ask(cache, "b"))[1]
 
 
 async def test_replies_are_bounded_in_bytes():
-    """Large replies push older ones out, and one beyond the bound is not kept at all."""
-    replies = IdempotencyCache(max_bytes=1000)
+    """Large replies displace older ones; one above the bound is not kept at all."""
+    cache = IdempotencyCache(max_bytes=1000)
     for name in ("a", "b", "c"):
-        await ask(replies, name, size=400)
-    assert len(replies) == 2
-    await ask(replies, "d", size=2000)
-    assert len(replies) == 0
-    assert (await ask(replies, "d", size=2000))[1]
+        await ask(cache, name, size=400)
+    assert len(cache) == 2
+    await ask(cache, "d", size=2000)
+    assert len(cache) == 0
+    assert (await ask(cache, "d", size=2000))[1]
 
 
-async def test_a_run_that_was_given_up_is_not_joined():
-    """Who asks while an abandoned run still winds up waits for its end and starts a new one."""
-    replies = IdempotencyCache()
+async def test_an_abandoned_run_is_not_joined():
+    """A call waits for the end of an abandoned run and starts a new one."""
+    cache = IdempotencyCache()
     release = asyncio.Event()
     begun: list[int] = []
 
-    async def work(caller):
+    async def work(context):
         begun.append(len(begun))
         if len(begun) == 1:
             try:
@@ -319,10 +320,10 @@ async def test_a_run_that_was_given_up_is_not_joined():
         return reply()
 
     call.CURRENT.set(call.Call("test"))
-    first = asyncio.create_task(replies.once("a", b"?", work, Waiter()))
+    first = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"?", work, Context()))
     await until(lambda: bool(begun))
     first.cancel()
-    second = asyncio.create_task(replies.once("a", b"!", work, Waiter()))
+    second = asyncio.create_task(cache.get_or_run(RequestKey("a"), b"!", work, Context()))
     await asyncio.gather(first, return_exceptions=True)
     assert len(begun) == 1
     release.set()
@@ -331,18 +332,18 @@ async def test_a_run_that_was_given_up_is_not_joined():
 
 
 async def test_a_stream_that_failed_frees_its_name():
-    """`exclusive` keeps the name of a block that ended well, and of no other."""
-    replies = IdempotencyCache()
-    with pytest.raises(ValueError, match="bad"), replies.exclusive("a"):
+    """`exclusive` keeps the name only after a block that ended well."""
+    cache = IdempotencyCache()
+    with pytest.raises(ValueError, match="bad"), cache.exclusive(RequestKey("a")):
         raise ValueError("bad")
-    with replies.exclusive("a"):
+    with cache.exclusive(RequestKey("a")):
         pass
-    with pytest.raises(DuplicateRequest), replies.exclusive("a"):
+    with pytest.raises(DuplicateRequest), cache.exclusive(RequestKey("a")):
         pass
 
 
 async def test_a_fingerprint_is_of_method_and_bytes():
-    """Equal only where both are, however long the bytes."""
+    """Fingerprints are equal only for equal methods and bytes of any length."""
     for size in (0, 10, 100_000):
         data = bytes(size)
         assert await fingerprint("/a", data) == await fingerprint("/a", bytes(size))
@@ -357,55 +358,55 @@ steps = st.lists(
 
 
 class Walk:
-    """Callers that come and go at random, and what became of the work they share."""
+    """Calls that start, leave and end at random, and the runs that they share."""
 
     def __init__(self):
-        self.replies = IdempotencyCache()
-        self.live: dict[str, asyncio.Future[bytes]] = {}
-        self.callers: list[tuple[str, asyncio.Task[bytes]]] = []
+        self.cache = IdempotencyCache()
+        self.live: dict[str, asyncio.Future[None]] = {}
+        self.calls: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
 
     def ask(self, number):
-        """One of two names, asked one of two things."""
+        """Call with one of two names and one of two contents."""
         name, content = "ab"[number % 2], b"!?"[number // 3 :][:1]
 
-        async def work(caller):
+        async def work(context):
             assert name not in self.live, "two runs of one name"
             self.live[name] = asyncio.get_running_loop().create_future()
             try:
                 await self.live[name]
             finally:
                 del self.live[name]
-            return f"{name}{content.decode()}".encode()
+            return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
 
-        asked = self.replies.once(name, content, work, Waiter())
-        self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
+        request = self.cache.get_or_run(RequestKey(name), content, work, Context())
+        self.calls.append((f"{name}{content.decode()}", asyncio.create_task(request)))
 
     def leave(self, number):
-        """A caller goes."""
-        if self.callers:
-            self.callers[number % len(self.callers)][1].cancel()
+        """Cancel a call."""
+        if self.calls:
+            self.calls[number % len(self.calls)][1].cancel()
 
     def end(self, number, error=None):
-        """A run ends."""
+        """End a run."""
         future = self.live.get("ab"[number % 2])
         if future is None or future.done():
             return
         if error is None:
-            future.set_result(reply())
+            future.set_result(None)
         else:
             future.set_exception(error)
 
     async def settle(self):
-        """Let everybody take notice; work lives only while somebody waits for it."""
+        """Let all tasks run; there are runs only while calls wait."""
         for _ in range(6):
             await asyncio.sleep(0)
-        waiting = sum(not task.done() for _, task in self.callers)
-        assert self.replies.num_waiting == waiting
+        waiting = sum(not task.done() for _, task in self.calls)
+        assert self.cache.num_waiting == waiting
         assert bool(self.live) == bool(waiting)
 
 
 async def walk(drawn):
-    """Take the steps, then end what runs."""
+    """Take the steps, then end all runs."""
     call.CURRENT.set(call.Call("test"))
     world = Walk()
     for what, number in drawn:
@@ -418,15 +419,15 @@ async def walk(drawn):
     world.end(1)
     await world.settle()
     assert not world.live
-    for expected, task in world.callers:
+    for expected, task in world.calls:
         assert task.done()
         if not task.cancelled() and task.exception() is None:
-            assert task.result() == expected.encode()
+            assert task.result().answer == expected
         elif not task.cancelled():
             assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
 
 
 @given(drawn=steps)
-def test_any_walk_gives_everybody_the_answer_to_its_own_question(drawn):
-    """Whoever comes, goes, ends and fails: one run a name, none without a caller, no mix-up."""
+def test_any_walk_gives_each_call_its_own_reply(drawn):
+    """There is one run a name, none without a call, and each call gets its own reply."""
     asyncio.run(walk(drawn))

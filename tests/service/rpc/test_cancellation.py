@@ -1,9 +1,10 @@
-"""However a request ends, the engine is told to forget it, once."""
+"""However a request ends, the engine aborts it once."""
 
 import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 
 import grpc
 import pytest
@@ -14,15 +15,15 @@ from legato_engine.errors import Busy
 
 from tests.grammar import Grammar, check
 from tests.service.fakes import FakeEngine, answer, begin, delta, hold, started, words
-from tests.service.harness import no_collections, picture, refusal, remaining, running, until
+from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
 
-QUERY = inference_pb2.QueryRequest(image=picture(), question="How many?")
+QUERY = inference_pb2.QueryRequest(image=image_message(), question="How many?")
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
-STREAM = inference_pb2.GenerateRequest(image=picture(), task=TASK)
+STREAM = inference_pb2.GenerateRequest(image=image_message(), task=TASK)
 
 
-def stream_for_ever(engine, stream):
-    """Start, then say a word whenever the last one was read."""
+def stream_forever(engine, stream):
+    """Start, then send a word whenever the last one was read."""
     engine.feed(stream, started(stream.request))
 
     async def talk():
@@ -34,7 +35,7 @@ def stream_for_ever(engine, stream):
 
 
 def flood(engine, stream):
-    """Start, then pile up more than any connection takes."""
+    """Start, then queue more than any connection takes."""
     engine.feed(stream, started(stream.request))
 
     async def talk():
@@ -45,7 +46,7 @@ def flood(engine, stream):
     engine.talking = asyncio.create_task(talk())
 
 
-def turn_away(engine, stream):
+def refuse_request(engine, stream):
     """Fail a request with an error of its own."""
     engine.fail(stream, Busy("no room"))
 
@@ -77,7 +78,7 @@ async def test_a_cancelled_call_is_aborted(rpc, script):
 
 async def test_a_stream_cancelled_between_events_is_aborted():
     """A client that cancels while events flow frees its request."""
-    async with running(FakeEngine(stream_for_ever)) as server:
+    async with running(FakeEngine(stream_forever)) as server:
         call = call_of(server, "Generate")
         for _ in range(5):
             await call.read()
@@ -87,7 +88,7 @@ async def test_a_stream_cancelled_between_events_is_aborted():
 
 @pytest.mark.parametrize("rpc", ["Query", "Generate"])
 async def test_a_deadline_of_the_client_ends_the_request(rpc):
-    """A deadline that passes frees the request; the engine knew the deadline from the start."""
+    """A deadline that passes frees the request; the engine has the deadline from the start."""
     async with running(FakeEngine(hold)) as server:
         call = call_of(server, rpc, timeout=0.2)
         failed = await refusal(call if rpc == "Query" else call.read())
@@ -103,12 +104,13 @@ async def test_a_call_without_deadline_gets_the_servers(rpc):
         call = call_of(server, rpc)
         failed = await refusal(call if rpc == "Query" else _read_all(call))
         assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert failed.details["RequestInfo"].request_id == server.engine.requests[0].request_id
-        await settled(server, server.engine.requests[0].request_id)
+        key = server.engine.requests[0].request_id
+        assert failed.details["RequestInfo"].request_id == key.caller_id
+        await settled(server, key)
 
 
 async def test_a_wait_longer_than_the_deadline_is_refused_at_once():
-    """DEADLINE_UNREACHABLE tells both times, and the engine never hears of the request."""
+    """DEADLINE_UNREACHABLE names both times, and the engine gets no request."""
     engine = FakeEngine()
     engine.estimated_wait = 90.0
     async with running(engine) as server:
@@ -122,7 +124,7 @@ async def test_a_wait_longer_than_the_deadline_is_refused_at_once():
 
 
 async def test_an_answered_request_is_not_aborted():
-    """The engine is told nothing about requests that ended by themselves."""
+    """The engine gets no abort for requests that ended by themselves."""
     async with running() as server:
         await server.inference.Query(QUERY)
         check([event async for event in server.inference.Generate(STREAM)], ok=True)
@@ -130,20 +132,20 @@ async def test_an_answered_request_is_not_aborted():
 
 
 async def answered(server):
-    """One call of either kind goes well."""
+    """Complete one call of either kind."""
     await call_of(server, "Query")
     check([event async for event in call_of(server, "Generate")], ok=True)
 
 
 async def refused(server):
-    """One call of either kind fails."""
+    """Fail one call of either kind."""
     await refusal(call_of(server, "Query"))
     await refusal(_read_all(call_of(server, "Generate")))
 
 
-@pytest.mark.parametrize(("script", "both"), [(answer, answered), (turn_away, refused)])
+@pytest.mark.parametrize(("script", "both"), [(answer, answered), (refuse_request, refused)])
 async def test_a_call_leaves_nothing_to_collect(script, both):
-    """What a call held goes with its end, not with a garbage collection: it is in no cycle."""
+    """A call is in no reference cycle: all that it held is freed at its end."""
     async with running(FakeEngine(script)) as server:
         await both(server)  # the first ones make what stays
         with no_collections():
@@ -154,8 +156,8 @@ async def test_a_call_leaves_nothing_to_collect(script, both):
 
 
 async def test_failures_do_not_pile_up():
-    """An abort's exception, which gRPC keeps with the RPC's state, goes with that."""
-    async with running(FakeEngine(turn_away)) as server:
+    """The exception of an abort, which gRPC keeps in the RPC's state, is freed with it."""
+    async with running(FakeEngine(refuse_request)) as server:
         with no_collections():
             others = remaining(grpc.aio.AbortError)
             for _ in range(10):
@@ -181,8 +183,8 @@ async def test_a_lost_engine_ends_the_stream():
     assert "RetryInfo" in failed.details
 
 
-async def test_a_reader_that_stops_is_cut_off():
-    """A peer that takes no message is ABORTED as CLIENT_TOO_SLOW; others are served meanwhile."""
+async def test_a_reader_that_stops_is_disconnected():
+    """A client that takes no message is ABORTED as CLIENT_TOO_SLOW; others are served meanwhile."""
     narrow = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
     engine = FakeEngine(flood)
     async with running(engine, narrow, stall_timeout=0.3) as server:
@@ -218,8 +220,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_client_that_is_gone_is_aborted(number):
-    """A client process that was killed, or stopped in its tracks, frees its request."""
+async def test_a_dead_client_is_aborted(number):
+    """A client process that was killed or stopped frees its request."""
     engine = FakeEngine(begin)
     async with running(engine, keepalive_time=1.0, keepalive_timeout=1.0) as server:
         client = await asyncio.create_subprocess_exec(
@@ -240,7 +242,7 @@ async def test_a_client_that_is_gone_is_aborted(number):
 
 
 async def test_a_request_cancelled_before_it_is_submitted_leaves_nothing():
-    """A call that is cancelled at any moment of its first steps leaves no stream and no blob."""
+    """A call that is cancelled during its first steps leaves no stream and no blob."""
     async with running(FakeEngine(hold)) as server:
         for steps in range(40):
             call = server.inference.Query(QUERY)
@@ -248,8 +250,8 @@ async def test_a_request_cancelled_before_it_is_submitted_leaves_nothing():
                 await asyncio.sleep(0)
             call.cancel()
         await until(lambda: not server.engine.streams and server.server.num_in_flight == 0)
-        assert sorted(server.engine.aborted) == sorted(
-            asked.request_id for asked in server.engine.requests
+        assert Counter(server.engine.aborted) == Counter(
+            request.request_id for request in server.engine.requests
         )
         assert len(server.engine.blobs) == 0
 

@@ -5,14 +5,14 @@ import time
 
 import pytest
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import QueryTask, Request
+from legato_engine.core import QueryTask, Request, RequestKey
 from legato_engine.errors import DeadlineExceeded
 from legato_service.requests.deadlines import Deadlines
 
 
 def watched(order):
-    """A request's stream, which notes its end."""
-    request = Request(request_id="a", task=QueryTask(question="?"))
+    """Return a watched stream that records its end."""
+    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
     return RequestStream(request, on_abort=order.append, on_stop=order.append)
 
 
@@ -23,7 +23,7 @@ async def exceeded(stream):
 
 
 async def test_each_deadline_is_met_in_its_turn():
-    """Those that come first end first, in whatever order they were named; others are left alone."""
+    """Earlier deadlines expire first, in whatever order they were set; others are left alone."""
     order: list[RequestStream] = []
     deadlines, now = Deadlines(), time.monotonic()
     late, early, forgotten, endless = (watched(order) for _ in range(4))
@@ -41,7 +41,7 @@ async def test_each_deadline_is_met_in_its_turn():
 
 
 async def test_a_deadline_is_watched_after_all_others_have_passed():
-    """A timer that had nothing left to wait for is set again."""
+    """A timer without deadlines left is set again for a new one."""
     order: list[RequestStream] = []
     deadlines = Deadlines()
     for _ in range(2):
@@ -52,7 +52,7 @@ async def test_a_deadline_is_watched_after_all_others_have_passed():
 
 
 async def test_forgetting_twice_is_harmless():
-    """A stream may be forgotten after its time, and without having been watched."""
+    """A stream may be forgotten after its deadline, or without having been watched."""
     deadlines = Deadlines()
     stream = watched([])
     deadlines.watch(stream, time.monotonic())

@@ -17,7 +17,7 @@ INFERENCE = "legato.v1.InferenceService"
 
 
 async def check(server, service):
-    """The status of a service."""
+    """Return the status of a service."""
     return (await server.health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
 
@@ -45,7 +45,7 @@ async def test_a_service_that_is_not_here_is_not_found():
 
 
 async def test_watch_pushes_every_change():
-    """A watcher is told at once when the engine is lost, and when it is back."""
+    """A watcher gets the change when the engine is lost, and when it is back."""
     engine = FakeEngine()
     async with running(engine, health_interval=3600) as server:
         call = server.health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
@@ -100,7 +100,7 @@ def test_progress_is_idle_or_stepping():
 
 
 def test_a_silent_engine_is_not_ready():
-    """Without heartbeats nothing is known, and nothing is promised."""
+    """An engine without heartbeats is not ready."""
     engine = FakeEngine()
     engine.silent_since = 100.0
     progress = Progress(engine, stuck_after=30, silent_after=5)

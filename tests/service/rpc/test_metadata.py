@@ -1,4 +1,4 @@
-"""Metadata: read once, checked, handed to the engine and to the log."""
+"""Metadata: read once, checked, passed to the engine and to the log."""
 
 import json
 
@@ -47,14 +47,14 @@ async def test_priority_and_tenant_reach_the_engine(rpc):
 
 
 async def test_metadata_is_in_the_log_line():
-    """The line of a call has what its metadata said, and no empty fields."""
+    """The record of a call has the values of its metadata, and no empty fields."""
     with structlog.testing.capture_logs() as logs:
         async with running() as server:
             await ask(server, "Query", ALL)
             await ask(server, "Query", ())
-    told, silent = lines_of(logs)
-    assert (told["tenant"], told["priority"], told["client"]) == ("arm.1", -7, "python/0.1")
-    assert told["request_id"] == "proxy-1"
+    record, silent = lines_of(logs)
+    assert (record["tenant"], record["priority"], record["client"]) == ("arm.1", -7, "python/0.1")
+    assert record["request_id"] == "proxy-1"
     assert not {"tenant", "priority", "client", "trace_id", "previous_attempts"} & set(silent)
 
 
@@ -76,7 +76,7 @@ async def test_metadata_is_in_the_log_line():
     ],
 )
 async def test_malformed_metadata_is_refused_by_its_key(key, value):
-    """INVALID_FIELD names the metadata key, and the engine never hears of the call."""
+    """INVALID_FIELD names the metadata key, and the engine gets no request."""
     async with running() as server:
         failed = await refusal(ask(server, "Query", ((key, value),)))
         assert not server.engine.requests
@@ -85,8 +85,8 @@ async def test_malformed_metadata_is_refused_by_its_key(key, value):
     assert failed.details["ErrorInfo"].metadata["field"] == f"metadata.{key}"
 
 
-async def test_a_key_that_stands_twice_is_refused():
-    """Which of the two was meant is nobody's to guess."""
+async def test_a_repeated_key_is_refused():
+    """A key with two values is ambiguous."""
     twice = (("legato-tenant", "a"), ("legato-tenant", "b"))
     async with running() as server:
         failed = await refusal(ask(server, "Query", twice))
@@ -106,7 +106,7 @@ async def test_the_limits_of_metadata_are_accepted():
 
 
 async def test_metadata_is_read_for_every_rpc():
-    """Also an RPC that asks the engine nothing refuses what is malformed, and echoes the id."""
+    """An RPC that does not use the engine refuses malformed metadata too, and echoes the id."""
     async with running() as server:
         call = server.info.GetServerInfo(
             server_pb2.GetServerInfoRequest(), metadata=(("x-request-id", "mine"),)
@@ -115,8 +115,8 @@ async def test_metadata_is_read_for_every_rpc():
         assert dict(await call.trailing_metadata())["x-request-id"] == "mine"
 
 
-async def test_a_quota_that_is_used_up_is_told_whole():
-    """RESOURCE_EXHAUSTED carries the quota, whose it is, and when to come back."""
+async def test_an_exceeded_quota_is_described():
+    """RESOURCE_EXHAUSTED carries the quota, its owner and the retry delay."""
     engine_error = errors.QuotaExceeded(
         "at most 2 requests of a tenant may wait",
         quota="waiting_per_tenant",
@@ -139,7 +139,7 @@ async def test_a_quota_that_is_used_up_is_told_whole():
 
 
 async def test_a_high_priority_is_judged_by_the_engine():
-    """The service's guess is for the end of the queue: it refuses only who goes there."""
+    """The service's estimate is for the end of the queue, so it refuses no higher priorities."""
     engine = FakeEngine()
     engine.estimated_wait = 90.0
     async with running(engine) as server:
@@ -149,8 +149,8 @@ async def test_a_high_priority_is_judged_by_the_engine():
     assert failed.reason == "DEADLINE_UNREACHABLE"
 
 
-async def test_a_retried_call_says_how_often():
-    """The retries of gRPC itself count their attempts, and the log line has the count."""
+async def test_retries_are_counted():
+    """The attempts that gRPC counts are in the log record."""
 
     def fail_once(engine, stream):
         if len(engine.requests) == 1:

@@ -1,4 +1,4 @@
-"""What every call passes: metadata, malformed bytes, and one log line per RPC."""
+"""The middleware of every call: metadata, malformed bytes, and one log record."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from legato_service.arguments import parse
 from legato_service.rpc import trace_context
 
 from tests.service.fakes import FakeEngine, begin
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 QUERY = "/legato.v1.InferenceService/Query"
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -47,25 +47,27 @@ asyncio.run(main())
 
 
 def lines_of(logs, method=QUERY):
-    """The lines of one method's ends."""
-    return [line for line in logs if line["event"] == "rpc" and line["method"] == method]
+    """Return the records of one method."""
+    return [line for line in logs if line["event"] == "rpc_ended" and line["method"] == method]
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "woken_by_calls"),
+    ("cores", "options", "given", "woken_by_calls"),
     [
-        (16, None, False),
-        (16, "event_engine_listener", True),
-        (2, None, True),
-        (2, "-event_engine_listener", False),
+        (16, [], None, False),
+        (16, [], "event_engine_listener", True),
+        (2, [], None, True),
+        (2, [], "-event_engine_listener", False),
+        (16, ["--latency-policy", "shared"], None, True),
+        (2, ["--latency-policy=low-latency"], None, False),
     ],
 )
-def test_connections_are_read_by_who_waits_for_events(cores, given, woken_by_calls):
-    """Where cores abound grpc's event engine has no part in a call; the environment decides."""
+def test_connections_are_read_by_the_event_loop(cores, options, given, woken_by_calls):
+    """With low latency grpc's event engine has no part in a call; the environment decides."""
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
     process = subprocess.Popen(
-        [sys.executable, "-c", _READER, str(cores)],
+        [sys.executable, "-c", _READER, str(cores), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,7 +92,7 @@ def test_connections_are_read_by_who_waits_for_events(cores, given, woken_by_cal
 
 
 def _wakes(pid: int, name: str) -> int:
-    """How often threads of this name have gone to sleep."""
+    """Count how often threads of this name went to sleep."""
     return sum(
         int(re.findall(r"voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text())[0])
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -99,17 +101,17 @@ def _wakes(pid: int, name: str) -> int:
 
 
 async def test_a_request_without_id_gets_one_everywhere():
-    """The id that the server makes is in the answer, in its trailers and at the engine."""
+    """The server's id is in the response, in its trailers and at the engine."""
     async with running() as server:
         call = server.inference.Query(QUESTION)
         info = (await call).info
         assert info.request_id
         assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
-        assert server.engine.requests[0].request_id == info.request_id
+        assert server.engine.requests[0].request_id.caller_id == info.request_id
 
 
-async def test_the_engine_hears_of_a_question_before_its_message_is_read():
-    """It is told of every question, also of one that cannot be read, and of nothing else."""
+async def test_the_engine_expects_a_request_before_its_message_is_read():
+    """It expects every inference request, also one that cannot be parsed, and nothing else."""
     async with running() as server:
         await server.info.ListModels(server_pb2.ListModelsRequest())
         assert server.engine.expected == 0
@@ -120,8 +122,8 @@ async def test_the_engine_hears_of_a_question_before_its_message_is_read():
         assert len(server.engine.requests) == 1
 
 
-async def test_a_stream_tells_its_id_before_anything_else():
-    """Metadata in front of the first event, and behind the last, name the request."""
+async def test_a_stream_sends_its_id_first():
+    """Initial and trailing metadata name the request."""
     task = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
     async with running() as server:
         call = server.inference.Generate(inference_pb2.GenerateRequest(task=task))
@@ -132,7 +134,7 @@ async def test_a_stream_tells_its_id_before_anything_else():
             assert dict(metadata)["x-request-id"] == request_id
 
 
-async def test_bytes_that_are_no_message_are_refused_politely():
+async def test_malformed_bytes_are_refused():
     """Malformed protobuf is INVALID_ARGUMENT without the parser's text, unary and streamed."""
     async with running() as server:
         calls = [
@@ -171,13 +173,13 @@ async def test_a_malformed_traceparent_is_refused_by_its_key(value):
     assert failed.details["BadRequest"].field_violations[0].field == "metadata.traceparent"
 
 
-def test_a_later_version_of_traceparent_may_say_more():
-    """What a version above 00 appends is skipped."""
+def test_a_later_version_of_traceparent_may_be_longer():
+    """Parts that a version above 00 appends are ignored."""
     assert trace_context.trace_id(f"cc{TRACE[2:]}-more") == TRACE[3:35]
 
 
-async def test_one_line_tells_an_rpc():
-    """The line has names, times and counts, and neither the prompt nor the answer."""
+async def test_an_rpc_has_one_record():
+    """The record has names, times and counts, and neither the prompt nor the answer."""
     with structlog.testing.capture_logs() as logs:
         async with running() as server:
             await server.inference.Query(QUESTION, metadata=(("traceparent", TRACE),))
@@ -191,8 +193,8 @@ async def test_one_line_tells_an_rpc():
     assert "cups" not in str(line)
 
 
-async def test_a_failure_is_told_with_its_reason():
-    """Code and reason are in the line."""
+async def test_a_failure_is_logged_with_its_reason():
+    """Code and reason are in the record."""
     with structlog.testing.capture_logs() as logs:
         async with running() as server:
             await refusal(server.inference.Caption(inference_pb2.CaptionRequest()))
@@ -200,8 +202,8 @@ async def test_a_failure_is_told_with_its_reason():
     assert (line["code"], line["reason"]) == ("INVALID_ARGUMENT", "INVALID_FIELD")
 
 
-async def test_a_cancelled_rpc_is_told_too():
-    """A call that its client gave up has a line of its own."""
+async def test_a_cancelled_rpc_is_logged():
+    """A call that its client cancelled has a record."""
     with structlog.testing.capture_logs() as logs:
         async with running(FakeEngine(begin)) as server:
             call = server.inference.Query(QUESTION)
@@ -211,8 +213,8 @@ async def test_a_cancelled_rpc_is_told_too():
     assert lines_of(logs)[0]["code"] == "CANCELLED"
 
 
-async def test_a_bug_is_told_to_the_log_only():
-    """The log has the exception under the request's id."""
+async def test_a_bug_is_only_logged():
+    """The log has the exception with the request's id; the client does not."""
 
     def explode(engine, stream):
         raise ValueError("divided by cheese")
@@ -225,8 +227,8 @@ async def test_a_bug_is_told_to_the_log_only():
     assert bug["request_id"] == failed.details["RequestInfo"].request_id
 
 
-async def test_what_nobody_has_is_unimplemented():
-    """An RPC that is not in the contract is refused by its name, with a plain status."""
+async def test_an_unknown_method_is_unimplemented():
+    """An RPC that is not in the contract is UNIMPLEMENTED, with a plain status."""
     async with running() as server:
         for method in ("/legato.v1.Nobody/Nothing", "/legato.v1.ImageService/Nothing"):
             failed = await refusal(server.channel.unary_unary(method)(b""))
@@ -235,8 +237,8 @@ async def test_what_nobody_has_is_unimplemented():
 
 
 async def test_a_message_over_the_limit_is_refused_with_details():
-    """The transport lets up to twice the limit through, so that the refusal can be a good one."""
-    image = picture()
+    """The transport takes up to twice the limit, so that the refusal has details."""
+    image = image_message()
     image.encoded.data += bytes(70_000)
     async with running(max_request_bytes=65_536) as server:
         failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))
@@ -255,7 +257,7 @@ async def test_a_port_that_is_taken_is_an_error():
 
 
 async def test_a_client_may_ping_as_often_as_allowed():
-    """A client whose keepalive is faster than gRPC's own default of 300 s is not sent away."""
+    """A client whose keepalive is faster than gRPC's default of 300 s stays connected."""
     pings = [
         ("grpc.keepalive_time_ms", 200),
         ("grpc.keepalive_timeout_ms", 1000),
@@ -292,8 +294,8 @@ async def test_a_client_may_ping_as_often_as_allowed():
         (["--speculation", "fixed:0"], "unknown speculation 'fixed:0'"),
     ],
 )
-def test_senseless_arguments_are_refused(arguments, message, capsys):
-    """The exit code is 2 and the message says why."""
+def test_invalid_arguments_are_refused(arguments, message, capsys):
+    """The exit code is 2, and the message gives the reason."""
     with pytest.raises(SystemExit) as caught:
         parse(arguments)
     assert caught.value.code == 2

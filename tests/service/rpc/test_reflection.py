@@ -9,7 +9,7 @@ from tests.service.harness import running
 
 
 async def ask(server, name=SERVICES[0], **request):
-    """One question to the reflection service."""
+    """Send one request to the reflection service."""
     call = server.channel.stream_stream(
         f"/{name}/ServerReflectionInfo",
         pb.ServerReflectionRequest.SerializeToString,
@@ -19,7 +19,7 @@ async def ask(server, name=SERVICES[0], **request):
 
 
 def files_of(response):
-    """The files in an answer, by name, the one asked for first."""
+    """Return the files of a response by name, the requested one first."""
     files = [
         descriptor_pb2.FileDescriptorProto.FromString(data)
         for data in response.file_descriptor_response.file_descriptor_proto
@@ -29,7 +29,7 @@ def files_of(response):
 
 @pytest.mark.parametrize("name", SERVICES)
 async def test_services_are_listed(name):
-    """What works here is listed, under both versions of reflection; what is not built is not."""
+    """Both versions of reflection list the services that exist, and no others."""
     async with running() as server:
         response = await ask(server, name, list_services="*")
     listed = [service.name for service in response.list_services_response.service]
@@ -44,7 +44,7 @@ async def test_services_are_listed(name):
     ]
 
 
-async def test_comments_come_along():
+async def test_comments_are_included():
     """The file that reflection serves for Detect holds Detect's documentation."""
     async with running() as server:
         response = await ask(server, file_containing_symbol="legato.v1.InferenceService.Detect")
@@ -61,7 +61,7 @@ async def test_comments_come_along():
 
 
 async def test_a_file_comes_with_all_it_imports():
-    """A client can build the descriptors from one answer."""
+    """A client can build the descriptors from one response."""
     async with running() as server:
         response = await ask(server, file_by_filename="legato/v1/inference.proto")
         again = await ask(server, file_containing_symbol="grpc.health.v1.Health")
@@ -72,8 +72,8 @@ async def test_a_file_comes_with_all_it_imports():
     assert [file.package for file in files_of(again).values()] == ["grpc.health.v1"]
 
 
-async def test_what_is_unknown_is_an_answer_not_a_failure():
-    """The stream goes on after a question that has no answer."""
+async def test_an_unknown_symbol_does_not_end_the_stream():
+    """The stream goes on after a request that fails."""
     async with running() as server:
         for request in (
             {"file_containing_symbol": "legato.v1.Nobody"},

@@ -9,44 +9,44 @@ import pytest
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 
-async def test_a_wait_that_lasts_too_long_times_out_and_the_next_one_starts_afresh():
-    """Each wait has its own bound, whatever the ones before had."""
-    with closing(ReusableTimeout()) as patience:
+async def test_each_wait_has_its_own_end():
+    """Each wait has its own end, whatever earlier waits had."""
+    with closing(ReusableTimeout()) as timeout:
         for _ in range(2):
-            with pytest.raises(TimeoutError), patience.until(time.monotonic() + 0.02):
+            with pytest.raises(TimeoutError), timeout.until(time.monotonic() + 0.02):
                 await asyncio.Event().wait()
-            with patience.until(time.monotonic() + 60):
+            with timeout.until(time.monotonic() + 60):
                 await asyncio.sleep(0.03)
-        with patience.until(math.inf):
+        with timeout.until(math.inf):
             await asyncio.sleep(0)
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0
 
 
-async def test_a_wait_may_end_before_the_one_the_timer_was_made_for():
-    """A short wait behind a long one is bounded by its own moment."""
-    with closing(ReusableTimeout()) as patience:
-        with patience.until(time.monotonic() + 60):
+async def test_a_short_wait_may_follow_a_long_one():
+    """A short wait after a long one ends at its own moment."""
+    with closing(ReusableTimeout()) as timeout:
+        with timeout.until(time.monotonic() + 60):
             await asyncio.sleep(0)
         start = time.monotonic()
-        with pytest.raises(TimeoutError), patience.until(start + 0.02):
+        with pytest.raises(TimeoutError), timeout.until(start + 0.02):
             await asyncio.sleep(30)
 
 
-async def test_time_between_two_waits_is_nobodys():
-    """What a task does outside of a wait is not bounded by the wait before."""
-    with closing(ReusableTimeout()) as patience:
-        with patience.until(time.monotonic() + 0.02):
+async def test_time_between_waits_is_not_bounded():
+    """Work outside of a wait is not bounded by the wait before."""
+    with closing(ReusableTimeout()) as timeout:
+        with timeout.until(time.monotonic() + 0.02):
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
 
 
-async def test_a_cancellation_from_outside_stays_one():
-    """Only the bound of a wait becomes a TimeoutError."""
+async def test_a_cancellation_stays_a_cancellation():
+    """Only the end of a wait becomes a TimeoutError."""
 
     async def wait():
-        with closing(ReusableTimeout()) as patience, patience.until(time.monotonic() + 60):
+        with closing(ReusableTimeout()) as timeout, timeout.until(time.monotonic() + 60):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())

@@ -1,4 +1,4 @@
-"""Adapters in requests: named to the engine where it has some, and errors by the field."""
+"""Adapters in requests: passed to the engine, and errors by field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from legato.v1 import inference_pb2, server_pb2, task_pb2
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 
 from tests.service.fakes import MODEL, FakeEngine, answer, refuse
-from tests.service.harness import picture, refusal, running
+from tests.service.harness import image_message, refusal, running
 from tests.service.session.client import session, settled
 
 NAME = "cups@12"
@@ -17,23 +17,23 @@ OPTIONS = inference_pb2.RequestOptions(adapter=NAME)
 
 
 def engine_of(script=answer):
-    """An engine that has adapters."""
+    """Return an engine with adapters."""
     engine = FakeEngine(script)
     engine.model = msgspec.structs.replace(MODEL, adapters=True)
     return engine
 
 
-async def test_every_way_of_asking_names_the_adapter():
-    """Unary calls, streams, several tasks and sessions all hand the name on."""
-    asked = inference_pb2
+async def test_every_rpc_passes_the_adapter_on():
+    """Unary calls, streams, several tasks and sessions all pass the name on."""
+    pb = inference_pb2
     async with running(engine_of()) as server:
-        await server.inference.Query(asked.QueryRequest(question="?", options=OPTIONS))
+        await server.inference.Query(pb.QueryRequest(question="?", options=OPTIONS))
         stream = server.inference.Generate(
-            asked.GenerateRequest(task=DETECT, image=picture(), options=OPTIONS)
+            pb.GenerateRequest(task=DETECT, image=image_message(), options=OPTIONS)
         )
         assert [event async for event in stream]
         await server.inference.RunTasks(
-            asked.RunTasksRequest(tasks=[DETECT], image=picture(), options=OPTIONS)
+            pb.RunTasksRequest(tasks=[DETECT], image=image_message(), options=OPTIONS)
         )
         async with session(server, adapter=NAME) as client:
             await client.frame(1)
@@ -43,7 +43,7 @@ async def test_every_way_of_asking_names_the_adapter():
 
 @pytest.mark.parametrize("adapters", [False, True])
 async def test_the_capability_is_the_engines(adapters):
-    """A server whose engine takes adapters says so, any other does not."""
+    """A server whose engine takes adapters announces them, any other does not."""
     engine = engine_of() if adapters else FakeEngine()
     async with running(engine) as server:
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
@@ -58,9 +58,9 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "code", "reason"), ERRORS)
 async def test_what_is_wrong_with_an_adapter_fails_the_call(error, code, reason):
-    """One task or several, the options are all theirs; a bad adapter is told by its field."""
+    """A bad adapter fails a call of one task or several, by its field in the options."""
     several = inference_pb2.RunTasksRequest(
-        tasks=[DETECT, DETECT], image=picture(), options=OPTIONS
+        tasks=[DETECT, DETECT], image=image_message(), options=OPTIONS
     )
     single = inference_pb2.QueryRequest(question="?", options=OPTIONS)
     async with running(engine_of(refuse(error))) as server:
@@ -74,7 +74,7 @@ async def test_what_is_wrong_with_an_adapter_fails_the_call(error, code, reason)
 
 
 async def test_a_session_names_its_own_field():
-    """In a session a bad adapter fails each task, by the field of the message that named it."""
+    """In a session a bad adapter fails each task, by the field of the opening."""
     error = AdapterUnusable("its rank is 17")
     async with running(engine_of(refuse(error))) as server:
         async with session(server, adapter=NAME) as client:

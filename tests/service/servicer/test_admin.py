@@ -1,4 +1,4 @@
-"""AdminService: the load as an operator sees it, and what an operator can do about it."""
+"""AdminService: the load, abort and drain."""
 
 import asyncio
 
@@ -8,12 +8,13 @@ from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.messages import Load, PipelineStats
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 ASK = pb.GetLoadRequest()
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -33,8 +34,8 @@ async def test_load_is_the_last_heartbeats():
     assert load.engine_state == "serving"
 
 
-async def test_load_tells_what_a_decode_step_costs():
-    """Each part of the engine's report arrives in its own field, and none is made up without it."""
+async def test_load_has_the_costs_of_decode_steps():
+    """Each part of the engine's statistics has its own field; without them there is none."""
     report = PipelineStats(
         num_steps=256,
         num_tokens=1000,
@@ -79,8 +80,8 @@ async def test_load_tells_what_a_decode_step_costs():
         (EngineState.STOPPED, "draining"),
     ],
 )
-async def test_load_is_told_without_an_engine(state, word):
-    """GetLoad answers in every state, with the contract's word for it and no guess of the wait."""
+async def test_load_needs_no_engine(state, word):
+    """GetLoad responds in every state, with the contract's name of it and no estimated wait."""
     engine = FakeEngine()
     engine.state = state
     async with running(engine) as server:
@@ -98,25 +99,25 @@ async def test_an_engine_that_stands_still_is_stuck():
         assert (await server.admin.GetLoad(ASK)).engine_state == "stuck"
 
 
-def asked(question="How many?", request_id="mine"):
-    """A question with an id."""
+def query_request(question="How many?", request_id="mine"):
+    """Return a Query with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.QueryRequest(question=question, options=options)
 
 
 def drain_in(seconds):
-    """A Drain with that grace."""
+    """Return a Drain with that grace."""
     return pb.DrainRequest(grace=duration_pb2.Duration(seconds=seconds))
 
 
-def streamed(request_id="mine"):
-    """The same, streamed."""
+def generate_request(request_id="mine"):
+    """Return a Generate with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.GenerateRequest(task=TASK, options=options)
 
 
 async def events(call):
-    """All events of a stream that ends well, checked against the grammar."""
+    """Read a stream that ends well, and check its grammar."""
     found = []
     while (event := await call.read()) is not grpc.aio.EOF:
         found.append(event)
@@ -131,15 +132,15 @@ async def settled(server):
 
 
 def counts(response):
-    """What an Abort came to."""
+    """Return the counts of an Abort."""
     return response.aborted, response.already_finished
 
 
 @pytest.mark.parametrize("script", [hold, begin], ids=["waiting", "running"])
-async def test_an_aborted_stream_ends_well_with_what_it_has(script):
+async def test_an_aborted_stream_ends_with_its_partial_result(script):
     """Generate ends with `finished`, CANCELLED, and OK, whether it waited or ran."""
     async with running(FakeEngine(script)) as server:
-        call = server.inference.Generate(streamed())
+        call = server.inference.Generate(generate_request())
         await until(lambda: bool(server.engine.streams))
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         last = (await events(call))[-1].finished
@@ -151,16 +152,18 @@ async def test_an_aborted_stream_ends_well_with_what_it_has(script):
 @pytest.mark.parametrize("script", [hold, begin], ids=["waiting", "running"])
 @pytest.mark.parametrize("rpc", ["Query", "RunTasks"])
 async def test_an_aborted_unary_call_is_preempted(rpc, script):
-    """Unary calls end with ABORTED PREEMPTED, those that joined included, and nothing is kept."""
+    """Unary calls and joined ones end with ABORTED PREEMPTED, and no reply is kept."""
     asks = {
-        "Query": asked(),
+        "Query": query_request(),
         "RunTasks": inference_pb2.RunTasksRequest(
             tasks=[TASK, TASK], options=inference_pb2.RequestOptions(request_id="mine")
         ),
     }
     async with running(FakeEngine(script)) as server:
         calls = [getattr(server.inference, rpc)(asks[rpc]) for _ in range(2)]
-        await until(lambda: server.server.replies.num_waiting == 2 and bool(server.engine.streams))
+        await until(
+            lambda: server.server.idempotency_cache.num_waiting == 2 and bool(server.engine.streams)
+        )
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         for call in calls:
             failed = await refusal(call)
@@ -172,10 +175,10 @@ async def test_an_aborted_unary_call_is_preempted(rpc, script):
 
 
 async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
-    """Stopped while its picture is looked at, a call ends as stopped all the same."""
+    """A call that is stopped during the check of its image ends as stopped."""
     entered, go_on = asyncio.Event(), asyncio.Event()
     async with running(FakeEngine(hold)) as server:
-        intake = server.server.pictures
+        intake = server.server.images
         look = intake.check
 
         async def slow(image):
@@ -184,11 +187,11 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
             return await look(image)
 
         monkeypatch.setattr(intake, "check", slow)
-        shown = asked()
-        shown.image.CopyFrom(picture())
+        shown = query_request()
+        shown.image.CopyFrom(image_message())
         unary = server.inference.Query(shown)
         await entered.wait()
-        stream = server.inference.Generate(streamed("other"))
+        stream = server.inference.Generate(generate_request("other"))
         await until(lambda: server.server.num_in_flight == 2)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (2, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (0, 0)
@@ -200,20 +203,23 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
 
 
 async def test_abort_names_one_and_spares_the_others():
-    """Only the request of that id is stopped; an id that nobody has stops nothing."""
+    """Only the request of that id is stopped; an unknown id stops nothing."""
     async with running(FakeEngine(hold)) as server:
-        first, second = server.inference.Query(asked()), server.inference.Query(asked("?", "other"))
+        first, second = (
+            server.inference.Query(query_request()),
+            server.inference.Query(query_request("?", "other")),
+        )
         await until(lambda: len(server.engine.streams) == 2)
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="nobody"))) == (0, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         assert (await refusal(first)).reason == "PREEMPTED"
-        assert set(server.engine.streams) == {"other"}
-        answer(server.engine, server.engine.streams["other"])
+        assert set(server.engine.streams) == {RequestKey("other")}
+        answer(server.engine, server.engine.streams[RequestKey("other")])
         assert (await second).answer
 
 
 async def test_what_has_ended_is_no_error():
-    """Naming what ended before tells how many there were; ids of the server's own count too."""
+    """Requests that ended before are counted, including those with the server's own ids."""
     async with running() as server:
         ended = (await server.inference.Query(inference_pb2.QueryRequest(question="?"))).info
         for expected in ((0, 1), (0, 1)):
@@ -222,10 +228,10 @@ async def test_what_has_ended_is_no_error():
 
 
 async def test_an_operator_may_name_the_tenant():
-    """Without a tenant an id is meant whosever it is; with one it is that tenant's."""
+    """Without a tenant an id matches every tenant's; with one, only that tenant's."""
     async with running(FakeEngine(hold)) as server:
         calls = {
-            tenant: server.inference.Query(asked(), metadata=(("legato-tenant", tenant),))
+            tenant: server.inference.Query(query_request(), metadata=(("legato-tenant", tenant),))
             for tenant in "abc"
         }
         await until(lambda: len(server.engine.streams) == 3)
@@ -279,9 +285,9 @@ class FakeSessions:
 
 
 async def test_sessions_are_counted_and_aborted():
-    """GetLoad counts the sessions, Abort ends one or, with all requests, all of them."""
+    """GetLoad counts the sessions; Abort ends one, or all with all requests."""
     async with running(FakeEngine(hold), sessions=FakeSessions()) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         assert (await server.admin.GetLoad(ASK)).sessions == 2
         one = pb.AbortRequest(session_id="s-1")
@@ -294,26 +300,26 @@ async def test_sessions_are_counted_and_aborted():
 
 
 async def test_drain_returns_at_once_with_what_is_left():
-    """Health turns, new work is refused, what runs ends well; the counts are the engine's."""
+    """Health changes, new work is refused, running work ends well; the counts are the engine's."""
     engine = FakeEngine(begin)
     engine.load = Load(running=2, waiting=1)
     async with running(engine, sessions=FakeSessions()) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(engine.streams))
         left = await server.admin.Drain(drain_in(60))
         assert (left.running, left.waiting, left.sessions) == (2, 1, 2)
         assert (await server.admin.GetLoad(ASK)).engine_state == "draining"
-        refused = await refusal(server.inference.Query(asked("?", "late")))
+        refused = await refusal(server.inference.Query(query_request("?", "late")))
         assert refused.reason == "DRAINING"
-        answer(engine, engine.streams["mine"])
+        answer(engine, engine.streams[RequestKey("mine")])
         assert (await call).answer
         assert await server.server.drained()
 
 
 async def test_draining_again_only_shortens_the_grace():
-    """A longer grace changes nothing; a shorter one ends a wait that is under way."""
+    """A longer grace changes nothing; a shorter one ends the current wait."""
     async with running(FakeEngine(begin)) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         await server.admin.Drain(drain_in(600))
         waiting = asyncio.create_task(server.server.drained())
@@ -326,7 +332,7 @@ async def test_draining_again_only_shortens_the_grace():
 
 
 async def test_a_drain_without_grace_takes_the_servers():
-    """Absent is the setting; negative is refused, and nothing begins."""
+    """An absent grace is the setting's; a negative one is refused, and no drain begins."""
     async with running(drain_grace=20.0) as server:
         failed = await refusal(server.admin.Drain(drain_in(-1)))
         assert failed.details["BadRequest"].field_violations[0].field == "grace"
@@ -336,14 +342,14 @@ async def test_a_drain_without_grace_takes_the_servers():
 
 
 async def test_admin_answers_under_full_load():
-    """With every place taken the operator sees it, and can make room."""
+    """With every place taken the operator sees it, and can abort requests."""
     engine = FakeEngine(hold)
     engine.load = Load(running=16, waiting=256)
     async with running(engine) as server:
-        calls = [server.inference.Query(asked("?", f"r{n}")) for n in range(50)]
+        calls = [server.inference.Query(query_request("?", f"r{n}")) for n in range(50)]
         await until(lambda: len(engine.streams) == 50)
         engine.script = refuse(QueueFull("full"))
-        assert (await refusal(server.inference.Query(asked()))).reason == "QUEUE_FULL"
+        assert (await refusal(server.inference.Query(query_request()))).reason == "QUEUE_FULL"
         assert (await server.admin.GetLoad(ASK)).waiting == 256
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (50, 0)
         for call in calls:

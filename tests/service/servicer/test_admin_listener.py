@@ -1,4 +1,4 @@
-"""Where AdminService is: on the main listener, on one of its own, or nowhere."""
+"""Listeners of AdminService: the main one, its own, or none."""
 
 import os
 import stat
@@ -20,12 +20,12 @@ ADMIN, INFERENCE = "legato.v1.AdminService", "legato.v1.InferenceService"
 
 @pytest.fixture(params=["tcp", "unix"])
 def place(request, tmp_path):
-    """An address for the operator."""
+    """Return an address for the operator."""
     return "127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/admin.sock"
 
 
 async def listed(channel):
-    """The services that reflection lists."""
+    """Return the services that reflection lists."""
     method = channel.stream_stream(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -36,13 +36,13 @@ async def listed(channel):
 
 
 async def unimplemented(channel):
-    """Whether AdminService, and its reflection, are not on this channel."""
+    """Check that AdminService and its reflection are not on this channel."""
     failed = await refusal(admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK))
     return failed.code is grpc.StatusCode.UNIMPLEMENTED and ADMIN not in await listed(channel)
 
 
 async def test_by_default_it_is_on_the_main_listener():
-    """Only this machine reaches that one; the capability says so."""
+    """That one is reachable from this machine only; the capability is announced."""
     async with running() as server:
         assert await server.admin.GetLoad(ASK) is not None
         assert {ADMIN, INFERENCE} <= await listed(server.channel)
@@ -52,7 +52,7 @@ async def test_by_default_it_is_on_the_main_listener():
 
 
 async def test_its_own_listener_has_it_alone(place):
-    """Admin, health and reflection are there and nothing else; the main one has no admin."""
+    """It has admin, health and reflection only; the main listener has no admin."""
     async with running(admin_listen=place) as server:
         assert await unimplemented(server.channel)
         assert (await server.inference.Query(QUESTION)).answer
@@ -75,7 +75,7 @@ async def test_its_own_listener_has_it_alone(place):
 
 
 async def test_a_listener_that_others_reach_has_no_admin():
-    """With --insecure and no listener of its own AdminService is nowhere."""
+    """With --insecure and no listener of its own, AdminService is on none."""
     async with running(listen="0.0.0.0:0", insecure=True) as server:
         assert await unimplemented(server.channel)
         assert (await server.inference.Query(QUESTION)).answer
@@ -85,7 +85,7 @@ async def test_a_listener_that_others_reach_has_no_admin():
 
 
 async def test_a_listener_of_its_own_serves_beside_an_open_one(place):
-    """The operator reaches it although the main listener is open to all."""
+    """The operator has AdminService although the main listener is open to all."""
     async with running(listen="0.0.0.0:0", insecure=True, admin_listen=place) as server:
         assert await unimplemented(server.channel)
         async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
@@ -93,7 +93,7 @@ async def test_a_listener_of_its_own_serves_beside_an_open_one(place):
 
 
 async def test_the_socket_is_its_owners_alone(tmp_path):
-    """Nobody else on the machine may connect, and the umask is as it was."""
+    """No other user can connect, and the umask is unchanged."""
     path = tmp_path / "admin.sock"
     before = os.umask(0o022)
     try:
@@ -105,7 +105,7 @@ async def test_the_socket_is_its_owners_alone(tmp_path):
 
 
 async def test_a_taken_admin_address_is_an_error():
-    """The server does not start without the listener that it was told to have."""
+    """The server does not start without its admin listener."""
     async with running() as server:
         with pytest.raises(OSError, match="cannot listen"):
             async with running(admin_listen=f"127.0.0.1:{server.port}"):
@@ -126,7 +126,7 @@ async def test_a_taken_admin_address_is_an_error():
     ],
 )
 def test_an_open_listener_is_asked_for_by_name(listen, admin_listen, insecure, accepted):
-    """Either listener needs --insecure to be reached from elsewhere, and must be an address."""
+    """A listener that other machines reach needs --insecure; every address must be valid."""
     config = ServiceConfig(listen=listen, admin_listen=admin_listen, insecure=insecure)
     if accepted:
         check(config)

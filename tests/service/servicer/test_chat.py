@@ -1,4 +1,4 @@
-"""Conversations: what reaches the engine, and what is refused by which field."""
+"""Conversations: what reaches the engine, and which field is refused."""
 
 import pytest
 from legato.v1 import inference_pb2, task_pb2
@@ -7,7 +7,7 @@ from legato_service.convert import chat
 from legato_service.convert.chat import MAX_MESSAGES, Conversation
 
 from tests.grammar import replay
-from tests.service.harness import picture, refusal, running
+from tests.service.harness import image_message, refusal, running
 
 SYSTEM, USER, ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -18,7 +18,7 @@ SHOWN = task_pb2.ChatPart(image=task_pb2.ImagePart())
 
 
 def said(role, *parts):
-    """A message; strings are text."""
+    """Return a message; strings are text."""
     wrapped = [task_pb2.ChatPart(text=each) if isinstance(each, str) else each for each in parts]
     return task_pb2.ChatMessage(role=role, parts=wrapped)
 
@@ -33,12 +33,12 @@ TURNS = (core.Turn(question="What is it?", answer="A cup."),)
 
 
 def field_of(failed):
-    """The field that a refusal blames."""
+    """Return the field of a refusal."""
     return failed.details["ErrorInfo"].metadata["field"]
 
 
 async def test_a_conversation_reaches_the_engine():
-    """Query and Generate hand over the system's words, the turns before, and the last question."""
+    """Query and Generate pass on the system message, the earlier turns and the last question."""
     expected = core.QueryTask(
         question="Of what colour?",
         reasoning=True,
@@ -48,18 +48,18 @@ async def test_a_conversation_reaches_the_engine():
     )
     task = task_pb2.Task(query=task_pb2.QueryTask(messages=TALK, reasoning=True))
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=picture(), messages=TALK, reasoning=True)
-        assert (await server.inference.Query(asked)).answer
-        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        query = inference_pb2.QueryRequest(image=image_message(), messages=TALK, reasoning=True)
+        assert (await server.inference.Query(query)).answer
+        request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         await replay(server.inference.Generate(request))
         assert [each.task for each in server.engine.requests] == [expected, expected]
 
 
 async def test_one_question_is_a_conversation():
-    """A single message of the user asks what the question alone would ask."""
+    """A single user message equals the question alone."""
     async with running() as server:
-        for asked in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
-            await server.inference.Query(inference_pb2.QueryRequest(**asked))
+        for request in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
+            await server.inference.Query(inference_pb2.QueryRequest(**request))
         first, second = (each.task for each in server.engine.requests)
     assert first == second == core.QueryTask(question="Hi?")
 
@@ -91,12 +91,12 @@ async def test_one_question_is_a_conversation():
     ],
 )
 async def test_what_makes_no_conversation(messages, field):
-    """Order, empty messages and misplaced pictures are refused by the field at fault."""
+    """Wrong order, empty messages and misplaced images are refused by field."""
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=picture(), messages=messages)
-        failed = await refusal(server.inference.Query(asked))
+        query = inference_pb2.QueryRequest(image=image_message(), messages=messages)
+        failed = await refusal(server.inference.Query(query))
         task = task_pb2.Task(query=task_pb2.QueryTask(messages=messages))
-        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         streamed = await refusal(replay(server.inference.Generate(request)))
         assert not server.engine.requests
     assert (failed.code.name, failed.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
@@ -105,14 +105,14 @@ async def test_what_makes_no_conversation(messages, field):
 
 
 async def test_messages_stand_in_place_of_the_question():
-    """Both together are refused, and so is a picture that is shown and not there."""
+    """Both together are refused, and so is a reference to an absent image."""
     both = inference_pb2.QueryRequest(question="a", messages=[said(USER, "b")])
     absent = inference_pb2.QueryRequest(messages=[said(USER, SHOWN, "b")])
     long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])
     async with running() as server:
         fields = []
-        for asked in (both, absent, long):
-            failed = await refusal(server.inference.Query(asked))
+        for request in (both, absent, long):
+            failed = await refusal(server.inference.Query(request))
             fields.append((failed.reason, field_of(failed)))
     assert fields == [
         ("INVALID_FIELD", "question"),

@@ -10,7 +10,7 @@ from legato_engine.ipc.messages import Queued
 
 from tests.grammar import Grammar, check, replay
 from tests.service.fakes import FakeEngine, delta, done, hold, solution, started, words
-from tests.service.harness import picture, running, until
+from tests.service.harness import image_message, running, until
 
 TASKS = {
     "query": task_pb2.Task(query=task_pb2.QueryTask(question="How many?")),
@@ -23,9 +23,9 @@ TASKS = {
 
 
 def request(kind="query", **options):
-    """Ask one task of a picture."""
+    """Return a request of one task on an image."""
     return inference_pb2.GenerateRequest(
-        image=picture(),
+        image=image_message(),
         task=TASKS[kind],
         options=inference_pb2.RequestOptions(**options),
         stamp=media_pb2.FrameStamp(sequence=3),
@@ -43,25 +43,31 @@ async def test_every_skill_keeps_the_grammar(kind):
 
 
 async def test_the_task_id_comes_back():
-    """The caller's name for the task is in the result."""
-    asked = request()
-    asked.task.task_id = "count"
+    """The client's name of the task is in the result."""
+    message = request()
+    message.task.task_id = "count"
     async with running() as server:
-        grammar = await replay(server.inference.Generate(asked))
+        grammar = await replay(server.inference.Generate(message))
     assert grammar.events[-1].finished.result.task_id == "count"
 
 
-async def test_a_request_that_waits_says_so_first():
-    """Queued events come before started, with the position."""
+async def test_a_waiting_request_is_queued_first():
+    """Queued events precede started, with the position."""
 
     def wait_then_answer(engine, stream):
-        asked = stream.request
+        engine_request = stream.request
         queued = [
-            Queued(request_id=asked.request_id, position=at, estimated_wait=at / 2) for at in (1, 0)
+            Queued(request_id=engine_request.request_id, position=at, estimated_wait=at / 2)
+            for at in (1, 0)
         ]
-        _, result = solution(asked.task)
-        engine.feed(stream, *queued, started(asked), delta(asked, *words("Three red cups.")))
-        engine.feed(stream, done(asked, result))
+        _, result = solution(engine_request.task)
+        engine.feed(
+            stream,
+            *queued,
+            started(engine_request),
+            delta(engine_request, *words("Three red cups.")),
+        )
+        engine.feed(stream, done(engine_request, result))
 
     async with running(FakeEngine(wait_then_answer)) as server:
         grammar = await replay(server.inference.Generate(request()))
@@ -73,23 +79,28 @@ async def test_regions_are_messages_of_their_own():
     """Objects that complete in one step are sent one by one, whole."""
 
     def both_at_once(engine, stream):
-        asked = stream.request
-        events, result = solution(asked.task)
-        engine.feed(stream, started(asked), delta(asked, *events), done(asked, result))
+        engine_request = stream.request
+        events, result = solution(engine_request.task)
+        engine.feed(
+            stream,
+            started(engine_request),
+            delta(engine_request, *events),
+            done(engine_request, result),
+        )
 
     async with running(FakeEngine(both_at_once)) as server:
         grammar = await replay(server.inference.Generate(request("detect")))
     assert len(grammar.of("object")) == 2
 
 
-async def test_text_that_piled_up_travels_as_one_message():
-    """A step's worth of text, and whatever queued meanwhile, is one event."""
+async def test_waiting_text_is_one_message():
+    """All text that waits is one event."""
     async with running() as server:
         grammar = await replay(server.inference.Generate(request()))
     assert [event.text.text for event in grammar.of("text")] == ["Three red cups."]
 
 
-TOLD = (
+TOKENS = (
     core.TokenInfo(token_id=4),
     core.TokenInfo(token_id=5, text="Hi", logprob=-0.25),
     core.TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
@@ -97,26 +108,26 @@ TOLD = (
 )
 
 
-def tell_tokens(engine, stream):
-    """Answer with tokens of every kind, wherever they may stand."""
-    asked = stream.request
-    assert asked.return_tokens
+def answer_with_tokens(engine, stream):
+    """Respond with tokens of every kind, in every place."""
+    engine_request = stream.request
+    assert engine_request.return_tokens
     events = (
-        core.ReasoningDelta(text="Hm", tokens=TOLD[:1]),
-        core.TextDelta(text="Hi", tokens=TOLD[1:2]),
-        core.TokensDelta(tokens=TOLD[2:]),
+        core.ReasoningDelta(text="Hm", tokens=TOKENS[:1]),
+        core.TextDelta(text="Hi", tokens=TOKENS[1:2]),
+        core.TokensDelta(tokens=TOKENS[2:]),
     )
     result = core.QueryResult(answer="Hi", reasoning="Hm")
-    ended = msgspec.structs.replace(done(asked, result), tokens=TOLD)
-    engine.feed(stream, started(asked), delta(asked, *events), ended)
+    ended = msgspec.structs.replace(done(engine_request, result), tokens=TOKENS)
+    engine.feed(stream, started(engine_request), delta(engine_request, *events), ended)
 
 
-async def test_tokens_come_along_when_asked_for():
+async def test_tokens_come_on_request():
     """`return_tokens` reaches the engine; every kind of token reaches the client, twice."""
-    async with running(FakeEngine(tell_tokens)) as server:
+    async with running(FakeEngine(answer_with_tokens)) as server:
         grammar = await replay(server.inference.Generate(request(return_tokens=True)))
-        (asked,) = server.engine.requests
-    assert not asked.logprobs
+        (engine_request,) = server.engine.requests
+    assert not engine_request.logprobs
     start, text, place, size = grammar.tokens  # which `finished` repeats, by the grammar
     assert (start.token_id, start.text, start.HasField("logprob")) == (4, "", False)
     assert start.WhichOneof("value") is None
@@ -126,19 +137,19 @@ async def test_tokens_come_along_when_asked_for():
     assert (size.size.width, size.size.height) == (0.5, 0.25)
 
 
-async def test_logprobs_bring_their_tokens():
-    """To ask for log-probabilities is to ask for tokens, in a stream and in a unary call."""
+async def test_logprobs_include_tokens():
+    """A request for log-probabilities includes tokens, in a stream and in a unary call."""
     options = inference_pb2.RequestOptions(top_logprobs=0)
-    asked = inference_pb2.QueryRequest(question="?", options=options)
-    async with running(FakeEngine(tell_tokens)) as server:
+    message = inference_pb2.QueryRequest(question="?", options=options)
+    async with running(FakeEngine(answer_with_tokens)) as server:
         await replay(server.inference.Generate(request(top_logprobs=0)))
-        answered = await server.inference.Query(asked)
+        answered = await server.inference.Query(message)
         assert all(each.return_tokens and each.logprobs for each in server.engine.requests)
     assert [token.token_id for token in answered.info.tokens] == [4, 5, 6, 7]
 
 
 async def test_silence_is_broken_by_heartbeats():
-    """Heartbeats come after the asked silence, before started and after it, and lose no report."""
+    """Heartbeats come after the requested silence, before and after started, and lose no output."""
     engine = FakeEngine(hold)
     interval = duration_pb2.Duration(nanos=1)  # raised to the least the contract allows
     async with running(engine) as server:
@@ -147,26 +158,30 @@ async def test_silence_is_broken_by_heartbeats():
         grammar.feed(await call.read())
         assert grammar.events[-1].HasField("heartbeat")
         (stream,) = engine.streams.values()
-        asked = stream.request
-        engine.feed(stream, started(asked))
+        engine_request = stream.request
+        engine.feed(stream, started(engine_request))
         while not (grammar.of("started") and grammar.events[-1].HasField("heartbeat")):
             grammar.feed(await call.read())
-        _, result = solution(asked.task)
-        engine.feed(stream, delta(asked, *words("Three red cups.")), done(asked, result))
+        _, result = solution(engine_request.task)
+        engine.feed(
+            stream, delta(engine_request, *words("Three red cups.")), done(engine_request, result)
+        )
         async for event in _rest(call):
             grammar.feed(event)
     grammar.end(ok=True)
 
 
 async def test_without_an_interval_there_are_no_heartbeats():
-    """Silence stays silent unless the caller asked otherwise."""
+    """A stream without an interval has no heartbeats."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         call = server.inference.Generate(request())
         await until(lambda: bool(engine.streams))
         (stream,) = engine.streams.values()
-        asked = stream.request
-        engine.feed(stream, started(asked), done(asked, core.QueryResult(answer="")))
+        engine_request = stream.request
+        engine.feed(
+            stream, started(engine_request), done(engine_request, core.QueryResult(answer=""))
+        )
         grammar = check([event async for event in _rest(call)], ok=True)
     assert not grammar.of("heartbeat")
 

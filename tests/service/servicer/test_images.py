@@ -1,4 +1,4 @@
-"""ImageService in front of an engine that holds whatever it is given."""
+"""ImageService with an engine that holds all images."""
 
 import asyncio
 import hashlib
@@ -13,25 +13,25 @@ from legato_engine import core, errors
 from legato_engine.client.engine_client import EngineState
 
 from tests.service.fakes import FakeEngine
-from tests.service.harness import picture_bytes, refusal, running, until
+from tests.service.harness import image_bytes, refusal, running, until
 
-PNG = picture_bytes()
+PNG = image_bytes()
 LAYOUT = media_pb2.PixelLayout(width=4, height=2, format=media_pb2.PIXEL_FORMAT_NV12)
 MAX_BYTES, MAX_PIXELS = 4096, 1000
 
 
 def head(**fields):
-    """The first message of an upload."""
+    """Return the first message of an upload."""
     return image_pb2.PutImageRequest(header=image_pb2.PutImageHeader(**fields))
 
 
 def chunk(data):
-    """A later one."""
+    """Return a later message."""
     return image_pb2.PutImageRequest(chunk=data)
 
 
 def pieces(data, size=7, **header):
-    """An upload in pieces of that many bytes."""
+    """Return an upload in chunks of `size` bytes."""
     return [head(**header), *(chunk(data[at : at + size]) for at in range(0, len(data), size))]
 
 
@@ -56,7 +56,7 @@ async def settled(server):
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_a_file_in_pieces(size):
-    """The engine is given the bytes in order, under the type that they have."""
+    """The engine gets the bytes in order, with their type."""
     async with running() as server:
         response = await put(server, pieces(PNG, size))
         (command,) = server.engine.holds
@@ -80,7 +80,7 @@ async def test_large_chunks():
 
 
 async def test_pixels_in_pieces():
-    """Pixels are given with their layout; a stride that is not given follows from the width."""
+    """Pixels have their layout; an absent stride follows from the width."""
     async with running() as server:
         await put(server, pieces(bytes(range(12)), 5, layout=LAYOUT))
     (command,) = server.engine.holds
@@ -89,8 +89,8 @@ async def test_pixels_in_pieces():
     assert command.image.format is core.PixelFormat.NV12
 
 
-async def test_the_same_bytes_are_one_picture():
-    """A second upload has the id of the first, and says that the picture was known."""
+async def test_the_same_bytes_are_one_image():
+    """A second upload has the id of the first, and is a cache hit."""
     async with running() as server:
         first = await put(server, pieces(PNG))
         again = await put(server, pieces(PNG, 100))
@@ -99,14 +99,14 @@ async def test_the_same_bytes_are_one_picture():
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(None, 50.0), (7.5, 7.5), (90.0, 90.0), (1000.0, 100.0)]
+    ("requested", "given"), [(None, 50.0), (7.5, 7.5), (90.0, 90.0), (1000.0, 100.0)]
 )
-async def test_time_to_live(asked, given):
-    """A picture is held for as long as asked, at most the server's limit, or the default."""
+async def test_time_to_live(requested, given):
+    """An image is held as long as requested, up to the server's limit, or the default."""
     fields = {}
-    if asked is not None:
+    if requested is not None:
         fields["ttl"] = duration_pb2.Duration()
-        fields["ttl"].FromMilliseconds(round(asked * 1000))
+        fields["ttl"].FromMilliseconds(round(requested * 1000))
     async with running(image_ttl=50.0, image_max_ttl=100.0) as server:
         before = time.time()
         response = await put(server, pieces(PNG, **fields))
@@ -117,7 +117,7 @@ async def test_time_to_live(asked, given):
 
 
 async def test_what_is_announced_and_right():
-    """Size, hash and type that are true change nothing; the hash is for the engine to check."""
+    """Correct size, hash and type change nothing; the engine checks the hash."""
     digest = hashlib.sha256(PNG).digest()
     async with running() as server:
         await put(server, pieces(PNG, size_bytes=len(PNG), sha256=digest, mime_type="image/PNG"))
@@ -162,7 +162,7 @@ BAD = {
         "header.size_bytes",
         TOO_LARGE,
     ),
-    "too many pixels in a file": (pieces(picture_bytes(size=(40, 40))), "chunk", TOO_LARGE),
+    "too many pixels in a file": (pieces(image_bytes(size=(40, 40))), "chunk", TOO_LARGE),
     "too many pixels by layout": (
         pieces(
             b"",
@@ -176,7 +176,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 async def test_a_bad_upload_is_refused_by_its_field(case):
-    """INVALID_ARGUMENT names the field, the engine never hears of it, and nothing is left."""
+    """INVALID_ARGUMENT names the field, the engine gets nothing, and nothing is left."""
     messages, field, *reason = BAD[case]
     limits = {"max_image_pixels": MAX_PIXELS}
     async with running(engine_settings=limits, max_image_bytes=MAX_BYTES) as server:
@@ -198,7 +198,7 @@ async def test_a_bad_upload_is_refused_by_its_field(case):
     ],
 )
 async def test_what_only_the_engine_finds_out_names_the_field(error, field, reason):
-    """An upload that cannot be decoded is told at the upload, by the field it came in."""
+    """An upload that cannot be decoded is refused at once, by its field."""
     engine = FakeEngine()
     engine.refuses_holds = error
     async with running(engine) as server:
@@ -207,8 +207,8 @@ async def test_what_only_the_engine_finds_out_names_the_field(error, field, reas
     assert (failed.reason, failed.details["ErrorInfo"].metadata["field"]) == (reason, field)
 
 
-async def test_a_quota_is_told_as_one():
-    """QUOTA_EXCEEDED comes with a QuotaFailure that names the caller, and without a retry hint."""
+async def test_an_exceeded_quota_has_a_quota_failure():
+    """QUOTA_EXCEEDED comes with a QuotaFailure that names the owner, without a retry delay."""
     engine = FakeEngine()
     engine.refuses_holds = errors.BytesExceeded("full", caller="tenant:a", limit=1, actual=2)
     async with running(engine) as server:
@@ -220,7 +220,7 @@ async def test_a_quota_is_told_as_one():
 
 
 async def test_uploads_under_way_have_a_quota():
-    """What is not held yet counts for its caller, announced or not, and is given back."""
+    """Uploads in progress count for their owner, with or without a size, until they end."""
     settings = {"image_quota_bytes": 2 * len(PNG)}
     engine = FakeEngine()
     engine.may_answer.clear()
@@ -240,8 +240,8 @@ async def test_uploads_under_way_have_a_quota():
         await put(server, pieces(PNG), "a")
 
 
-async def test_callers_are_told_apart():
-    """A tenant's pictures are its own; callers without a tenant are the host they come from."""
+async def test_owners_are_distinguished():
+    """A tenant has its own images; clients without a tenant share those of their host."""
     async with running() as server:
         image_id = (await put(server, pieces(PNG), "a")).image.image_id
         assert (await refusal(delete(server, image_id, "b"))).reason == "IMAGE_NOT_FOUND"
@@ -254,8 +254,8 @@ async def test_callers_are_told_apart():
         assert failed.details["ErrorInfo"].metadata["field"] == "metadata.legato-tenant"
 
 
-async def test_a_picture_is_deleted_once():
-    """The second deletion says that there is nothing, by the picture's name."""
+async def test_an_image_is_deleted_once():
+    """The second deletion is NOT_FOUND, by the image's name."""
     async with running() as server:
         image_id = (await put(server, pieces(PNG))).image.image_id
         await delete(server, image_id)
@@ -270,7 +270,7 @@ async def test_a_picture_is_deleted_once():
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "stall", "engine"])
 async def test_an_upload_that_ends_half_way_leaves_nothing(how):
-    """Cancelled, late, standing still or without an engine: no blob, no quota, no picture."""
+    """Cancelled, late, stalled or without an engine: no blob, no quota, no image."""
     settings: dict[str, Any] = {"stall_timeout": 0.2} if how == "stall" else {}
     timeout = 0.3 if how == "deadline" else None
     async with running(engine_settings={"image_quota_bytes": len(PNG)}, **settings) as server:
@@ -299,8 +299,8 @@ async def test_an_upload_that_ends_half_way_leaves_nothing(how):
         await put(server, pieces(PNG))
 
 
-async def test_a_client_that_goes_while_its_picture_is_prepared():
-    """Nothing is left of an upload whose caller does not wait for the engine."""
+async def test_a_client_that_leaves_while_its_image_is_held():
+    """An upload whose client leaves before the engine responds leaves nothing."""
     engine = FakeEngine()
     engine.may_answer.clear()
     async with running(engine) as server:
@@ -312,7 +312,7 @@ async def test_a_client_that_goes_while_its_picture_is_prepared():
 
 
 async def test_draining_refuses_uploads():
-    """A server that shuts down takes no pictures and forgets none."""
+    """A server that shuts down refuses uploads and keeps held images."""
     async with running() as server:
         await server.server.drain(0)
         assert (await refusal(put(server, pieces(PNG)))).reason == "DRAINING"
@@ -320,7 +320,7 @@ async def test_draining_refuses_uploads():
 
 
 async def test_a_call_without_a_deadline_gets_the_default():
-    """An upload that trickles for ever is ended."""
+    """An endless upload is ended."""
     async with running(unary_deadline=0.3) as server:
         call = server.images.PutImage()
         await call.write(head())
@@ -329,8 +329,8 @@ async def test_a_call_without_a_deadline_gets_the_default():
         await settled(server)
 
 
-async def test_a_held_picture_is_asked_about_by_its_id():
-    """The id of an upload is what a request names."""
+async def test_a_held_image_is_named_by_its_id():
+    """A request can name an image by its upload's id."""
     async with running() as server:
         image_id = (await put(server, pieces(PNG))).image.image_id
         await server.inference.Caption(

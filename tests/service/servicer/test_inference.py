@@ -1,4 +1,4 @@
-"""Unary RPCs, answered."""
+"""Unary RPCs."""
 
 import math
 
@@ -10,18 +10,22 @@ from legato_engine import core
 from legato_engine.shm.blob_reader import BlobReader
 
 from tests.service.fakes import BOX, FakeEngine, answer, done, started
-from tests.service.harness import picture, picture_bytes, running
+from tests.service.harness import image_bytes, image_message, running
 
 
 async def test_each_skill_gives_its_typed_result():
-    """Query, Caption, Detect, Point and Segment answer with what the engine found."""
+    """Query, Caption, Detect, Point and Segment respond with the engine's result."""
     async with running() as server:
         stub = server.inference
-        query = await stub.Query(inference_pb2.QueryRequest(image=picture(), question="How many?"))
-        caption = await stub.Caption(inference_pb2.CaptionRequest(image=picture()))
-        detect = await stub.Detect(inference_pb2.DetectRequest(image=picture(), object="cup"))
-        point = await stub.Point(inference_pb2.PointRequest(image=picture(), object="cup"))
-        segment = await stub.Segment(inference_pb2.SegmentRequest(image=picture(), object="cup"))
+        query = await stub.Query(
+            inference_pb2.QueryRequest(image=image_message(), question="How many?")
+        )
+        caption = await stub.Caption(inference_pb2.CaptionRequest(image=image_message()))
+        detect = await stub.Detect(inference_pb2.DetectRequest(image=image_message(), object="cup"))
+        point = await stub.Point(inference_pb2.PointRequest(image=image_message(), object="cup"))
+        segment = await stub.Segment(
+            inference_pb2.SegmentRequest(image=image_message(), object="cup")
+        )
     assert query.answer == "Three red cups."
     assert not query.HasField("reasoning")
     assert caption.caption == "A shelf."
@@ -34,7 +38,7 @@ async def test_each_skill_gives_its_typed_result():
 
 
 async def test_reasoning_comes_back_only_when_asked_for():
-    """The thoughts are a message of their own, present when there were any."""
+    """Reasoning is a message of its own, present when there was any."""
     async with running() as server:
         response = await server.inference.Query(
             inference_pb2.QueryRequest(question="2+2?", reasoning=True)
@@ -43,15 +47,15 @@ async def test_reasoning_comes_back_only_when_asked_for():
     assert response.reasoning.text == "Hm. "
 
 
-async def test_info_tells_about_the_request():
-    """Id, model, finish reason, usage, timings, picture and stamp come with every answer."""
+async def test_info_describes_the_request():
+    """Id, model, finish reason, usage, timings, image and stamp come with every response."""
     stamp = media_pb2.FrameStamp(
         frame_id="cam", capture_time=timestamp_pb2.Timestamp(seconds=5), sequence=7
     )
     async with running() as server:
         call = server.inference.Detect(
             inference_pb2.DetectRequest(
-                image=picture(),
+                image=image_message(),
                 object="cup",
                 options=inference_pb2.RequestOptions(request_id="robot-1"),
                 stamp=stamp,
@@ -69,7 +73,7 @@ async def test_info_tells_about_the_request():
 
 
 async def test_a_request_without_stamp_gets_none_back():
-    """Absent stays absent."""
+    """An absent stamp stays absent."""
     async with running() as server:
         response = await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
     assert not response.info.HasField("stamp")
@@ -77,9 +81,9 @@ async def test_a_request_without_stamp_gets_none_back():
 
 
 async def test_the_request_reaches_the_engine_as_asked():
-    """Every field of a request arrives, and what was absent arrives as None."""
+    """Every field of a request arrives; absent ones arrive as None."""
     request = inference_pb2.PointRequest(
-        image=picture(),
+        image=image_message(),
         object="the left cup",
         max_objects=3,
         spatial_refs=[
@@ -91,8 +95,8 @@ async def test_the_request_reaches_the_engine_as_asked():
     )
     async with running() as server:
         await server.inference.Point(request)
-        (asked,) = server.engine.requests
-    assert asked.task == core.PointTask(
+        (received,) = server.engine.requests
+    assert received.task == core.PointTask(
         object="the left cup",
         max_objects=3,
         spatial_refs=(
@@ -100,26 +104,26 @@ async def test_the_request_reaches_the_engine_as_asked():
             core.Box(x_min=0, y_min=0, x_max=1, y_max=1),
         ),
     )
-    assert asked.sampling == core.SamplingParams(
+    assert received.sampling == core.SamplingParams(
         temperature=0, top_p=0.5, top_k=4, max_tokens=5, seed=0
     )
-    assert asked.model == "fake-1"
-    assert not asked.cache_image
-    assert asked.deadline is not None
+    assert received.model == "fake-1"
+    assert not received.cache_image
+    assert received.deadline is not None
 
 
 async def test_absent_sampling_leaves_the_choice_to_the_model():
-    """No field of Sampling is invented by the service."""
+    """The service sets no field of Sampling itself."""
     async with running() as server:
         await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
-        (asked,) = server.engine.requests
-    assert asked.sampling == core.SamplingParams()
-    assert asked.cache_image
+        (received,) = server.engine.requests
+    assert received.sampling == core.SamplingParams()
+    assert received.cache_image
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
-    """A blob holds the file's bytes while the request runs, and is gone after it."""
+async def test_image_bytes_reach_the_engine_through_shared_memory(kind):
+    """A blob holds the file's bytes while the request runs, and is freed after it."""
     seen = []
 
     def look(engine, stream):
@@ -127,15 +131,15 @@ async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
         seen.append(bytes(reader.take(stream.request.image.blob)))
         answer(engine, stream)
 
-    data = picture_bytes(kind)
+    data = image_bytes(kind)
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
     async with running(FakeEngine(look)) as server:
         await server.inference.Caption(inference_pb2.CaptionRequest(image=image))
-        (asked,) = server.engine.requests
+        (received,) = server.engine.requests
         assert len(server.engine.blobs) == 0
     assert seen == [data]
-    assert isinstance(asked.image, core.EncodedImage)
-    assert asked.image.mime_type == f"image/{kind.lower()}"
+    assert isinstance(received.image, core.EncodedImage)
+    assert received.image.mime_type == f"image/{kind.lower()}"
 
 
 async def test_raw_pixels_reach_the_engine_with_their_layout():
@@ -150,14 +154,14 @@ async def test_raw_pixels_reach_the_engine_with_their_layout():
             await server.inference.Caption(
                 inference_pb2.CaptionRequest(image=media_pb2.Image(raw=raw))
             )
-        images = [asked.image for asked in server.engine.requests]
+        images = [request.image for request in server.engine.requests]
     raw_images = [image for image in images if isinstance(image, core.RawImage)]
     assert [image.row_stride for image in raw_images] == [12, 16]
     assert {image.format for image in raw_images} == {core.PixelFormat.BGR8}
 
 
-async def test_a_picture_may_be_named_by_its_id():
-    """An id from an earlier answer stands for the picture; no bytes travel."""
+async def test_an_image_may_be_named_by_its_id():
+    """An id from an earlier response stands for the image; no bytes are sent."""
     async with running() as server:
         response = await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id="img_7"))
@@ -166,8 +170,8 @@ async def test_a_picture_may_be_named_by_its_id():
     assert response.info.image.cache_hit
 
 
-async def test_a_result_of_the_wrong_kind_is_a_bug_of_ours():
-    """An engine that answers a Detect with a caption does not get its answer through."""
+async def test_a_result_of_the_wrong_kind_is_internal():
+    """A caption as the result of a Detect is INTERNAL."""
 
     def confuse(engine, stream):
         request = stream.request
@@ -176,6 +180,6 @@ async def test_a_result_of_the_wrong_kind_is_a_bug_of_ours():
     async with running(FakeEngine(confuse)) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.inference.Detect(
-                inference_pb2.DetectRequest(image=picture(), object="cup")
+                inference_pb2.DetectRequest(image=image_message(), object="cup")
             )
     assert caught.value.code() is grpc.StatusCode.INTERNAL

@@ -1,4 +1,4 @@
-"""RunTasks: results in order, one picture, errors by task."""
+"""RunTasks: results in order, one image, errors by task."""
 
 import grpc
 import msgspec
@@ -15,7 +15,7 @@ from legato_engine.errors import (
 )
 
 from tests.service.fakes import FakeEngine, answer, begin, done, solution, started
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 QUERY = task_pb2.Task(task_id="q", query=task_pb2.QueryTask(question="How many?"))
 CAPTION = task_pb2.Task(task_id="c", caption=task_pb2.CaptionTask())
@@ -23,16 +23,16 @@ DETECT = task_pb2.Task(task_id="d", detect=task_pb2.DetectTask(object="cup"))
 
 
 def request(*tasks, image=True, **options):
-    """Ask several tasks of one picture."""
+    """Return a request of several tasks on one image."""
     return inference_pb2.RunTasksRequest(
-        image=picture() if image else None,
+        image=image_message() if image else None,
         tasks=tasks,
         options=inference_pb2.RequestOptions(**options),
     )
 
 
 def failing(kind, error):
-    """Fail tasks of one kind, answer the others."""
+    """Fail tasks of one kind, complete the others."""
 
     def script(engine, stream):
         if isinstance(stream.request.task, kind):
@@ -44,7 +44,7 @@ def failing(kind, error):
 
 
 async def test_results_keep_the_order_of_the_tasks():
-    """Each task's result stands where the task stood, under its id."""
+    """Each task's result is at the task's place, under its id."""
     async with running() as server:
         response = await server.inference.RunTasks(request(DETECT, QUERY, CAPTION))
     assert [result.task_id for result in response.results] == ["d", "q", "c"]
@@ -56,40 +56,42 @@ async def test_results_keep_the_order_of_the_tasks():
     assert response.results[1].query.answer == "Three red cups."
 
 
-async def test_tokens_are_told_task_by_task():
-    """Each task has its own tokens, a failed one none; without being asked there is no list."""
+async def test_tokens_are_listed_by_task():
+    """Each task has its own tokens, a failed one none; without the option there is no list."""
 
     def script(engine, stream):
-        asked = stream.request
-        if isinstance(asked.task, core.CaptionTask):
+        engine_request = stream.request
+        if isinstance(engine_request.task, core.CaptionTask):
             engine.fail(stream, PromptTooLong("too long"))
             return
-        tokens = (core.TokenInfo(token_id=len(asked.request_id), logprob=-1.0),)
-        ended = msgspec.structs.replace(done(asked, solution(asked.task)[1]), tokens=tokens)
-        engine.feed(stream, started(asked), ended)
+        tokens = (core.TokenInfo(token_id=len(engine_request.request_id.name), logprob=-1.0),)
+        ended = msgspec.structs.replace(
+            done(engine_request, solution(engine_request.task)[1]), tokens=tokens
+        )
+        engine.feed(stream, started(engine_request), ended)
 
     async with running(FakeEngine(script)) as server:
-        asked = request(DETECT, CAPTION, QUERY, top_logprobs=0, request_id="r")
-        response = await server.inference.RunTasks(asked)
+        message = request(DETECT, CAPTION, QUERY, top_logprobs=0, request_id="r")
+        response = await server.inference.RunTasks(message)
         quiet = await server.inference.RunTasks(request(DETECT))
-    told = [[token.logprob for token in each.tokens] for each in response.tokens]
-    assert told == [[-1], [], [-1]]
+    logprobs = [[token.logprob for token in each.tokens] for each in response.tokens]
+    assert logprobs == [[-1], [], [-1]]
     assert not response.info.tokens
     assert not quiet.tokens
 
 
-async def test_the_pictures_bytes_travel_once():
-    """The first task carries the picture and has it kept; the others name it."""
+async def test_the_images_bytes_are_sent_once():
+    """The first task carries the image and has it cached; the others refer to it."""
     async with running() as server:
         await server.inference.RunTasks(request(DETECT, QUERY, CAPTION, cache_image=False))
-        images = [asked.image for asked in server.engine.requests]
-        assert all(asked.cache_image for asked in server.engine.requests)
+        images = [engine_request.image for engine_request in server.engine.requests]
+        assert all(engine_request.cache_image for engine_request in server.engine.requests)
     assert isinstance(images[0], core.EncodedImage)
     assert images[1:] == [core.CachedImage(image_id="img_0")] * 2
 
 
 async def test_all_tasks_run_at_the_same_time():
-    """Once the first has started, the others are submitted without waiting for its end."""
+    """After the start of the first, the others are submitted without waiting for its end."""
     engine = FakeEngine(begin)
     async with running(engine) as server:
         call = server.inference.RunTasks(request(DETECT, QUERY, CAPTION))
@@ -99,8 +101,8 @@ async def test_all_tasks_run_at_the_same_time():
     assert len(engine.aborted) == 3
 
 
-async def test_the_call_tells_the_sum():
-    """Usage is added up; only picture and total time are told for the call."""
+async def test_the_call_has_the_sum():
+    """Usage is added up; of the timings only image and total are set."""
     async with running() as server:
         info = (await server.inference.RunTasks(request(QUERY, CAPTION))).info
     assert info.usage.output_tokens == 18
@@ -131,8 +133,8 @@ async def test_a_task_may_fail_alone():
     assert isinstance(carrier, core.EncodedImage), "the next task brings the picture instead"
 
 
-async def test_a_bug_in_one_task_keeps_its_text_to_itself():
-    """INTERNAL of a task carries no text of ours."""
+async def test_the_text_of_a_bug_in_one_task_is_not_sent():
+    """INTERNAL of a task carries no text of the error."""
     script = failing(core.QueryTask, InternalError("row 3 was not finite"))
     async with running(FakeEngine(script)) as server:
         response = await server.inference.RunTasks(request(QUERY, DETECT))
@@ -141,8 +143,8 @@ async def test_a_bug_in_one_task_keeps_its_text_to_itself():
     assert b"row 3" not in status.SerializeToString()
 
 
-async def test_without_a_picture_only_questions_succeed():
-    """A task that needs a picture fails by itself when there is none."""
+async def test_without_an_image_only_questions_succeed():
+    """A task that needs an image fails by itself without one."""
     async with running() as server:
         response = await server.inference.RunTasks(request(QUERY, CAPTION, image=False))
     assert response.results[0].query.answer
@@ -158,7 +160,7 @@ async def test_without_a_picture_only_questions_succeed():
     ],
 )
 async def test_what_all_tasks_share_fails_the_call(error, code):
-    """A bad picture, a lost engine or a full queue is the call's status, and nothing runs on."""
+    """A bad image, a lost engine or a full queue fails the call, and no task runs on."""
     engine = FakeEngine(failing(core.CaptionTask, error))
     async with running(engine) as server:
         failed = await refusal(server.inference.RunTasks(request(QUERY, CAPTION, DETECT)))
@@ -166,13 +168,13 @@ async def test_what_all_tasks_share_fails_the_call(error, code):
     assert failed.code is code
 
 
-async def test_a_picture_that_is_named_needs_no_first_task():
-    """All tasks name the picture that the client named."""
+async def test_a_named_image_needs_no_first_task():
+    """All tasks refer to the image that the client named."""
     named = request(QUERY, CAPTION, image=False)
     named.image.CopyFrom(media_pb2.Image(image_id="img_9"))
     async with running() as server:
         await server.inference.RunTasks(named)
-        images = {asked.image for asked in server.engine.requests}
+        images = {engine_request.image for engine_request in server.engine.requests}
     assert images == {core.CachedImage(image_id="img_9")}
 
 
@@ -196,7 +198,7 @@ async def test_a_picture_that_is_named_needs_no_first_task():
     ],
 )
 async def test_a_malformed_list_fails_the_call(tasks, field):
-    """The field that is wrong is named by its place in the list, and nothing reaches the engine."""
+    """The error names the field by its index in the list, and the engine gets nothing."""
     async with running() as server:
         failed = await refusal(server.inference.RunTasks(request(*tasks)))
         assert not server.engine.requests

@@ -9,7 +9,7 @@ from tests.service.harness import refusal, running
 
 
 async def test_limits_are_those_that_hold():
-    """What is advertised is what the server was started with and what the model says."""
+    """The limits are those of the settings and of the model."""
     settings = {"max_image_pixels": 1234, "max_running": 3, "max_waiting": 5}
     async with running(
         engine_settings=settings, max_request_bytes=4321, unary_deadline=7.5, max_sessions=9
@@ -31,7 +31,7 @@ async def test_limits_are_those_that_hold():
 
 
 async def test_info_answers_while_the_model_loads():
-    """GetServerInfo needs no model; ListModels does, and says so."""
+    """GetServerInfo needs no model; ListModels is refused until there is one."""
     engine = FakeEngine()
     engine.state, engine.model = EngineState.STARTING, None
     async with running(engine) as server:

@@ -1,4 +1,4 @@
-"""Requests that are refused before the engine hears of them, as a table."""
+"""Requests that are refused before they reach the engine, as a table."""
 
 import math
 from typing import Any
@@ -8,43 +8,43 @@ import pytest
 from google.protobuf import json_format
 from legato.v1 import inference_pb2
 
-from tests.service.harness import picture_bytes, refusal, running
+from tests.service.harness import image_bytes, refusal, running
 
 MAX_BYTES, MAX_PIXELS = 65_536, 1000
 
 
 def file(data, mime_type=""):
-    """Caption an image file."""
+    """Return a Caption of an image file."""
     return {"image": {"encoded": {"data": data, "mime_type": mime_type}}}
 
 
 def raw(size=24, **layout):
-    """Caption a raw picture of `size` bytes, 4 by 2 pixels unless said otherwise."""
+    """Return a Caption of `size` raw bytes, 4 by 2 pixels unless given."""
     shape = {"width": 4, "height": 2, "format": "PIXEL_FORMAT_RGB8", **layout}
     return {"image": {"raw": {"layout": shape, "data": bytes(size)}}}
 
 
-def asked(**fields):
-    """A valid question, and these fields."""
+def query_fields(**fields):
+    """Return a valid Query with these fields."""
     return {"question": "?", **fields}
 
 
-def sampled(**fields):
-    """A valid question with this sampling."""
-    return asked(sampling=fields)
+def sampling_fields(**fields):
+    """Return a valid Query with this sampling."""
+    return query_fields(sampling=fields)
 
 
 def cup(**fields):
-    """A valid picture and object, and these fields."""
+    """Return a valid image and object, with these fields."""
     return {**file(PNG), "object": "cup", **fields}
 
 
 def placed(**ref):
-    """A valid request for points, and this place."""
+    """Return a valid Point with this spatial reference."""
     return cup(spatial_refs=[ref])
 
 
-PNG = picture_bytes()
+PNG = image_bytes()
 UNDECODABLE, TOO_LARGE, TOO_LONG = "IMAGE_UNDECODABLE", "IMAGE_TOO_LARGE", "PROMPT_TOO_LONG"
 FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORMAT_YUYV"
 
@@ -52,21 +52,21 @@ FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORM
 TABLE: dict[str, list[Any]] = {
     "Query": [
         ("question", {}),
-        ("question", asked(question="x" * 40_000), TOO_LONG),
-        ("sampling.temperature", sampled(temperature=-0.1)),
-        ("sampling.temperature", sampled(temperature=math.inf)),
-        ("sampling.temperature", sampled(temperature=math.nan)),
-        ("sampling.top_p", sampled(top_p=0)),
-        ("sampling.top_p", sampled(top_p=1.01)),
-        ("sampling.top_p", sampled(top_p=math.nan)),
-        ("sampling.max_tokens", sampled(max_tokens=0)),
-        ("sampling.max_tokens", sampled(max_tokens=513)),
-        ("sampling.stop", sampled(stop=["."] * 9)),
-        ("sampling.stop[1]", sampled(stop=[".", ""])),
-        ("sampling.stop[0]", sampled(stop=["x" * 65])),
-        ("spatial_refs", asked(spatial_refs=[{"point": {}}])),
-        ("options.request_id", asked(options={"request_id": "a b"})),
-        ("options.request_id", asked(options={"request_id": "x" * 65})),
+        ("question", query_fields(question="x" * 40_000), TOO_LONG),
+        ("sampling.temperature", sampling_fields(temperature=-0.1)),
+        ("sampling.temperature", sampling_fields(temperature=math.inf)),
+        ("sampling.temperature", sampling_fields(temperature=math.nan)),
+        ("sampling.top_p", sampling_fields(top_p=0)),
+        ("sampling.top_p", sampling_fields(top_p=1.01)),
+        ("sampling.top_p", sampling_fields(top_p=math.nan)),
+        ("sampling.max_tokens", sampling_fields(max_tokens=0)),
+        ("sampling.max_tokens", sampling_fields(max_tokens=513)),
+        ("sampling.stop", sampling_fields(stop=["."] * 9)),
+        ("sampling.stop[1]", sampling_fields(stop=[".", ""])),
+        ("sampling.stop[0]", sampling_fields(stop=["x" * 65])),
+        ("spatial_refs", query_fields(spatial_refs=[{"point": {}}])),
+        ("options.request_id", query_fields(options={"request_id": "a b"})),
+        ("options.request_id", query_fields(options={"request_id": "x" * 65})),
     ],
     "Caption": [
         ("image", {}),
@@ -76,9 +76,9 @@ TABLE: dict[str, list[Any]] = {
         ("image.encoded.data", file(b""), UNDECODABLE),
         ("image.encoded.data", file(b"hello"), UNDECODABLE),
         ("image.encoded.data", file(PNG[:20]), UNDECODABLE),
-        ("image.encoded.data", file(picture_bytes("BMP")), UNDECODABLE),
+        ("image.encoded.data", file(image_bytes("BMP")), UNDECODABLE),
         ("image.encoded.mime_type", file(PNG, "image/jpeg"), UNDECODABLE),
-        ("image.encoded.data", file(picture_bytes(size=(40, 40))), TOO_LARGE),
+        ("image.encoded.data", file(image_bytes(size=(40, 40))), TOO_LARGE),
         ("image.encoded.data", file(PNG + bytes(MAX_BYTES)), TOO_LARGE),
         ("image.raw", raw(width=1 << 31, height=1 << 31), TOO_LARGE),
         ("image.raw", raw(MAX_BYTES + 1), TOO_LARGE),
@@ -121,16 +121,22 @@ TABLE: dict[str, list[Any]] = {
         ("task", file(PNG)),
         ("image", {"task": {"caption": {}}}),
         ("task.point.object", {"task": {"point": {}}}),
-        ("task.query.spatial_refs", {"task": {"query": asked(spatial_refs=[{"point": {}}])}}),
-        ("task.sampling.top_p", {"task": {"query": asked(), "sampling": {"top_p": 2}}}),
-        ("task.sampling.max_tokens", {"task": {"query": asked(), "sampling": {"maxTokens": 600}}}),
         (
-            "options.heartbeat_interval",
-            {"task": {"query": asked()}, "options": {"heartbeat_interval": "0s"}},
+            "task.query.spatial_refs",
+            {"task": {"query": query_fields(spatial_refs=[{"point": {}}])}},
+        ),
+        ("task.sampling.top_p", {"task": {"query": query_fields(), "sampling": {"top_p": 2}}}),
+        (
+            "task.sampling.max_tokens",
+            {"task": {"query": query_fields(), "sampling": {"maxTokens": 600}}},
         ),
         (
             "options.heartbeat_interval",
-            {"task": {"query": asked()}, "options": {"heartbeat_interval": "-1s"}},
+            {"task": {"query": query_fields()}, "options": {"heartbeat_interval": "0s"}},
+        ),
+        (
+            "options.heartbeat_interval",
+            {"task": {"query": query_fields()}, "options": {"heartbeat_interval": "-1s"}},
         ),
     ],
 }
@@ -143,7 +149,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rpc", "field", "request_fields", "reason"), CASES)
 async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields, reason):
-    """INVALID_ARGUMENT names the reason and the field, and the engine never hears of it."""
+    """INVALID_ARGUMENT names reason and field, and the engine gets no request."""
     limits = {"max_image_pixels": MAX_PIXELS}
     async with running(engine_settings=limits, max_request_bytes=MAX_BYTES) as server:
         call = getattr(server.inference, rpc)(_message(rpc, request_fields))
@@ -162,7 +168,7 @@ async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields,
 
 
 def _message(rpc, fields):
-    """The fields as a message; bytes and non-finite numbers are not JSON and are translated."""
+    """Build a message; bytes and non-finite numbers, which JSON lacks, are translated."""
     message = getattr(inference_pb2, f"{rpc}Request")()
     json_format.ParseDict(_json(fields), message)
     for kind, source in fields.get("image", {}).items():

@@ -1,4 +1,4 @@
-"""A client of one session over the wire, which holds the server to one outcome for each frame."""
+"""A client of one session, which checks that each frame has one outcome."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from legato.v1 import media_pb2, session_pb2, task_pb2
 
 from tests.grammar import Grammar
 from tests.service.fakes import FakeEngine, answer
-from tests.service.harness import Running, picture, refusal, until
+from tests.service.harness import Running, image_message, refusal, until
 
 DETECT = task_pb2.Task(task_id="cups", detect=task_pb2.DetectTask(object="cup"))
 QUERY = task_pb2.Task(task_id="count", query=task_pb2.QueryTask(question="How many?"))
-PICTURE = picture()
+IMAGE = image_message()
 
 
 def opening(**fields: Any) -> session_pb2.SessionOpen:
-    """A valid opening with one standing task, and these fields."""
+    """Return a valid opening with one standing task and these fields."""
     return session_pb2.SessionOpen(**{"standing_tasks": [DETECT], **fields})
 
 
 class SessionClient:
-    """Reads all the time, in a task of its own; what it read is in the lists below."""
+    """Reads all messages in an asyncio task, and keeps them in the lists below."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -47,32 +47,32 @@ class SessionClient:
 
     # ------------------------------------------------------------ saying
 
-    async def say(self, **fields: Any) -> None:
+    async def send(self, **fields: Any) -> None:
         """Send a message."""
         await self.call.write(session_pb2.SessionRequest(**fields))
 
     async def frame(self, sequence: int, **fields: Any) -> None:
-        """Send a frame with a small picture."""
+        """Send a frame with a small image."""
         stamp = fields.pop("stamp", media_pb2.FrameStamp(frame_id="cam", sequence=sequence))
         self.sent[sequence] = stamp
-        await self.say(frame=session_pb2.Frame(stamp=stamp, **{"image": PICTURE, **fields}))
+        await self.send(frame=session_pb2.Frame(stamp=stamp, **{"image": IMAGE, **fields}))
 
     async def done(self) -> None:
         """Half-close."""
         await self.call.done_writing()
 
     def pause(self) -> None:
-        """Read nothing for now."""
+        """Stop reading."""
         self._reading.clear()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read again."""
         self._reading.set()
 
     # ------------------------------------------------------------ hearing
 
-    async def hear(self, condition: Callable[[], object]) -> None:
-        """Return once `condition` holds; AssertionError when the session ends before."""
+    async def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition` holds; fail when the session ends before."""
         while not condition():
             assert not self._reader.done(), f"it ended with {await self.code()}"
             self._news.clear()
@@ -81,11 +81,11 @@ class SessionClient:
             waiting.cancel()
 
     async def outcome(self, *sequences: int) -> None:
-        """Return once these frames have theirs."""
-        await self.hear(lambda: set(sequences) <= self.whole | set(self.dropped))
+        """Wait until these frames have their outcomes."""
+        await self.wait_for(lambda: set(sequences) <= self.whole | set(self.dropped))
 
     def kinds(self) -> list[str | None]:
-        """What came, in order."""
+        """Return the kinds of the messages, in order."""
         return [message.WhichOneof("message") for message in self.messages]
 
     async def end(self) -> None:
@@ -103,7 +103,7 @@ class SessionClient:
         return await refusal(self._reader)
 
     async def code(self) -> Any:
-        """Its status."""
+        """Return the status code."""
         return await self.call.code()
 
     # ------------------------------------------------------------ the reader
@@ -151,10 +151,10 @@ class SessionClient:
 
 @asynccontextmanager
 async def session(server: Running, **fields: Any) -> AsyncIterator[SessionClient]:
-    """An open session; what is left of it at the end is cancelled."""
+    """Yield an open session, which is cancelled at the end unless it ended."""
     client = SessionClient(server.sessions.Session())
-    await client.say(open=opening(**fields))
-    await client.hear(lambda: client.messages)
+    await client.send(open=opening(**fields))
+    await client.wait_for(lambda: client.messages)
     try:
         yield client
     finally:
@@ -178,18 +178,18 @@ def reason_of(result: task_pb2.TaskResult) -> str:
 
 
 async def settled(server: Running) -> None:
-    """Nothing is held any more: no session, no request, no picture."""
+    """Check that nothing is held: no session, no request, no blob."""
     await until(lambda: server.server.num_in_flight == 0 and len(server.server.sessions) == 0)
     assert not server.engine.streams
     assert len(server.engine.blobs) == 0
 
 
 async def begun(server: Running, count: int = 1) -> None:
-    """So many requests have reached the engine."""
+    """Wait until so many requests have reached the engine."""
     await until(lambda: len(server.engine.requests) >= count)
 
 
 def answer_all(engine: FakeEngine) -> None:
-    """What the engine holds, it answers."""
+    """Complete all requests of the engine."""
     for stream in list(engine.streams.values()):
         answer(engine, stream)

@@ -1,6 +1,7 @@
-"""How a session ends, and that nothing is left of it."""
+"""The ends of a session, after which nothing is left of it."""
 
 import asyncio
+from collections import Counter
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ from legato_service.session.frame_runner import FrameRunner
 from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold
-from tests.service.harness import no_collections, picture, refusal, remaining, running, until
+from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
 from tests.service.session.client import (
     DETECT,
     QUERY,
@@ -25,7 +26,7 @@ CANCELLED = task_pb2.FINISH_REASON_CANCELLED
 
 
 async def test_half_close_finishes_what_came_before():
-    """Running and waiting frames are answered, then the session ends with OK."""
+    """Running and waiting frames get results, then the session ends with OK."""
     async with running(FakeEngine(begin)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
@@ -40,7 +41,7 @@ async def test_half_close_finishes_what_came_before():
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
 async def test_a_client_that_leaves_frees_everything(way):
-    """Cancelling the call or closing its channel aborts all that runs; what waits never starts."""
+    """A cancelled call or closed channel aborts running frames; waiting ones never start."""
     async with running(FakeEngine(begin)) as server:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             there = type(server)(server.server, server.engine, server.port, channel)
@@ -54,19 +55,19 @@ async def test_a_client_that_leaves_frees_everything(way):
                     await channel.close()
                 await settled(server)
         assert len(server.engine.requests) == 4
-        assert sorted(server.engine.aborted) == sorted(
-            asked.request_id for asked in server.engine.requests
+        assert Counter(server.engine.aborted) == Counter(
+            request.request_id for request in server.engine.requests
         )
 
 
 async def test_sessions_cancelled_at_any_step_leave_nothing():
-    """Wherever in its first steps a cancellation hits a session, nothing stays."""
+    """A session that is cancelled during its first steps leaves nothing."""
     async with running(FakeEngine(hold)) as server:
         for steps in range(0, 60, 3):
             call = server.sessions.Session()
             await call.write(session_pb2.SessionRequest(open=opening()))
             stamp = media_pb2.FrameStamp(sequence=1)
-            frame = session_pb2.Frame(stamp=stamp, image=picture())
+            frame = session_pb2.Frame(stamp=stamp, image=image_message())
             await call.write(session_pb2.SessionRequest(frame=frame))
             for _ in range(steps):
                 await asyncio.sleep(0)
@@ -76,7 +77,7 @@ async def test_sessions_cancelled_at_any_step_leave_nothing():
 
 @pytest.mark.parametrize("way", ["half-close", "cancel", "breach", "operator"])
 async def test_a_session_leaves_nothing_to_collect(way):
-    """What it held goes with its end, not with a garbage collection: it is in no cycle."""
+    """A session is in no reference cycle: all that it held is freed at its end."""
     async with running(FakeEngine(hold)) as server:
         with no_collections():
             others = remaining(Session, FrameRunner)  # other tests' that something still holds
@@ -88,7 +89,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     await client.done()
                     await client.end()
                 elif way == "breach":
-                    await client.say(open={})
+                    await client.send(open={})
                     await client.failure()
                 elif way == "operator":
                     server.server.sessions.abort_all()
@@ -98,12 +99,12 @@ async def test_a_session_leaves_nothing_to_collect(way):
 
 
 async def test_a_drain_says_go_away():
-    """Sessions hear why, later frames are dropped, running work ends well, then UNAVAILABLE."""
+    """Sessions get the reason, later frames are dropped, running ones end, then UNAVAILABLE."""
     async with running(FakeEngine(begin)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
         draining = asyncio.create_task(server.server.drain(60))
-        await client.hear(lambda: "go_away" in client.kinds())
+        await client.wait_for(lambda: "go_away" in client.kinds())
         (away,) = [each.go_away for each in client.messages if each.HasField("go_away")]
         assert 0 < away.time_left.ToMilliseconds() <= 60_000
         assert away.reason.code == grpc.StatusCode.UNAVAILABLE.value[0]
@@ -121,8 +122,8 @@ async def test_a_drain_says_go_away():
         assert refused.reason == "DRAINING"
 
 
-async def test_a_drain_outlasts_no_grace():
-    """Work that does not end in time is stopped with what it has, and the drain succeeds."""
+async def test_a_drain_ends_with_its_grace():
+    """Work that does not end in time is stopped with partial results, and the drain succeeds."""
     async with running(FakeEngine(hold)) as server, session(server, max_in_flight=1) as client:
         await client.frame(1)
         await begun(server)
@@ -136,7 +137,7 @@ async def test_a_drain_outlasts_no_grace():
 
 
 async def test_a_session_has_a_greatest_age():
-    """It is told to go away with an OK reason, and ends with OK."""
+    """It gets go_away with an OK reason, and ends with OK."""
     async with running(max_session_age=0.1) as server, session(server) as client:
         await client.end()
         assert client.kinds()[-1] == "go_away"
@@ -145,7 +146,7 @@ async def test_a_session_has_a_greatest_age():
 
 
 async def test_an_operator_ends_a_session():
-    """ABORTED PREEMPTED for the one named, and for all; a name that is no session's says so."""
+    """ABORTED PREEMPTED ends the named session, or all; an unknown id is reported."""
     async with running(FakeEngine(begin)) as server:
         async with session(server) as one, session(server) as two, session(server) as three:
             await one.frame(1)
@@ -167,8 +168,8 @@ async def test_an_operator_ends_a_session():
     ("arguments", "message"),
     [(["--max-sessions", "0"], "at least 1"), (["--max-session-age", "0"], "positive")],
 )
-def test_senseless_settings_are_refused(arguments, message, capsys):
-    """The exit code is 2 and the message says why."""
+def test_invalid_settings_are_refused(arguments, message, capsys):
+    """The exit code is 2, and the message gives the reason."""
     with pytest.raises(SystemExit):
         parse(arguments)
     assert message in capsys.readouterr().err

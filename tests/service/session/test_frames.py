@@ -1,4 +1,4 @@
-"""What a frame gives: all its results, whatever is wrong with it."""
+"""The results of frames, also of failed ones."""
 
 import pytest
 from google.protobuf import timestamp_pb2
@@ -23,7 +23,7 @@ ERROR = "error"
 
 
 async def test_a_frame_gets_all_its_results():
-    """Stamps come back verbatim; the bytes reach the engine once; the last result says so."""
+    """Stamps are echoed verbatim; the bytes reach the engine once; the last result is marked."""
     stamp = media_pb2.FrameStamp(
         frame_id="cam/left", sequence=7, capture_time=timestamp_pb2.Timestamp(seconds=5, nanos=1)
     )
@@ -50,7 +50,7 @@ async def test_a_frame_gets_all_its_results():
 
 
 async def test_without_deltas_only_results_come():
-    """A session that asked for none gets one result for each task, and the engine tells no more."""
+    """A session without deltas gets one result for each task, and the engine sends no deltas."""
     async with running() as server, session(server) as client:
         await client.frame(1)
         await client.outcome(1)
@@ -59,7 +59,7 @@ async def test_without_deltas_only_results_come():
 
 
 async def test_frames_bring_tasks():
-    """Extra tasks follow the standing ones, or stand alone."""
+    """Extra tasks follow the standing ones, or replace them."""
     async with running() as server, session(server) as client:
         await client.frame(1, extra_tasks=[QUERY])
         await client.outcome(1)
@@ -73,7 +73,7 @@ async def test_tasks_are_replaced_from_the_next_frame_on():
     """UpdateTasks leaves the frames before it alone."""
     async with running(FakeEngine(begin)) as server, session(server) as client:
         await client.frame(1)
-        await client.say(update=session_pb2.UpdateTasks(standing_tasks=[QUERY]))
+        await client.send(update=session_pb2.UpdateTasks(standing_tasks=[QUERY]))
         await client.frame(2)
         await begun(server)
         server.engine.script = answer
@@ -100,7 +100,7 @@ NAMELESS = task_pb2.Task(task_id="x")
     ],
 )
 async def test_a_bad_frame_fails_by_itself(frame, results):
-    """A bad picture or task is a result with `error`; the session goes on."""
+    """A bad image or task is a result with `error`; the session goes on."""
     async with running() as server, session(server) as client:
         await client.frame(1, **frame)
         await client.outcome(1)
@@ -120,8 +120,8 @@ async def test_a_bad_frame_fails_by_itself(frame, results):
     ("error", "reason"),
     [(ImageUndecodable("cut"), "IMAGE_UNDECODABLE"), (QueueFull(), "QUEUE_FULL")],
 )
-async def test_what_is_wrong_with_the_picture_fails_all_its_tasks(error, reason):
-    """The engine is not shown the same picture again for the tasks that follow."""
+async def test_a_bad_image_fails_all_tasks_of_its_frame(error, reason):
+    """The engine does not get the bad image again for the later tasks."""
     async with (
         running(FakeEngine(refuse(error))) as server,
         session(server, standing_tasks=[DETECT, QUERY]) as client,
@@ -133,7 +133,7 @@ async def test_what_is_wrong_with_the_picture_fails_all_its_tasks(error, reason)
 
 
 async def test_a_bug_fails_the_frame_only():
-    """An exception nobody expected is INTERNAL for its frame, and tells nothing."""
+    """An unexpected exception is INTERNAL for its frame, without its text."""
 
     def explode(engine, stream):
         raise ValueError("secret")
@@ -152,7 +152,7 @@ async def test_a_bug_fails_the_frame_only():
 
 
 async def test_a_lost_engine_fails_the_frames_and_not_the_session():
-    """ENGINE_LOST is in the results; once there is an engine again, frames are answered."""
+    """ENGINE_LOST is in the results; a new engine serves later frames."""
     async with running(FakeEngine(begin)) as server, session(server, max_in_flight=2) as client:
         await client.frame(1)
         await client.frame(2)

@@ -1,4 +1,4 @@
-"""Who gets a session, and on what terms."""
+"""The opening of a session."""
 
 import grpc
 import pytest
@@ -21,7 +21,7 @@ EVERY = session_pb2.FRAME_POLICY_EVERY_FRAME
 
 
 async def test_a_session_is_opened_on_its_terms():
-    """`opened` tells the id, the model and what was granted; health and the list know of it."""
+    """`opened` names id, model and granted limits; health and the list have the service."""
     async with (
         running() as server,
         session(server, max_in_flight=100, frame_policy=EVERY) as client,
@@ -51,7 +51,7 @@ async def test_nothing_comes_before_the_opening(message, field):
     """Another first message is SESSION_PROTOCOL, by its field."""
     async with running() as server:
         client = SessionClient(server.sessions.Session())
-        await client.say(**message)
+        await client.send(**message)
         failed = await client.failure()
     assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
     assert failed.reason == "SESSION_PROTOCOL"
@@ -59,7 +59,7 @@ async def test_nothing_comes_before_the_opening(message, field):
 
 
 async def test_a_session_that_is_not_opened_ends():
-    """A client that says nothing, or leaves at once, is told what was missing."""
+    """A client that sends nothing, or leaves at once, gets an error about `open`."""
     async with running(session_open_timeout=0.05) as server:
         failed = await SessionClient(server.sessions.Session()).failure()
         assert failed.reason == "SESSION_PROTOCOL"
@@ -83,11 +83,11 @@ async def test_a_session_that_is_not_opened_ends():
         ({"standing_tasks": [QUERY] * 33}, "INVALID_FIELD"),
     ],
 )
-async def test_an_opening_that_makes_no_sense_ends_with_its_own_status(fields, reason):
-    """What is wrong for every frame is told at once."""
+async def test_an_invalid_opening_has_its_own_status(fields, reason):
+    """Errors that concern every frame end the call at once."""
     async with running() as server:
         client = SessionClient(server.sessions.Session())
-        await client.say(open=opening(**fields))
+        await client.send(open=opening(**fields))
         assert (await client.failure()).reason == reason
         await settled(server)
 
@@ -117,12 +117,12 @@ async def test_no_more_sessions_than_allowed():
         ({"update": {"standing_tasks": [{}]}}, "INVALID_FIELD"),
     ],
 )
-async def test_a_breach_ends_the_session(message, reason):
-    """A message out of order, or without its content, ends everything, and nothing is left."""
+async def test_a_protocol_error_ends_the_session(message, reason):
+    """A message out of order, or without content, ends the session, and nothing is left."""
     async with running(FakeEngine(hold)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
-        await client.say(**message)
+        await client.send(**message)
         failed = await client.failure()
         assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
         assert failed.reason == reason

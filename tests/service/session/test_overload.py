@@ -1,4 +1,4 @@
-"""Three times more frames than can be answered, cancels at random, and readers that dawdle."""
+"""Three times more frames than the engine can process, random cancels, and slow readers."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 from legato.v1 import session_pb2
 from legato_service.session.frame import Result
-from legato_service.session.terms import Policy
+from legato_service.session.settings import FramePolicy
 
 from tests.service.fakes import FakeEngine, begin, delta, done, solution
 from tests.service.harness import running
@@ -18,7 +18,7 @@ FRAMES = 2000
 
 
 class Simulation:
-    """A camera three times too fast for the engine, on a clock of its own."""
+    """A camera three times too fast for the engine, on a simulated clock."""
 
     def __init__(self, drive, chance):
         self._drive = drive
@@ -27,7 +27,7 @@ class Simulation:
         self.ages: list[float] = []  # at which frames were answered
 
     def run(self):
-        """All frames, each with a third of the time that it takes."""
+        """Send all frames, each with a third of the time that it takes."""
         for _ in range(FRAMES):
             self._drive.send(*self._chance.choice([("a",), ("a", "b")]))
             for _ in range(10):
@@ -37,7 +37,7 @@ class Simulation:
 
     def _work(self):
         drive = self._drive
-        stopped = {sequence for sequence, _ in drive.workers.stopped}
+        stopped = {sequence for sequence, _ in drive.runner.stopped}
         for sequence in drive.running():
             duration = SERVICE * self._chance.uniform(0.5, 1.5)
             end = self._ends.setdefault(sequence, drive.now + duration)
@@ -50,15 +50,15 @@ class Simulation:
             drive.core.cancel(drive.sequence - chance.randrange(3))
         if chance.random() < 0.6:  # else the reader dawdles
             results = [each for each in drive.read() if isinstance(each, Result)]
-            self.ages += [drive.now - each.frame.born for each in results if each.last]
+            self.ages += [drive.now - each.frame.captured_at for each in results if each.last]
         if chance.random() < 0.5:
             drive.core.grant(chance.randrange(1, 3))
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", FramePolicy)
 @pytest.mark.parametrize("response_credits", [None, 2], ids=["unlimited", "credits"])
 def test_answers_are_fresh_and_frames_are_counted(policy, response_credits):
-    """P99 of the ages of answers is below max_frame_age; each frame has exactly one outcome."""
+    """P99 of the ages of results is below max_frame_age; each frame has exactly one outcome."""
     chance = random.Random(7)
     drive = Drive(policy=policy, max_frame_age=3 * SERVICE, response_credits=response_credits)
     simulation = Simulation(drive, chance)
@@ -67,13 +67,13 @@ def test_answers_are_fresh_and_frames_are_counted(policy, response_credits):
     ages = sorted(simulation.ages)
     assert len(ages) > FRAMES / 10
     assert ages[int(len(ages) * 0.99)] < 3 * SERVICE
-    if policy is not Policy.PREEMPT:  # which lets every frame begin
+    if policy is not FramePolicy.PREEMPT:  # which lets every frame begin
         assert len(set(drive.ledger.dropped.values())) > 1
     assert len(drive.ledger.whole) + len(drive.ledger.dropped) == FRAMES
 
 
 def take_time(engine, stream):
-    """Answer after a while; a request that is stopped meanwhile has ended."""
+    """Respond after a while, unless the request was stopped."""
     request = stream.request
     begin(engine, stream)
 
@@ -86,20 +86,20 @@ def take_time(engine, stream):
 
 
 async def misbehave(client, chance):
-    """A camera that does not wait, a user who changes his mind, and a reader with pauses."""
+    """Send frames without waiting, cancel at random, and read with pauses."""
     for sequence in range(1, 201):
         await client.frame(sequence, must_run=chance.random() < 0.03)
         if chance.random() < 0.1:
             target = sequence - chance.randrange(3)
-            await client.say(cancel=session_pb2.CancelFrame(sequence=max(target, 0)))
+            await client.send(cancel=session_pb2.CancelFrame(sequence=max(target, 0)))
         if chance.random() < 0.05:
-            await client.say(cancel=session_pb2.CancelFrame(task_id="count"))
+            await client.send(cancel=session_pb2.CancelFrame(task_id="count"))
         if chance.random() < 0.1:
             client.pause()
         if chance.random() < 0.3:
             client.resume()
         if chance.random() < 0.5:
-            await client.say(grant=session_pb2.GrantCredits(responses=chance.randrange(1, 4)))
+            await client.send(grant=session_pb2.GrantCredits(responses=chance.randrange(1, 4)))
         await asyncio.sleep(chance.uniform(0, 0.004))
     client.resume()
 
@@ -108,7 +108,7 @@ async def misbehave(client, chance):
 @pytest.mark.parametrize("deltas", [False, True], ids=["results", "deltas"])
 @pytest.mark.parametrize("policy", session_pb2.FramePolicy.values()[1:])
 async def test_both_sides_agree_over_the_wire(policy, deltas, response_credits):
-    """What was sent is what was answered and dropped, and the server holds nothing at the end."""
+    """Each frame that was sent has one outcome, and the server holds nothing at the end."""
     terms = {"frame_policy": policy, "stream_deltas": deltas, "response_credits": response_credits}
     async with (
         running(FakeEngine(take_time)) as server,

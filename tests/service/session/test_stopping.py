@@ -19,8 +19,8 @@ SUPERSEDED = task_pb2.FINISH_REASON_SUPERSEDED
 CANCELLED = task_pb2.FINISH_REASON_CANCELLED
 
 
-async def test_preempted_work_gives_what_it_has():
-    """The older frame's results come partial, SUPERSEDED, those not begun included."""
+async def test_preempted_work_has_partial_results():
+    """The older frame's results are partial and SUPERSEDED, also of tasks not started."""
     async with (
         running(FakeEngine(hold)) as server,
         session(server, frame_policy=PREEMPT, standing_tasks=[DETECT, QUERY]) as client,
@@ -47,10 +47,10 @@ async def test_a_running_task_is_cancelled_alone():
         await client.frame(1)
         await begun(server, 2)
         await client.frame(2)
-        await client.say(cancel=session_pb2.CancelFrame(task_id="count"))
-        await client.say(cancel=session_pb2.CancelFrame(sequence=2))
-        await client.say(cancel=session_pb2.CancelFrame(sequence=2))
-        await client.hear(lambda: client.results[1] and 2 in client.dropped)
+        await client.send(cancel=session_pb2.CancelFrame(task_id="count"))
+        await client.send(cancel=session_pb2.CancelFrame(sequence=2))
+        await client.send(cancel=session_pb2.CancelFrame(sequence=2))
+        await client.wait_for(lambda: client.results[1] and 2 in client.dropped)
         assert client.dropped[2].reason == session_pb2.DROP_REASON_CANCELLED
         assert client.results[1][0].finish_reason == CANCELLED
         answer_all(server.engine)
@@ -61,18 +61,18 @@ async def test_a_running_task_is_cancelled_alone():
 
 
 async def test_a_frame_that_runs_is_cancelled():
-    """All its results come, CANCELLED."""
+    """All its results are CANCELLED."""
     async with running(FakeEngine(hold)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
-        await client.say(cancel=session_pb2.CancelFrame(sequence=1))
+        await client.send(cancel=session_pb2.CancelFrame(sequence=1))
         await client.done()
         await client.end()
         assert [each.finish_reason for each in client.results[1]] == [CANCELLED]
 
 
 async def test_a_frame_that_gets_too_old_is_dropped():
-    """From its capture time on; what runs of it is aborted."""
+    """Age counts from the capture time; its running tasks are aborted."""
     async with (
         running(FakeEngine(hold)) as server,
         session(server, max_frame_age=seconds(0.2)) as client,

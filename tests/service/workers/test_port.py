@@ -1,4 +1,4 @@
-"""A port for several processes of one server."""
+"""A port that the processes of a server share."""
 
 import socket
 
@@ -7,7 +7,7 @@ from legato_service.workers.port import reserved
 
 
 def listening(port, *, shared):
-    """A socket that listens, with or without SO_REUSEPORT."""
+    """A listening socket, with or without SO_REUSEPORT."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
@@ -22,8 +22,8 @@ def port_of(listen):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_our_own_share_it_and_others_do_not(host):
-    """Port 0 becomes a real one, on which those who share may listen, and nobody else."""
+def test_only_sharing_sockets_can_listen(host):
+    """Port 0 becomes a real port, on which only sockets with SO_REUSEPORT can listen."""
     with reserved(f"{host}:0") as listen:
         port = port_of(listen)
         assert listen == f"{host}:{port}"
@@ -39,8 +39,8 @@ def test_our_own_share_it_and_others_do_not(host):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_port_that_somebody_listens_on_is_refused(shared):
-    """Also when that server would share it."""
+def test_a_port_in_use_is_refused(shared):
+    """Also when the other server set SO_REUSEPORT."""
     with listening(0, shared=shared) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match="in use"), reserved(f"127.0.0.1:{port}"):
@@ -48,6 +48,6 @@ def test_a_port_that_somebody_listens_on_is_refused(shared):
 
 
 def test_a_host_without_an_address_is_refused():
-    """A name that means nothing here is an error of the start."""
+    """An unknown host name raises OSError."""
     with pytest.raises(OSError, match=r"known|resolution"), reserved("no-such-host.invalid:0"):
         pass

@@ -1,4 +1,4 @@
-"""Several service processes on one port, before one engine: who lives, who dies, who is told."""
+"""Several service processes on one port before one engine: deaths, drains and aborts."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ from tests.e2e.server import children, exists
 from tests.service.harness import read_refusal, until
 from tests.service.test_service_process import question, service, stub
 
-CONNECTIONS = 24  # that all of them go to one of two processes is as good as impossible
+CONNECTIONS = 24  # all of them on one of two processes is practically impossible
 
 CANCELLED = task_pb2.FINISH_REASON_CANCELLED
 
 
-def ask(text, request_id=""):
+def stream_request(text, request_id=""):
     """A request for a stream."""
     task = task_pb2.Task(query=task_pb2.QueryTask(question=text))
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.GenerateRequest(task=task, options=options)
 
 
-class Crowd:
-    """Connections of their own to one address."""
+class Clients:
+    """`CONNECTIONS` channels to one address, with a connection each."""
 
     def __init__(self, address):
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
@@ -37,39 +37,39 @@ class Crowd:
         ]
 
     async def begin(self, text):
-        """A stream on each, all of them started."""
-        streams = [stub(channel).Generate(ask(text)) for channel in self.channels]
+        """Start a stream on each channel."""
+        streams = [stub(channel).Generate(stream_request(text)) for channel in self.channels]
         for event in await asyncio.gather(*(stream.read() for stream in streams)):
             assert event.HasField("started")
         return streams
 
     async def running(self):
-        """What the engine runs, as some process was told."""
+        """Requests that the engine runs, by the last heartbeat of some process."""
         load = await admin_pb2_grpc.AdminServiceStub(self.channels[0]).GetLoad(
             admin_pb2.GetLoadRequest(), wait_for_ready=True
         )
         return load.running
 
     async def close(self):
-        """All of them."""
+        """Close all channels."""
         for channel in self.channels:
             await channel.close()
 
 
 @contextlib.asynccontextmanager
-async def crowded(*arguments):
-    """Two service processes, and connections to them."""
+async def two_processes(*arguments):
+    """Two service processes, and clients with connections to both."""
     async with service("--processes", "2", *arguments) as running:
-        follower = (await running.line("process_ready"))["pid"]
-        crowd = Crowd((await running.line("ready"))["address"])
+        worker = (await running.line("worker_ready"))["pid"]
+        clients = Clients((await running.line("ready"))["address"])
         try:
-            yield running, follower, crowd
+            yield running, worker, clients
         finally:
-            await crowd.close()
+            await clients.close()
 
 
 async def ended(stream):
-    """How a stream ended: its last event, or its refusal."""
+    """Read a stream to its end; return its last event or its error."""
     last = None
     try:
         while (event := await stream.read()) is not grpc.aio.EOF:
@@ -79,96 +79,96 @@ async def ended(stream):
     return last
 
 
-async def said(channel):
-    """What a connection's process says to "again": that, or the reason why not."""
+async def reply_of(channel):
+    """The answer to "again" of the process of a channel, or the reason of its error."""
     try:
         return (await stub(channel).Query(question("again"))).answer
     except grpc.aio.AioRpcError as error:
         return read_refusal(error).reason
 
 
-async def until_said(channel, word):
-    """Ask until the answer is this one."""
-    while await said(channel) != word:  # noqa: ASYNC110 - the answer is another process's
+async def until_reply(channel, word):
+    """Repeat until `reply_of` is `word`."""
+    while await reply_of(channel) != word:  # noqa: ASYNC110 - the answer is another process's
         await asyncio.sleep(0.01)
 
 
 async def until_async(condition):
-    """Ask until it holds."""
+    """Poll until `condition` holds."""
     while not await condition():  # noqa: ASYNC110 - the condition is another process's
         await asyncio.sleep(0.01)
 
 
-async def test_a_killed_process_takes_its_own_calls_only():
-    """Both processes take calls. The calls of a killed one fail, the engine forgets them, the
-    others go on, and another process takes its place.
+async def test_a_killed_worker_fails_its_own_calls_only():
+    """Both processes serve calls. Those of a killed worker fail and are aborted in the engine, the
+    others continue, and another worker replaces it.
     """
-    async with crowded() as (running, follower, crowd):
-        streams = await crowd.begin("wait")
+    async with two_processes() as (running, worker, clients):
+        streams = await clients.begin("wait")
         endings = [asyncio.create_task(ended(stream)) for stream in streams]
 
         async def all_run():
-            return await crowd.running() == CONNECTIONS
+            return await clients.running() == CONNECTIONS
 
         await until_async(all_run)
-        os.kill(follower, signal.SIGKILL)
-        lost = await running.line("process_lost")
+        os.kill(worker, signal.SIGKILL)
+        lost = await running.line("worker_lost")
         assert (lost["number"], lost["exit_code"]) == (1, -signal.SIGKILL)
-        second = (await running.line("process_ready"))["pid"]
-        assert second != follower
+        second = (await running.line("worker_ready"))["pid"]
+        assert second != worker
 
         async def forgotten():
-            return await crowd.running() == sum(not each.done() for each in endings)
+            return await clients.running() == sum(not each.done() for each in endings)
 
         await until(lambda: any(each.done() for each in endings))
         await until_async(forgotten)
         gone = [each.result() for each in endings if each.done()]
         assert 0 < len(gone) < CONNECTIONS
         assert {each.code for each in gone} == {grpc.StatusCode.UNAVAILABLE}
-        for channel in crowd.channels:
+        for channel in clients.channels:
             assert (await stub(channel).Query(question("again"), wait_for_ready=True)).answer
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*endings, return_exceptions=True)
 
 
-async def test_a_killed_engine_is_told_by_all():
-    """Every open call fails with ENGINE_LOST whichever process has it, and all serve again."""
-    async with crowded() as (running, follower, crowd):
-        streams = await crowd.begin("wait")
-        (engine,) = set(children(running.process.pid)) - {follower}
+async def test_a_killed_engine_fails_all_calls():
+    """Every open call fails with ENGINE_LOST in every process, and all serve again."""
+    async with two_processes() as (running, worker, clients):
+        streams = await clients.begin("wait")
+        (engine,) = set(children(running.process.pid)) - {worker}
         os.kill(engine, signal.SIGKILL)
         for stream in streams:
             assert (await ended(stream)).reason == "ENGINE_LOST"
-        for channel in crowd.channels:
-            await until_said(channel, "again")
-        assert exists(follower)
+        for channel in clients.channels:
+            await until_reply(channel, "again")
+        assert exists(worker)
 
 
-async def test_nobody_outlives_the_first_process():
-    """When the first process is killed, neither the engine nor another process is left."""
-    async with crowded() as (running, follower, crowd):
-        await crowd.begin("wait")
+async def test_all_processes_end_with_the_first():
+    """When the first process is killed, the engine and the worker end."""
+    async with two_processes() as (running, worker, clients):
+        await clients.begin("wait")
         others = children(running.process.pid)
         assert len(others) == 2
-        assert follower in others
+        assert worker in others
         running.process.kill()
         await until(lambda: not any(exists(pid) for pid in others))
 
 
-@pytest.mark.parametrize("ask_by", ["signal", "rpc"])
-async def test_a_drain_concerns_all(ask_by, tmp_path):
-    """A signal to the first process or an RPC to another: all refuse, finish, and leave."""
-    async with crowded() as (running, _, crowd):
-        streams = await crowd.begin(f"until {tmp_path / 'end'}")
+@pytest.mark.parametrize("drain_by", ["signal", "rpc"])
+async def test_a_drain_reaches_all_processes(drain_by, tmp_path):
+    """After a signal to the first process or an RPC to a worker, all refuse, finish and exit."""
+    async with two_processes() as (running, _, clients):
+        streams = await clients.begin(f"until {tmp_path / 'end'}")
         others = children(running.process.pid)
-        if ask_by == "signal":
+        if drain_by == "signal":
             running.process.terminate()
         else:
-            await ask_another(running.process, crowd)
-        await running.line("draining")
-        for channel in crowd.channels:
-            await until_said(channel, "DRAINING")
+            await drain_by_worker(running.process, clients)
+        await running.line("drain_begun")
+        for channel in clients.channels:
+            await until_reply(channel, "DRAINING")
         (tmp_path / "end").touch()
         for stream in streams:
             assert (await ended(stream)).HasField("finished")
@@ -178,11 +178,11 @@ async def test_a_drain_concerns_all(ask_by, tmp_path):
 
 
 async def test_an_abort_reaches_every_process():
-    """Naming a request, or all, stops it whichever process has it, and counts it."""
-    async with crowded() as (_, _, crowd):
-        admin = admin_pb2_grpc.AdminServiceStub(crowd.channels[0])
-        streams = await crowd.begin("wait")
-        one = stub(crowd.channels[1]).Generate(ask("wait", "one"))
+    """An id, or all, is stopped in every process, and counted."""
+    async with two_processes() as (_, _, clients):
+        admin = admin_pb2_grpc.AdminServiceStub(clients.channels[0])
+        streams = await clients.begin("wait")
+        one = stub(clients.channels[1]).Generate(stream_request("wait", "one"))
         assert (await one.read()).HasField("started")
         stopped = [
             (await admin.Abort(admin_pb2.AbortRequest(request_id=name))).aborted
@@ -195,12 +195,12 @@ async def test_an_abort_reaches_every_process():
             assert (await ended(stream)).finished.info.finish_reason == CANCELLED
 
 
-async def ask_another(first, crowd):
-    """Have a process that is not the first asked to drain: the one that answers meanwhile."""
+async def drain_by_worker(first, clients):
+    """Have a worker get the Drain: the first process is stopped meanwhile."""
     first.send_signal(signal.SIGSTOP)
     calls = [
         admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
-        for channel in crowd.channels
+        for channel in clients.channels
     ]
     await asyncio.wait(
         [asyncio.ensure_future(call.code()) for call in calls],
@@ -212,10 +212,10 @@ async def ask_another(first, crowd):
     first.send_signal(signal.SIGCONT)
 
 
-async def test_what_does_not_end_is_cut_everywhere():
-    """The grace ends for all processes, and all leave."""
-    async with crowded("--drain-grace", "0.3") as (running, _, crowd):
-        streams = await crowd.begin("wait")
+async def test_the_grace_ends_in_all_processes():
+    """Open calls are aborted and all processes exit."""
+    async with two_processes("--drain-grace", "0.3") as (running, _, clients):
+        streams = await clients.begin("wait")
         others = children(running.process.pid)
         running.process.terminate()
         for stream in streams:
@@ -226,9 +226,9 @@ async def test_what_does_not_end_is_cut_everywhere():
 
 @pytest.mark.parametrize(("first", "second"), [("1", "2"), ("2", "1"), ("2", "2")])
 async def test_a_port_is_shared_within_a_server_only(first, second):
-    """Another server on the same port is an error, however many processes either has."""
+    """A second server on the same port fails, however many processes either has."""
     async with service("--processes", first) as taken:
         address = (await taken.line("ready"))["address"]
         async with service("--processes", second, "--listen", address) as late:
-            assert (await late.line("cannot_listen"))["listen"] == address
+            assert (await late.line("listen_failed"))["listen"] == address
             assert await late.code() == 1

@@ -1,4 +1,4 @@
-"""Conversations: the picture that a message shows, and their protobuf form. Pure functions."""
+"""Conversations: the image that a message shows, and their protobuf form. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 }
 
 
-def picture_of(task: Task, image: ImageInput | None) -> ImageInput | None:
-    """The picture of a call: `image`, or the one that a message of the task shows.
+def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
+    """The image of a call: `image`, or the one that a message of the task shows.
 
     Raises ValueError for several.
     """
     shown = _shown(task)
     if len(shown) + (image is not None) > 1:
-        raise ValueError("one picture in a conversation, given once")
+        raise ValueError("one image in a conversation, given once")
     return shown[0] if shown else image
 
 
-def refuse_pictures(task: Task) -> None:
-    """ValueError for a picture in a message, where the call's picture is that of several tasks."""
+def refuse_images(task: Task) -> None:
+    """ValueError for an image in a message, where the call's image is that of several tasks."""
     if _shown(task):
-        raise ValueError("this call is given its picture beside the tasks, not inside a message")
+        raise ValueError("this call is given its image beside the tasks, not inside a message")
 
 
 def to_messages(messages: Iterable[Message]) -> list[task_pb2.ChatMessage]:
-    """The contract's messages, a picture's place being marked; ValueError for an unknown role."""
+    """The contract's messages, an image's place being marked; ValueError for an unknown role."""
     return [_to_message(message) for message in messages]
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 
-from legato_client._convert.chat import refuse_pictures, to_messages
+from legato_client._convert.chat import refuse_images, to_messages
 from legato_client._values.results import FrameStamp, Point
 from legato_client._values.tasks import (
     CaptionTask,
@@ -140,7 +140,7 @@ def _question(
 
 
 def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
-    """`request` with its options, its frame and its picture, where it has any."""
+    """`request` with its options, its frame and its image, where it has any."""
     _set_options(request.options, options)
     if options.stamp is not None:
         request.stamp.CopyFrom(stamp_message(options.stamp))
@@ -150,8 +150,8 @@ def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) 
 
 
 def shared_task(asked: Task) -> task_pb2.Task:
-    """A Task message of a call whose picture is that of several tasks."""
-    refuse_pictures(asked)
+    """A Task message of a call whose image is that of several tasks."""
+    refuse_images(asked)
     return task_message(asked)
 
 

@@ -238,7 +238,7 @@ def _timings(message: task_pb2.Timings) -> results.Timings:
 
 
 def image_info(message: media_pb2.ImageInfo) -> results.ImageInfo:
-    """The picture as answered about."""
+    """The image as answered about."""
     return results.ImageInfo(message.image_id, message.width, message.height, message.cache_hit)
 
 

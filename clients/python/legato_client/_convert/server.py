@@ -1,4 +1,4 @@
-"""Answers about the server and about held pictures to Python values: pure functions."""
+"""Answers about the server and about held images to Python values: pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A picture cut into the messages of one PutImage call."""
+"""An image cut into the messages of one PutImage call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Upload:
 
     @classmethod
     def of(cls, image: media_pb2.Image, ttl: float | None) -> Upload:
-        """The upload of a picture that has its bytes; TypeError for one that only names them."""
+        """The upload of an image that has its bytes; TypeError for one that only names them."""
         header = image_pb2.PutImageHeader()
         match image.WhichOneof("source"):
             case "encoded":
@@ -32,7 +32,7 @@ class Upload:
                 data = image.raw.data
                 header.layout.CopyFrom(image.raw.layout)
             case source:
-                raise TypeError(f"only a picture's own bytes can be uploaded, got {source}")
+                raise TypeError(f"only an image's own bytes can be uploaded, got {source}")
         header.size_bytes = len(data)
         header.sha256 = hashlib.sha256(data).digest()
         if ttl is not None:

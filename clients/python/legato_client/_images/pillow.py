@@ -1,4 +1,4 @@
-"""Pictures for Pillow: whatever a caller may hold, opened for drawing on it. Needs Pillow."""
+"""Images for Pillow: whatever a caller may hold, opened for drawing on it. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHROMA = [min(255, max(0, round((value - 128) * 255 / 224 + 128))) for value in
 
 
 def open_upright(image: ImageInput) -> Image.Image:
-    """An upright RGB copy; TypeError for a picture whose pixels only the server has."""
+    """An upright RGB copy; TypeError for an image whose pixels only the server has."""
     if isinstance(image, CachedImage | SharedFrame):
         raise TypeError("only the server has the pixels of a cached or shared image")
     if isinstance(image, RawFrame):

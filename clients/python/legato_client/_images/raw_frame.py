@@ -58,7 +58,7 @@ class RawFrame:
     def from_array(cls, array: np.ndarray[Any, Any], format: PixelFormat | None = None) -> RawFrame:
         """A uint8 array of shape (height, width) or (height, width, channels).
 
-        Without `format` one channel is mono8, three are rgb8 and four rgba8. An OpenCV picture is
+        Without `format` one channel is mono8, three are rgb8 and four rgba8. An OpenCV image is
         "bgr8", or "bgra8". "nv12" has the shape (height * 3 / 2, width) and "yuyv" (height, width,
         2). Raises ValueError for another shape or type.
         """
@@ -75,7 +75,7 @@ class RawFrame:
         return cls(whole, width, rows * 2 // 3 if name == "nv12" else rows, name)
 
     def to_image(self) -> media_pb2.Image:
-        """The protobuf picture."""
+        """The protobuf image."""
         image = media_pb2.Image()
         image.raw.layout.CopyFrom(self.layout)
         image.raw.data = self.data if isinstance(self.data, bytes) else bytes(self.view)

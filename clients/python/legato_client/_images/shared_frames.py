@@ -87,7 +87,10 @@ class SharedFrames:
             client.detect(frame, "cup")
 
     The region is this user's alone and leaves with `close`, or with the last reference; a process
-    that is killed leaves it behind. Raises OSError when shared memory has no room for it.
+    that is killed does not remove it.
+
+    Raises:
+        OSError: Shared memory has no room for the region.
     """
 
     def __init__(self, slot_bytes: int, num_slots: int = 4) -> None:

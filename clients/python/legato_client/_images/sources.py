@@ -1,4 +1,4 @@
-"""Pictures in every shape a caller may hold, as protobuf.
+"""Images in every shape a caller may hold, as protobuf.
 
 Pillow and numpy are never imported here: an object of theirs can only be passed by a program that
 imported them.
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachedImage:
-    """A picture the server has seen, by the `image_id` of an earlier answer."""
+    """An image the server has seen, by the `image_id` of an earlier answer."""
 
     image_id: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldImage(CachedImage):
-    """A picture uploaded by `put_image`: its size in pixels, and when the server forgets it.
+    """An image uploaded by `put_image`: its size in pixels, and when the server forgets it.
 
     The server may forget it earlier if its memory runs short.
     """
@@ -50,13 +50,17 @@ ImageInput: TypeAlias = (
 
 
 def to_image(image: ImageInput) -> media_pb2.Image:
-    """The protobuf picture.
+    """Convert an image to protobuf.
 
     A string or path names a file, bytes are a JPEG, PNG or WebP file, an array is uint8 of shape
-    (height, width), (height, width, 3) RGB or (height, width, 4) RGBA, and a Pillow picture is
+    (height, width), (height, width, 3) RGB or (height, width, 4) RGBA, and a Pillow image is
     turned upright by its EXIF orientation and sent losslessly. `RawFrame` is for pixels of other
-    formats, and a `SharedFrame` lies in memory that the server reads itself. Raises OSError for an
-    unreadable file, ValueError for an array of another shape or type, TypeError for anything else.
+    formats, and a `SharedFrame` lies in memory that the server reads itself.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The array has another shape or type.
+        TypeError: `image` is none of these.
     """
     if isinstance(image, CachedImage):
         return media_pb2.Image(image_id=image.image_id)
@@ -66,12 +70,12 @@ def to_image(image: ImageInput) -> media_pb2.Image:
         return _encoded(Path(image).read_bytes())
     if isinstance(image, RawFrame | SharedFrame):
         return image.to_image()
-    array_or_picture: Any = image  # its class is looked up by name, which narrows nothing
+    array_or_image: Any = image  # its class is looked up by name, which narrows nothing
     if _is_instance(image, "numpy", "ndarray"):
-        return RawFrame.from_array(array_or_picture).to_image()
+        return RawFrame.from_array(array_or_image).to_image()
     if _is_instance(image, "PIL.Image", "Image"):
-        return _encoded(_png(array_or_picture))
-    raise TypeError(f"not a picture: {type(image).__name__}")
+        return _encoded(_png(array_or_image))
+    raise TypeError(f"not an image: {type(image).__name__}")
 
 
 def is_ready(image: ImageInput) -> bool:

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from legato.v1 import session_pb2
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._errors import (
     LegatoError,
     from_rpc_error,
@@ -32,17 +32,25 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, session_pb2.SessionResponse
 
 
 class AsyncSession:
-    """Frames in, answers out, over one stream; made by `AsyncClient.session`.
+    """A stream of frames and their results; made by `AsyncClient.session`.
 
-    Send in one task and iterate in another, or in one task if you keep reading: the server lets
-    only so many frames be under way. Reading and writing have tasks of their own here, so that
-    neither side waits for the other, and so that cancelling a caller ends no stream: gRPC ends the
-    call when one of its reads or writes is cancelled.
+        async with client.session([DetectTask("cup")], max_frame_age=0.2) as session:
+            await session.send(frame)
+            async for answer in session:
+                ...
 
-    Iterating ends when the session is finished or closed, and raises what it failed with.
+    Send in one task and iterate in another, or in one task if you keep reading, because the
+    server's credits limit the frames in flight. Reading and writing have tasks of their own, so
+    that cancelling a caller does not end the stream: gRPC ends a call when one of its reads or
+    writes is cancelled.
+
+    Iterating ends when the session is finished or closed.
+
+    Raises:
+        LegatoError: From iterating and sending, once the session has failed.
     """
 
-    def __init__(self, calls: Calls, connection: AsyncTransport, plan: SessionPlan) -> None:
+    def __init__(self, calls: ClientMethods, connection: AsyncTransport, plan: SessionPlan) -> None:
         self._calls = calls
         self._connection = connection
         self._plan = plan
@@ -117,10 +125,10 @@ class AsyncSession:
         self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            picture = await self._calls.picture(image)
+            shown = await self._calls.image_message(image)
             self._state.check_takes_frames()
             sequence, message = self._state.frame(
-                picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                shown, slot, stamp, extra_tasks, skip_standing_tasks, must_run
             )
         except BaseException:
             self._state.release()
@@ -160,7 +168,7 @@ class AsyncSession:
     async def __anext__(self) -> Answer:
         answer = await self._answers.get()
         if answer is None:
-            self._answers.put_nowait(None)  # for whoever asks again
+            self._answers.put_nowait(None)  # so that a further read ends too
             self._state.raise_end()
             raise StopAsyncIteration
         self._state.read(answer)

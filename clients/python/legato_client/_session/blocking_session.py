@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from legato.v1 import session_pb2
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._errors import LegatoError, from_rpc_error
 from legato_client._images.shared_frames import SharedFrame
 from legato_client._images.sources import ImageInput
@@ -27,16 +27,26 @@ from legato_client._values.session import Answer, SessionStats, SessionTerms
 
 
 class Session:
-    """Frames in, answers out, over one stream; made by `Client.session`.
+    """A stream of frames and their results; made by `Client.session`.
 
-    Send from one thread and iterate in another, or in one thread if you keep reading: the server
-    lets only so many frames be under way. A thread of its own reads the stream, another of gRPC's
-    writes it, so that neither side waits for the other.
+        with client.session([DetectTask("cup")], max_frame_age=0.2) as session:
+            session.send(frame)
+            for answer in session:
+                ...
 
-    Iterating ends when the session is finished or closed, and raises what it failed with.
+    Send from one thread and iterate in another, or in one thread if you keep reading, because the
+    server's credits limit the frames in flight. One thread reads the stream and one of gRPC's
+    threads writes it, so that neither direction blocks the other.
+
+    Iterating ends when the session is finished or closed.
+
+    Raises:
+        LegatoError: From iterating and sending, once the session has failed.
     """
 
-    def __init__(self, calls: Calls, connection: BlockingTransport, plan: SessionPlan) -> None:
+    def __init__(
+        self, calls: ClientMethods, connection: BlockingTransport, plan: SessionPlan
+    ) -> None:
         self._calls = calls
         self._connection = connection
         self._plan = plan
@@ -111,11 +121,11 @@ class Session:
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            picture = run(self._calls.picture(image))
+            shown = run(self._calls.image_message(image))
             with self._changed:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(
-                    picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                    shown, slot, stamp, extra_tasks, skip_standing_tasks, must_run
                 )
                 self._requests.put(message)
         except BaseException:
@@ -202,7 +212,7 @@ class Session:
             self._state.check_open()
 
     def _wait(self, end: float | None = None) -> None:
-        """Wait for a message until `end`; whoever waits also sees that the server fell silent."""
+        """Wait for a message until `end`; end the session if the server has fallen silent."""
         patience = self._state.patience
         limits = [] if end is None else [end]
         if patience is not None:

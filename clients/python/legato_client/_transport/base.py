@@ -1,9 +1,9 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
 """The seam between what a call means and how its bytes travel.
 
-`Calls` is written once, as coroutines over this seam. Over asyncio they suspend as any coroutine;
-over a blocking channel each step blocks instead, so a coroutine runs to its end in one go and needs
-no event loop.
+`ClientMethods` is written once, as coroutines over this seam. Over asyncio they suspend as any
+coroutine; over a blocking channel each step blocks instead, so a coroutine completes without an
+event loop.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Transport(Protocol):
         ...
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """Do what reads files or takes milliseconds, where it holds nobody up."""
+        """Run blocking or slow work without blocking the event loop."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait for `seconds`."""
         ...

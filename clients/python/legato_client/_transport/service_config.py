@@ -2,7 +2,7 @@
 
 `service_config.json` is the one source, in gRPC's own form, for clients in any language. gRPC
 retries a stream only while no response has begun, so one policy serves every method: a session's
-first response comes before any frame is sent, and an upload sent twice is one picture.
+first response comes before any frame is sent, and an upload sent twice is one image.
 
 Its health check and `round_robin` are for names that stand for several servers: a server that says
 NOT_SERVING gets no calls while another does. With a single server they would only hide its own

@@ -26,7 +26,7 @@ class Settings:
         return channel.channel_options(self.max_message_bytes, self.target)
 
 
-class Configured:
+class ConfiguredClient:
     """Takes the arguments that both faces share."""
 
     def __init__(

@@ -13,16 +13,16 @@ _LENGTH_DELIMITED = 2
 
 
 def to_bytes(request: Message, file: bytes | None = None) -> bytes:
-    """The request as protobuf, its picture's bytes copied once; `request` is used up.
+    """Serialize a request with one copy of its image's bytes; `request` must not be used again.
 
-    `file` is its picture where that is an encoded file, and is not in the message. protobuf copies
-    a large field several times while it encodes. Here the picture's bytes stand behind all the
-    rest, as a second `image`: whoever parses the two merges them into one.
+    `file` is the image if it is an encoded file that the message lacks. protobuf copies a large
+    field several times while it encodes, so the image's bytes are appended as a second `image`
+    field, which a parser merges into the first.
     """
     if file is not None:
         number = request.DESCRIPTOR.fields_by_name["image"].number
         return _ending_with(file, (*_FIELDS["encoded"], number), request)
-    path, image = _picture_of(request)
+    path, image = _image_of(request)
     source = image.WhichOneof("source") if image is not None else None
     if image is None or source not in _FIELDS:
         return request.SerializeToString()
@@ -33,7 +33,7 @@ def to_bytes(request: Message, file: bytes | None = None) -> bytes:
 
 
 def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
-    """The request, and behind it `data` in the fields of `path`, the innermost first."""
+    """Serialize the request and append `data` in the fields of `path`, the innermost first."""
     tail_size, headers = len(data), b""
     for number in path:
         header = _header(number, tail_size)
@@ -42,8 +42,8 @@ def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
     return b"".join((request.SerializeToString(), headers, data))
 
 
-def _picture_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
-    """The request's picture, and the fields that lead to it, the innermost first."""
+def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
+    """The request's image, and the fields that lead to it, the innermost first."""
     if isinstance(request, session_pb2.SessionRequest):
         path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
         return path, request.frame.image if request.HasField("frame") else None

@@ -58,7 +58,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class TokensDelta:
-    """Tokens that completed no text: values, marks, the ending one; only for those who asked."""
+    """Tokens that completed no text (values, marks, the last one); with `return_tokens` only."""
 
     tokens: tuple[Token, ...]
 

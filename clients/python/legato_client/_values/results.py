@@ -1,6 +1,6 @@
 """What a server answers, as frozen values.
 
-All coordinates are fractions of the displayed picture (after EXIF orientation): 0..1, origin at
+All coordinates are fractions of the displayed image (after EXIF orientation): 0..1, origin at
 the top left, x to the right, y down. `to_pixels(width, height)` turns them into pixels of any size.
 """
 
@@ -13,19 +13,19 @@ from legato_client._values.svg_path import polygons
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point in the picture."""
+    """A point in the image."""
 
     x: float
     y: float
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int]:
-        """Column and row in a picture of that size, rounded."""
+        """Column and row in an image of that size, rounded."""
         return round(self.x * width), round(self.y * height)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned box in the picture."""
+    """An axis-aligned box in the image."""
 
     x_min: float
     y_min: float
@@ -33,7 +33,7 @@ class Box:
     y_max: float
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, right, bottom in a picture of that size, rounded."""
+        """Left, top, right, bottom in an image of that size, rounded."""
         left, top = Point(self.x_min, self.y_min).to_pixels(width, height)
         right, bottom = Point(self.x_max, self.y_max).to_pixels(width, height)
         return left, top, right, bottom
@@ -77,7 +77,7 @@ class Outline:
     coarse: bool = False
 
     def polygons(self) -> tuple[tuple[Point, ...], ...]:
-        """The path's closed rings as points of the whole picture; ValueError when it is no path."""
+        """The path's closed rings as points of the whole image; ValueError when it is no path."""
         width, height = self.box.x_max - self.box.x_min, self.box.y_max - self.box.y_min
         return tuple(
             tuple(Point(self.box.x_min + x * width, self.box.y_min + y * height) for x, y in ring)
@@ -128,7 +128,7 @@ class FrameStamp:
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """The picture as answered about; `image_id` may name it again in `CachedImage`."""
+    """The image as answered about; `image_id` may name it again in `CachedImage`."""
 
     image_id: str
     width: int
@@ -164,8 +164,8 @@ class ResponseInfo:
     """How the answer came about.
 
     `finish_reason` is "stop", "length", "max_objects", "superseded", "cancelled", or
-    "unspecified" for a reason this client does not know. `tokens` are all that were sampled, for
-    those who asked.
+    "unspecified" for a reason this client does not know. `tokens` are all sampled tokens, filled
+    with `Options(return_tokens=True)`.
     """
 
     request_id: str
@@ -190,7 +190,7 @@ class QueryResult:
 
 @dataclass(frozen=True, slots=True)
 class CaptionResult:
-    """A description of the picture."""
+    """A description of the image."""
 
     caption: str
     info: ResponseInfo

@@ -55,7 +55,7 @@ UNKNOWN = ServerInfo("", "", "", 0, 0, Limits(0, 0, 0, 0, 0, 0, 0, 0.0), ())
 
 
 def check_client(info: ServerInfo) -> None:
-    """Raise ClientTooOld where the server has left this client's contract behind."""
+    """Raise ClientTooOld if the server no longer accepts this client's contract revision."""
     if info.minimum_client_revision > CONTRACT_REVISION:
         raise ClientTooOld(
             f"the server needs clients of contract revision {info.minimum_client_revision} or "

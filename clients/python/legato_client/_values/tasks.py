@@ -51,7 +51,7 @@ class Options:
 class Message:
     """One message of a conversation: text, or parts of which strings are text.
 
-    Any other part is a picture: at most one in a conversation, at the beginning of the user's first
+    Any other part is an image: at most one in a conversation, at the beginning of the user's first
     message. "system" comes first or not at all, then "user" and "assistant" take turns.
     """
 
@@ -61,7 +61,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class QueryTask:
-    """Answer a question, or the last one of a conversation, about the picture when there is one."""
+    """Answer a question, or the last one of a conversation, about the image when there is one."""
 
     question: str = ""
     reasoning: bool = False
@@ -73,7 +73,7 @@ class QueryTask:
 
 @dataclass(frozen=True, slots=True)
 class CaptionTask:
-    """Describe the picture."""
+    """Describe the image."""
 
     length: CaptionLength = "normal"
     sampling: Sampling = Sampling()

@@ -1,4 +1,4 @@
-"""`legato demo`: a server, a picture, and every answer as it is made."""
+"""`legato demo`: a server, an image, and every answer as it is made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from legato_client.cli.terminal import Terminal
 def add_command(commands: Any) -> None:
     """Add the command to argparse's sub-parsers."""
     parser = commands.add_parser(
-        "demo", help="start a server, ask it about a picture, draw the answers, stop it"
+        "demo", help="start a server, ask it about an image, draw the answers, stop it"
     )
     parser.add_argument("--output", type=Path, default=Path("demo.png"), metavar="PNG")
     parser.add_argument("--image", type=Path, help="default: the sample of the tiny model")

@@ -36,7 +36,7 @@ from legato_client.load.schedule import ARRIVALS
 
 FLAG = "--serve"  # sets this command apart from the engine's `legato bench`
 SKILLS = ("query", "caption", "detect", "point", "segment")
-_SIDE = 32  # pixels of the grey square that is shown where no picture is given
+_SIDE = 32  # pixels of the grey square that is shown where no image is given
 
 
 def main(words: Sequence[str], terminal: Terminal) -> None:
@@ -102,7 +102,7 @@ def _request(
         return "", session_pb2.SessionRequest(open=opened)
     if isinstance(task, QueryTask):
         return methods.QUERY.path, requests.query(image, task, options)
-    assert image is not None, "every other skill was given a picture"
+    assert image is not None, "every other skill was given an image"
     match task:
         case CaptionTask():
             return methods.CAPTION.path, requests.caption(image, task, options)
@@ -130,7 +130,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
-    """The picture given, a small grey square where one is needed, else none."""
+    """The image given, a small grey square where one is needed, else none."""
     if args.image:
         try:
             return sources.to_image(args.image)
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
     asked = parser.add_argument_group("what is asked, the same each time")
     asked.add_argument("--task", choices=SKILLS, default="query")
-    asked.add_argument("--text", default="What is in the picture?", help="question or object")
+    asked.add_argument("--text", default="What is in the image?", help="question or object")
     asked.add_argument("--image", default="", help="a file; a grey square where one is needed")
     asked.add_argument("--max-tokens", type=arguments.count)
     asked.add_argument("--max-objects", type=arguments.count)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="legato",
-        description="Ask a Legato vision-language server about pictures, or run one.",
+        description="Ask a Legato vision-language server about images, or run one.",
     )
     parser.add_argument("--version", action="version", version=f"legato {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""What the demo asks about its picture."""
+"""What the demo asks about its image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from legato_client.cli.exits import CommandError, ExitCode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """A picture and the questions about it; empty text leaves a part out."""
+    """An image and the questions about it; empty text leaves a part out."""
 
     image: Path
     caption_length: CaptionLength | Literal[""] = "normal"
@@ -50,7 +50,7 @@ class Script:
         )
 
     def read_image(self) -> bytes:
-        """The picture's file. Raises CommandError when it cannot be read."""
+        """The image's file. Raises CommandError when it cannot be read."""
         try:
             return self.image.read_bytes()
         except OSError as error:
@@ -72,7 +72,7 @@ class Script:
 
 
 def script_for(image: Path) -> Script:
-    """The script of any picture: what a `.json` file beside it says, else a caption."""
+    """The script of any image: what a `.json` file beside it says, else a caption."""
     beside = image.with_suffix(".json")
     if not beside.is_file():
         return Script(image)
@@ -91,12 +91,12 @@ def script_for(image: Path) -> Script:
 
 
 def sample_script() -> Script:
-    """The script of the picture that comes with the tiny model."""
+    """The script of the image that comes with the tiny model."""
     try:
         samples = Path(importlib.import_module("legato_tiny").path()) / "samples"
     except ModuleNotFoundError as error:
         raise CommandError(
-            'the sample picture comes with legato-tiny: pip install "legato[engine]", '
-            "or name a picture with --image"
+            'the sample image comes with legato-tiny: pip install "legato[engine]", '
+            "or name an image with --image"
         ) from error
     return script_for(samples / "scene.jpg")

@@ -144,7 +144,7 @@ def _found_nothing(result: Result) -> bool:
 
 
 def box_text(box: Box, image: ImageInfo | None) -> str:
-    """A box in pixels where the picture's size is known, else in fractions."""
+    """A box in pixels where the image's size is known, else in fractions."""
     if image is None:
         return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"
     left, top, right, bottom = box.to_pixels(image.width, image.height)
@@ -152,7 +152,7 @@ def box_text(box: Box, image: ImageInfo | None) -> str:
 
 
 def point_text(point: Point, image: ImageInfo | None) -> str:
-    """A point in pixels where the picture's size is known, else in fractions."""
+    """A point in pixels where the image's size is known, else in fractions."""
     if image is None:
         return f"({point.x:.3f}, {point.y:.3f})"
     x, y = point.to_pixels(image.width, image.height)

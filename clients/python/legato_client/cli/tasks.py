@@ -1,4 +1,4 @@
-"""The commands that ask about a picture: detect, point, segment, caption, query."""
+"""The commands that ask about an image: detect, point, segment, caption, query."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def add_commands(commands: Any) -> None:
     _add_object(point, count=True)
     segment = commands.add_parser("segment", help="outline an object")
     _add_object(segment, count=False)
-    caption = commands.add_parser("caption", help="describe the picture")
+    caption = commands.add_parser("caption", help="describe the image")
     caption.add_argument("image", help="a JPEG, PNG or WebP file, or - for standard input")
     caption.add_argument("--length", choices=("short", "normal", "long"), default="normal")
-    query = commands.add_parser("query", help="answer a question, with or without a picture")
+    query = commands.add_parser("query", help="answer a question, with or without an image")
     query.add_argument("image", nargs="?", help="a file, or - for standard input")
     query.add_argument("question")
     query.add_argument("--reasoning", action="store_true", help="think first, and show it")
@@ -50,11 +50,11 @@ def add_commands(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Ask, show the answer, and save the annotated picture where one is asked for."""
+    """Ask, show the answer, and save the annotated image where one is asked for."""
     if args.stream and terminal.json_output:
         raise CommandError("--stream and --json exclude each other", ExitCode.USAGE)
     if args.output is not None and args.image is None:
-        raise CommandError("--output needs a picture to draw on", ExitCode.USAGE)
+        raise CommandError("--output needs an image to draw on", ExitCode.USAGE)
     image = _read(args.image)
     streaming = terminal.interactive if args.stream is None else args.stream
     printer = show.EventPrinter(terminal)
@@ -111,7 +111,7 @@ def document(command: str, result: Result) -> dict[str, Any]:
 
 
 def save(path: Path, image: bytes, *results: Result) -> None:
-    """Write the annotated picture as a PNG file."""
+    """Write the annotated image as a PNG file."""
     try:
         from legato_client import draw
     except ModuleNotFoundError as error:
@@ -132,9 +132,7 @@ def _add_object(parser: argparse.ArgumentParser, *, count: bool) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, metavar="PNG", help="save the annotated picture here"
-    )
+    parser.add_argument("--output", type=Path, metavar="PNG", help="save the annotated image here")
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,

@@ -1,6 +1,6 @@
-"""Load on a server, open or closed, and what it answered with: `legato bench --serve`.
+"""Open-loop and closed-loop load generation: `legato bench --serve`.
 
 An open loop sends at times fixed beforehand, whatever the server does, and measures from those
-times. A server that stalls is then charged with the wait of everybody who would have come, which a
-caller that waits for one answer before it asks again leaves out (coordinated omission).
+times. A stall then counts against every request that was due during it, which a closed loop leaves
+out (coordinated omission).
 """

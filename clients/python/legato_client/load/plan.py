@@ -15,7 +15,7 @@ class Plan:
 
     `request` is the serialised request of every call: of `path` when it is unary, a
     GenerateRequest, or, of a session, the SessionRequest that opens it. `image` is the serialised
-    picture of a session's frames. `rate` requests a second are due, by `arrivals`; with a rate of 0
+    image of a session's frames. `rate` requests a second are due, by `arrivals`; with a rate of 0
     `in_flight` callers ask again as soon as they are answered. The first `warm_up` of all `seconds`
     are not measured. `sessions` are shared by all senders.
     """

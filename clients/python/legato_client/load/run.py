@@ -1,4 +1,4 @@
-"""A plan carried out by processes of its own, so that asking slows down nobody's asking."""
+"""Runs a plan in sender processes, so that no sender slows another down."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from legato_client.load.calls import Refused, reason_of
 from legato_client.load.plan import Plan
 from legato_client.load.record import Record
 from legato_client.load.sender import send
+from legato_client.load.targets import Refused, reason_of
 
 _READY = 60.0  # seconds a sender may take to start
 _PATIENCE = 30.0  # beyond the plan's own end and its last deadline

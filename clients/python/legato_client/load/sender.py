@@ -9,11 +9,11 @@ import time
 import grpc
 
 from legato_client._transport.channel import MAX_MESSAGE_BYTES
-from legato_client.load.calls import Caller, Refused, make_caller, reason_of
 from legato_client.load.plan import Plan
 from legato_client.load.record import Record
+from legato_client.load.recorder import Meter, Watch
 from legato_client.load.schedule import due_times
-from legato_client.load.watch import Meter, Watch
+from legato_client.load.targets import LoadTarget, Refused, make_target, reason_of
 
 MAX_PENDING = 20_000  # of one sender; what is due beyond them is counted as NOT_SENT
 _CHANNEL = (
@@ -37,23 +37,25 @@ def send(plan: Plan, share: int, start: float) -> Record:
 async def _send(plan: Plan, share: int, start: float) -> Record:
     meter = Meter(start + plan.warm_up, start + plan.seconds)
     async with grpc.aio.insecure_channel(plan.target, options=_CHANNEL) as channel:
-        caller = make_caller(channel, plan, share)
-        await caller.open()
+        target = make_target(channel, plan, share)
+        await target.open()
         try:
             await asyncio.sleep(start - time.monotonic())
             cpu = time.process_time()
             if plan.rate:
-                await _open_loop(plan, share, start, caller, meter)
+                await _open_loop(plan, share, start, target, meter)
             else:
-                await _closed_loop(plan, share, start, caller, meter)
+                await _closed_loop(plan, share, start, target, meter)
             elapsed = time.monotonic() - start
             meter.record.cpu_share = (time.process_time() - cpu) / elapsed
         finally:
-            await caller.close()
+            await target.close()
     return meter.record
 
 
-async def _open_loop(plan: Plan, share: int, start: float, caller: Caller, meter: Meter) -> None:
+async def _open_loop(
+    plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
+) -> None:
     """Send each request when it is due, and measure from then, not from when it was sent."""
     pending: set[asyncio.Task[None]] = set()
     offsets = due_times(
@@ -68,28 +70,30 @@ async def _open_loop(plan: Plan, share: int, start: float, caller: Caller, meter
         if len(pending) >= MAX_PENDING:
             watch.fail("NOT_SENT")
             continue
-        task = asyncio.create_task(_ask(caller, watch))
+        task = asyncio.create_task(_send_one(target, watch))
         pending.add(task)
         task.add_done_callback(pending.discard)
     if pending:
         await asyncio.wait(pending)
 
 
-async def _closed_loop(plan: Plan, share: int, start: float, caller: Caller, meter: Meter) -> None:
+async def _closed_loop(
+    plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
+) -> None:
     """Callers that ask again as soon as they are answered."""
     end = start + plan.seconds
 
     async def caller_loop() -> None:
         while (now := time.monotonic()) < end:
-            await _ask(caller, meter.expect(now))
+            await _send_one(target, meter.expect(now))
 
-    callers = len(range(share, plan.in_flight, plan.senders))
-    await asyncio.gather(*(caller_loop() for _ in range(callers)))
+    loops = len(range(share, plan.in_flight, plan.senders))
+    await asyncio.gather(*(caller_loop() for _ in range(loops)))
 
 
-async def _ask(caller: Caller, watch: Watch) -> None:
+async def _send_one(target: LoadTarget, watch: Watch) -> None:
     try:
-        await caller.ask(watch)
+        await target.send(watch)
     except (grpc.RpcError, Refused) as error:
         watch.fail(reason_of(error))
     else:

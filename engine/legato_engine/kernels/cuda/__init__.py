@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++, compiled at start by NVRTC, which torch's own wheel brings along."""
+"""Kernels in CUDA C++, compiled at start by the NVRTC of torch's wheel."""

@@ -1,7 +1,7 @@
-"""Adapters in a decode step: what B(A x) adds to both maps of a layer's MLP, each token its own.
+"""Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
 Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O a
-map's inputs and outputs, S slots, R ranks of a slot's room, or rows of the token state.
+map's inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
 """
 
 from __future__ import annotations
@@ -13,41 +13,25 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
+from legato_engine.kernels.low_rank import LowRankMap, MlpSlots
 
 _WARPS = 8
 _OUTPUTS = 64  # of a thread block
-_TOKENS = 4  # of a thread block, where there are several
-_LONG_PARTS = 4  # that the inner activations are cut into, a warp each
+_TOKENS = 4  # of a thread block, for batches of several
+_LONG_PARTS = 4  # of the inner activations, one warp each
 _MOST_TURNS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Which slot each row reads, int64, and the slots' own ranks; slot 0 is none."""
+    """The slot of each row (int64), and the slots' own ranks; slot 0 is none."""
 
     slot_R: torch.Tensor
     rank_S: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Map:
-    """A layer's slots for one map, bf16: A [S, R, inputs] and B [S, R, outputs]."""
-
-    a_SRI: torch.Tensor
-    b_SRO: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LayerAdapters:
-    """A layer's slots, and the scale and shift of the norm that its MLP reads."""
-
-    norm: tuple[torch.Tensor, torch.Tensor]
-    first: Map
-    second: Map
-
-
 class LowRank:
-    """The kernels for one model's MLPs, and the memory between them; steps must not overlap."""
+    """The kernels for one model's MLPs, and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
@@ -61,26 +45,26 @@ class LowRank:
         self._outer_BD = torch.zeros(most, dim, device=device)
 
     def inner(
-        self, x_BD: torch.Tensor, weights: LayerAdapters, slots: Slots, row_B: torch.Tensor
+        self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """[B, F] float32: what the first map gives more for the norm of the residual stream."""
-        inputs = x_BD, x_BD.shape[1], *weights.norm, weights.first.a_SRI
+        """The change of the first map, [B, F] float32, for the normed residual stream."""
+        inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_in, weights.first, slots, row_B, self._inner_BF)
+        return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
 
     def outer(
-        self, mixed_BM: torch.Tensor, weights: LayerAdapters, slots: Slots, row_B: torch.Tensor
+        self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """[B, D] float32: the same of the second map; its inputs are the last F of each row."""
-        stride, a_SRF = mixed_BM.shape[1], weights.second.a_SRI
+        """The change of the second map, [B, D] float32; its inputs are the last F of each row."""
+        stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_out, weights.second, slots, row_B, self._outer_BD)
+        return self._expand(self._expand_out, weights.fc2, slots, row_B, self._outer_BD)
 
     def _expand(
         self,
         kernels: Mapping[int, Kernel],
-        weights: Map,
+        weights: LowRankMap,
         slots: Slots,
         row_B: torch.Tensor,
         change: torch.Tensor,
@@ -94,26 +78,28 @@ class LowRank:
 
 
 class _Shrink:
-    """A's kernels. Every warp has a rank and a part of the inputs; how tokens are dealt to thread
-    blocks changes no bits.
+    """The kernels of A x.
+
+    Each warp takes one rank and a part of the inputs. The assignment of tokens to thread blocks
+    does not affect the bits.
     """
 
     def __init__(self, width: int, parts: int, max_rank: int, *, norm: bool) -> None:
         self._max_rank = max_rank
-        self._pairs = _WARPS // parts  # of a rank and a token, in a thread block
+        self._pairs = _WARPS // parts  # (rank, token) pairs of a thread block
         sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm), "PARTS": parts}
         self._kernels = {
-            tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
+            tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
             for tokens in {1, min(_TOKENS, self._pairs)}
         }
 
     def launch(
         self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
     ) -> None:
-        """Enqueue; `inputs` are the kernel's own up to A."""
+        """Enqueue; `inputs` are the kernel's first arguments, up to A."""
         batch = len(row_B)
         tokens = 1 if batch == 1 else max(self._kernels)
-        # As many turns as keep the warps of one wave busy: each saves reading A again.
+        # As many turns as keep one wave of warps busy: each turn reads A once less.
         wave = skinny_gemm.num_processors() * 2 * self._pairs
         turns = min(_MOST_TURNS, max(1, self._max_rank * batch // wave))
         ranks = self._pairs // tokens
@@ -124,10 +110,10 @@ class _Shrink:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """All layers' adapters for one step."""
+    """The adapters of all layers for one step."""
 
     kernels: LowRank
-    layers: Sequence[LayerAdapters]
+    layers: Sequence[MlpSlots]
     slots: Slots
 
     def inner(self, layer: int, x_BD: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
@@ -140,9 +126,8 @@ class StepAdapters:
 
 
 def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:
-    """B's kernels by the tokens of a thread block."""
     sizes = {"RANKS": max_rank, "OUTPUTS": outputs}
     return {
-        tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("expand")
+        tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("expand")
         for tokens in (1, _TOKENS)
     }

@@ -1,7 +1,7 @@
 """Attention of a step's tokens to paged keys and values, as one kernel.
 
-Successive tokens of one row form groups that read their keys and values once. A token's result has
-the same bits alone, in any group and in any batch.
+Consecutive tokens of one row form groups that read their keys and values once. A token's bits are
+the same alone, in any group and in any batch.
 
 Keys and values are bf16, or e4m3 in units of scales.
 
@@ -22,27 +22,28 @@ HEAD_DIM = 64
 GROUP = 8
 """The most tokens of a group."""
 TILE = 16
-"""Positions of a product; a page holds a multiple."""
+"""Positions of a tensor core product; a page holds a multiple."""
 MAX_CONTEXT = 32768
-"""Positions at most, of those that were tried."""
+"""The most positions that have been tested."""
 SPLITS = (1, 2, 4)
-"""Thread blocks per head of a group that the kernel is compiled for."""
+"""Numbers of thread blocks per head of a group that the kernel is compiled for."""
 
 _WARPS = {1: 16, 2: 8, 4: 8}
 """Warps of a thread block, by splits."""
 _STAGE = 2 * TILE * HEAD_DIM * 2 + 8
-"""Keys and values of a step, which are a tile of bf16 or two of e4m3, and a barrier."""
+"""Bytes of a step's keys and values (one tile of bf16, two of e4m3) and a barrier."""
 
-_PART = (HEAD_DIM + 4) * 4  # what a token's softmax over some positions leaves
+_PART = (HEAD_DIM + 4) * 4  # bytes of a token's softmax over some positions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where B tokens stand, int64: their rows of `table_RM`, their positions, and `fresh_B`: the
-    first position of each token's sequence that this very step writes. What writes only behind its
-    own position is padding: its output is zeros.
+class StepPositions:
+    """Positions of B tokens, int64: their rows of `table_RM`, their positions, and `fresh_B`.
 
-    `num_groups` is how many groups a launch is laid out for; only its speed depends on that.
+    `fresh_B` is the first position of the token's sequence that this step writes. A `fresh_B`
+    beyond the token's own position marks padding, whose output is zeros.
+
+    A launch is laid out for `num_groups` groups, which affects only its speed.
     """
 
     row_B: torch.Tensor
@@ -54,10 +55,7 @@ class Places:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What the kernel is compiled for; `out_stride` is F.
-
-    `kv_bytes` of a key's or value's element: 2 (bf16) or 1 (e4m3).
-    """
+    """Constants of the kernel; `out_stride` is F, `kv_bytes` 2 (bf16) or 1 (e4m3)."""
 
     num_heads: int
     page_size: int
@@ -67,10 +65,10 @@ class AttentionSizes:
 
 
 class Attention:
-    """The kernel, for each number of thread blocks that may share a head of a group."""
+    """The kernel, compiled for each number of thread blocks per head of a group."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
-        """Rings of so many steps per warp, `split_stages` where a cluster shares a head."""
+        """`stages` is the ring's depth in steps per warp, `split_stages` that of a cluster."""
         self._sizes = sizes
         self._stages = {splits: stages if splits == 1 else split_stages for splits in SPLITS}
         self._kernels = {splits: self._kernel(splits) for splits in SPLITS}
@@ -80,19 +78,19 @@ class Attention:
         q_BD: torch.Tensor,
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
-        places: Places,
+        positions: StepPositions,
         out_BF: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
         """Fill the first D columns of the tokens' outputs.
 
-        At most 32 tokens, as many as `places` has. Reads `places` ahead of the kernel in front.
-        `scale_2` (float32): the units of keys and of values of e4m3.
+        At most 32 tokens. `positions` is read before the preceding kernel has ended. `scale_2`
+        (float32): the units of keys and of values in e4m3.
         """
-        batch, heads = places.row_B.shape[0], self._sizes.num_heads
-        groups = min(batch, places.num_groups)
+        batch, heads = positions.row_B.shape[0], self._sizes.num_heads
+        groups = min(batch, positions.num_groups)
         splits = splits_for(groups * heads)
-        # The kernel behind this one begins when all thread blocks have: none is to spare.
+        # The next kernel begins once all thread blocks run, so there are no more than needed.
         grid = heads * groups if splits > 1 else skinny_gemm.even_grid(heads * batch)
         stages = self._stages[splits]
         self._kernels[splits].launch(
@@ -100,7 +98,7 @@ class Attention:
             32 * _WARPS[splits],
             (
                 *(q_BD, k_NHSE, v_NHSE, scale_2),
-                *(places.row_B, places.position_B, places.fresh_B, places.table_RM),
+                *(positions.row_B, positions.position_B, positions.fresh_B, positions.table_RM),
                 *(out_BF, batch, stages),
             ),
             shared=shared_bytes(splits, stages, batch),
@@ -109,26 +107,26 @@ class Attention:
         )
 
     def _kernel(self, splits: int) -> Kernel:
-        module = Module("attend.cu", attend_defines(self._sizes, splits))
+        module = Module("paged_attention.cu", attend_defines(self._sizes, splits))
         return module.kernel("attend", shared=shared_bytes(splits, self._stages[splits], GROUP))
 
 
 def splits_for(pairs: int) -> int:
-    """Thread blocks per head of a group, of so many in all: as many as find room at once."""
+    """Thread blocks per head of a group that fit the GPU at once, for `pairs` of head and group."""
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:
     """Dynamic shared memory of a launch with rings of `stages` steps per warp.
 
-    What the warps compute lies beside the rings, twice; with splits it lies in them.
+    The warps' results have memory of their own, twice; with splits they reuse the rings.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
     return _WARPS[splits] * (stages * _STAGE + parts)
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
-    """Constants of `attend.cu` where `splits` thread blocks share a head of a group."""
+    """Constants of `paged_attention.cu` for `splits` thread blocks per head of a group."""
     return {
         "DIM": sizes.num_heads * HEAD_DIM,
         "MIXED": sizes.out_stride,

@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code, once per machine: NVRTC, and a cache of what it made."""
+"""CUDA C++ to machine code by NVRTC, cached on disk."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ from legato_engine.errors import InternalError
 _SOURCES = "sources"
 
 
-def compile_source(name: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code of `sources/<name>` for an `arch` such as sm_90, from the cache if it is there.
+def compile_source(
+    name: str, defines: Mapping[str, int], arch: str, *, folder: pathlib.Path | None = None
+) -> bytes:
+    """Compile the file `name` for an `arch` such as sm_90, or read its machine code from the cache.
 
-    `#include "x"` finds the other files in `sources`; there are no system headers. Raises
-    `InternalError` with the compiler's log.
+    The file is in `folder`, by default in `sources`. `#include "x"` finds headers in `sources`
+    only; there are no system headers.
+
+    Raises:
+        InternalError: the source does not compile; the text has the compiler's log.
     """
+    text = sources()[name] if folder is None else (folder / name).read_text()
     options = _options(defines, arch)
-    path = cache_folder() / f"{_key(name, options)}.cubin"
+    path = cache_folder() / f"{_key(name, text, options)}.cubin"
     if path.is_file():
         return path.read_bytes()
-    code = _compile(name, options)
+    code = _compile(name, text, options)
     _store(path, code)
     return code
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled kernels are kept: `LEGATO_KERNEL_CACHE`, else below the user's cache."""
+    """The folder of compiled kernels: `LEGATO_KERNEL_CACHE`, else in the user's cache folder."""
     if folder := os.environ.get("LEGATO_KERNEL_CACHE"):
         return pathlib.Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -56,26 +62,25 @@ def sources() -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.iterdir() if file.is_file()}
 
 
-def _key(name: str, options: tuple[str, ...]) -> str:
+def _key(name: str, text: str, options: tuple[str, ...]) -> str:
     from cuda.bindings import nvrtc
 
-    digest = hashlib.sha256(repr((nvrtc.nvrtcVersion(), name, options)).encode())
+    digest = hashlib.sha256(repr((nvrtc.nvrtcVersion(), name, text, options)).encode())
     for file, text in sorted(sources().items()):
         digest.update(f"{file}\0{text}\0".encode())
     return digest.hexdigest()[:32]
 
 
-def _compile(name: str, options: tuple[str, ...]) -> bytes:
+def _compile(name: str, text: str, options: tuple[str, ...]) -> bytes:
     from cuda.bindings import nvrtc
 
-    texts = sources()
-    headers = {file: text for file, text in texts.items() if file.endswith(".cuh")}
+    headers = {file: header for file, header in sources().items() if file.endswith(".cuh")}
     program = _checked(
         nvrtc.nvrtcCreateProgram(
-            texts[name].encode(),
+            text.encode(),
             name.encode(),
             len(headers),
-            [text.encode() for text in headers.values()],
+            [header.encode() for header in headers.values()],
             [file.encode() for file in headers],
         )
     )
@@ -101,7 +106,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 def _store(path: pathlib.Path, code: bytes) -> None:
-    """The file appears complete or not at all; a cache that cannot be written is no failure."""
+    """Write atomically; an unwritable cache is not an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,7 +1,7 @@
-"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer, or two.
+"""A decode step of a decoder with parallel attention and MLP: two or three kernels a layer.
 
-The kernels read weights packed for them (`packing`). A token's results have the same bits whatever
-batch it is in: sums run in an order that depends on the sizes alone.
+The kernels read packed weights (`packing`). A token's bits are the same in every batch, because
+sums run in an order that depends on the sizes only.
 
 Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows of
 the page table, M pages per row, N pages, S positions per page, P positions.
@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     TILE,
     Attention,
-    Places,
+    StepPositions,
 )
 from legato_engine.kernels.cuda.decoder_sizes import (
     DecoderSizes,
@@ -36,7 +36,7 @@ from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 MAX_TOKENS = 32
-"""Tokens that one pass of the weights serves."""
+"""The most tokens of one pass over the weights."""
 
 _ROTARY_DIM = 32
 _MIN_CAPABILITY = (9, 0)
@@ -44,18 +44,17 @@ _MIN_CAPABILITY = (9, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stages:
-    """How deep the rings in shared memory are, by tiles of 8 tokens.
+    """Depths of the rings in shared memory, by tiles of 8 tokens; `attend` counts per warp.
 
-    At Moondream 2's sizes each kernel takes more than half of a processor's shared memory, so that
-    none runs twice on one processor while another has nothing to do; narrower models have fewer
-    thread blocks than there are processors. `attend` counts per warp.
+    At Moondream 2's sizes each kernel takes more than half of a multiprocessor's shared memory, so
+    that thread blocks spread over all of them.
     """
 
     layer_in: Mapping[int, int]
     layer_out: Mapping[int, int]
     head: Mapping[int, int]
     attend: int
-    attend_split: int  # where a cluster shares a head, and has little to read
+    attend_split: int  # for a cluster that shares a head and has little to read
 
 
 DEFAULT_STAGES = Stages(
@@ -78,7 +77,7 @@ class Part(enum.Enum):
 
 
 def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these kernels can run this decoder there; otherwise torch's own operations must."""
+    """Whether the kernels can run this decoder on the device."""
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return False
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -95,11 +94,9 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
 
 
 class _Kernels:
-    """The kernels of one form."""
-
     def __init__(self, sizes: DecoderSizes, form: Form, stages: Stages) -> None:
         self.form, tiles = form, form.tiles
-        module = Module("decode.cu", decode_defines(sizes, form))
+        module = Module("layer_maps.cu", decode_defines(sizes, form))
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
         most = 8 * tiles
@@ -110,7 +107,7 @@ class _Kernels:
 
 
 class Decoder:
-    """The kernels, and the scratch memory between them; steps share it and must not overlap."""
+    """The kernels and their scratch memory; steps share it and must not overlap."""
 
     parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
 
@@ -119,18 +116,18 @@ class Decoder:
         sizes: DecoderSizes,
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
-        between: LayerBoundary | None = None,
+        boundary: LayerBoundary | None = None,
     ) -> None:
-        """`between` runs the layers of batches that it takes."""
+        """`boundary` runs the layers of the batches that it takes."""
         self._sizes = sizes
-        self._between = between
+        self._boundary = boundary
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
         self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = skinny_gemm.even_grid(
             (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.CLUSTER
         )
         self._head = Head(sizes.dim, sizes.vocab_size, stages.head)
-        # What the kernels of a layer leave each other; those in front of `attend` may be others.
+        # Results between a layer's kernels; other decoders fill them too.
         self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
         self.mixed_BF = torch.zeros(
             MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
@@ -140,35 +137,35 @@ class Decoder:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[LayerWeights],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """Run all layers on `x_BD` in place; writes the tokens' keys and values into their pages.
+        """Run all layers on `x_BD` in place; writes the tokens' keys and values to their pages.
 
         `angles`: cosines and sines [P, 16] float32. At most `MAX_TOKENS` tokens. Fewer `parts` are
-        for measuring: what they compute means nothing.
+        for measuring: their results mean nothing.
         """
-        between, whole = self._between, adapters is None and set(self.parts) <= set(parts)
-        if between is not None and whole and between.takes(x_BD.shape[0]):
+        boundary, whole = self._boundary, adapters is None and set(self.parts) <= set(parts)
+        if boundary is not None and whole and boundary.takes(x_BD.shape[0]):
             cache = k_LNHSE, v_LNHSE
             scratch = self.q_BD, self.mixed_BF
-            between.run(x_BD, layers, places, *cache, angles, self._attention, *scratch)
+            boundary.run(x_BD, layers, positions, *cache, angles, self._attention, *scratch)
             return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
             inner_BF = outer_BD = None
             if adapters is not None:
-                inner_BF = adapters.inner(layer, x_BD, places.row_B)
+                inner_BF = adapters.inner(layer, x_BD, positions.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights, places, keys, values, angles, inner_BF)
+                self._layer_in(x_BD, weights, positions, keys, values, angles, inner_BF)
             if Part.ATTEND in parts:
-                self.attend(places, keys, values)
+                self.attend(positions, keys, values)
             if adapters is not None:
-                outer_BD = adapters.outer(layer, self.mixed_BF, places.row_B)
+                outer_BD = adapters.outer(layer, self.mixed_BF, positions.row_B)
             if Part.LAYER_OUT in parts:
                 self.layer_out(x_BD, weights, outer_BD)
 
@@ -180,7 +177,7 @@ class Decoder:
         self,
         x_BD: torch.Tensor,
         weights: LayerWeights,
-        places: Places,
+        positions: StepPositions,
         keys: torch.Tensor,
         values: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -193,7 +190,7 @@ class Decoder:
             skinny_gemm.THREADS,
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
-                *(*angles, places.row_B, places.position_B, places.table_RM),
+                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
                 *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
             cluster=kernels.form.x_cluster,
@@ -203,18 +200,18 @@ class Decoder:
 
     def attend(
         self,
-        places: Places,
+        positions: StepPositions,
         keys: torch.Tensor,
         values: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """The heads' output into `mixed_BF`, of `q_BD` and one layer's keys and values."""
-        self._attention.launch(self.q_BD, keys, values, places, self.mixed_BF, scale_2)
+        """Write the heads' output to `mixed_BF`, from `q_BD` and one layer's keys and values."""
+        self._attention.launch(self.q_BD, keys, values, positions, self.mixed_BF, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
     ) -> None:
-        """Add the map of `mixed_BF`: heads and inner activations; and what adapters change."""
+        """Add the map of `mixed_BF` (heads and inner activations) and the adapters' change to x."""
         batch, sizes = x_BD.shape[0], self._sizes
         kernels = self._kernels[decode_form(self._sizes, batch)]
         stages = kernels.out_stages
@@ -232,12 +229,12 @@ class Decoder:
 
 
 def decode_forms(sizes: DecoderSizes) -> list[Form]:
-    """All that there are."""
+    """All forms that batches of this decoder use."""
     return sorted({decode_form(sizes, batch) for batch in range(1, MAX_TOKENS + 1)})
 
 
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
-    """Constants of `decode.cu`."""
+    """Constants of `layer_maps.cu`."""
     return {
         **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,

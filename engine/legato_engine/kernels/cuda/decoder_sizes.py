@@ -1,4 +1,4 @@
-"""What a decoder's kernels are compiled for, and a layer's weights as they take them.
+"""A decoder's sizes and packed weights, as the kernels of a step need them.
 
 Shape legend: D width, F inner width, H heads.
 """
@@ -16,10 +16,7 @@ from legato_engine.kernels.cuda.attention import AttentionSizes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """What the kernels are compiled for.
-
-    `kv_bytes` of a key's or value's element: 2 (bf16), or 1 (e4m3, where others write them).
-    """
+    """Constants of the kernels; `kv_bytes` per element of keys and values: 2 (bf16) or 1 (e4m3)."""
 
     dim: int
     ff_dim: int
@@ -32,12 +29,12 @@ class DecoderSizes:
 
     @property
     def mixed_dim(self) -> int:
-        """The inputs of a layer's output map: the heads, then the inner activations."""
+        """Inputs of a layer's output map: the heads, then the inner activations."""
         return self.dim + self.ff_dim
 
     @property
     def attention(self) -> AttentionSizes:
-        """What the attention kernel needs of them; it writes the first of those inputs."""
+        """Constants of the attention kernel, which writes the first of those inputs."""
         return AttentionSizes(
             num_heads=self.num_heads,
             page_size=self.page_size,
@@ -54,7 +51,7 @@ class DecoderSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; bf16 but `folded_in`. The maps are packed, the norm is folded into the first."""
+    """One layer, bf16 but `folded_in`; maps are packed, and the norm is folded into the first."""
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
@@ -64,9 +61,10 @@ class LayerWeights:
 
 
 class Form(NamedTuple):
-    """What kernels are compiled for beside the sizes.
+    """What else the kernels are compiled for: tiles, and cluster sizes.
 
-    The tiles, and how many thread blocks read the inputs of `layer_out` and of `layer_in` once.
+    Thread blocks of a cluster read the inputs of `layer_out` (`cluster`) or `layer_in`
+    (`x_cluster`) once.
     """
 
     tiles: int
@@ -75,13 +73,13 @@ class Form(NamedTuple):
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
-    """The kernels that serve a batch."""
+    """The form of the kernels that serve a batch."""
     shared = skinny_gemm.cluster(batch)
     return Form(skinny_gemm.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
-    """Constants of `layer.cuh`, and into how many parts `layer_out` cuts its inputs."""
+    """Constants of `layer_maps.cuh`, and the parts of `layer_out`'s inputs."""
     return {
         "DIM": sizes.dim,
         "FF": sizes.ff_dim,

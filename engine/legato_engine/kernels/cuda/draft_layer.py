@@ -1,38 +1,31 @@
-"""A draft of one layer behind the model's last as five kernels a token, in place of torch's forty.
+"""A one-layer draft as five kernels a token.
 
-Shape legend: R rows of the state, K proposed tokens, D width, F inner width, V vocabulary, H heads,
-N pages, S positions per page, E head dim (64), P positions.
+Shape legend: R rows of the state, K draft tokens, D width, F inner width, V vocabulary, H heads, N
+pages, S positions per page, E head dim (64), P positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
 from legato_engine.kernels.cuda.module import Module
+from legato_engine.kernels.parameters import Affine
 from legato_engine.speculative.proposer import RowHistory
 
-SOURCE = "draft.cu"
+SOURCE = "draft_layer.cu"
 _ROWS, _WARPS, _READERS = 4, 8, 32
 _HEAD_DIM = 64
 _MIN_CAPABILITY = (9, 0)
 
 WIDEST = 3072
-"""Inputs of the next stream, D + F: four rows of them lie in shared memory, as float32."""
-
-
-class Affine(NamedTuple):
-    """A map [out, in] or a norm [D], and its bias; bf16."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
+"""The most inputs of the next stream, D + F: four rows of them fit shared memory as float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """The layer's own, and of the model its words [V, D], its last norm and its head."""
+    """The layer's own weights, and the model's embeddings [V, D], last norm and head."""
 
     ln_state: Affine
     ln_token: Affine
@@ -49,7 +42,7 @@ class DraftWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """What the kernels are compiled for; `max_pages` is of a row of the page table."""
+    """Constants of the kernels; `max_pages` is the pages of a page table's row."""
 
     dim: int
     inner: int
@@ -76,7 +69,7 @@ class DraftSizes:
 def supported(
     sizes: DraftSizes, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    """Whether the kernels run a draft of these sizes there, over a cache of that dtype."""
+    """Whether the kernels run a draft of these sizes on the device, over a cache of that dtype."""
     if device.type != "cuda" or {dtype, kv_dtype} != {torch.bfloat16}:
         return False
     fits = sizes.dim == sizes.num_heads * _HEAD_DIM and sizes.dim + sizes.inner <= WIDEST
@@ -85,9 +78,9 @@ def supported(
 
 
 class DraftLayerKernels:
-    """A `speculative.proposer.Proposer`; the likeliest token each time, all rows.
+    """A `Proposer` of the likeliest tokens, for all rows.
 
-    What is in flight lies in buffers of its own, so that one proposes at a time.
+    Results between kernels are in buffers of its own, so only one call may run at a time.
     """
 
     def __init__(
@@ -97,8 +90,8 @@ class DraftLayerKernels:
         kv: tuple[torch.Tensor, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`kv` are the keys and values [N, H, S, E] that it reads, in bf16, and `angles` cosines
-        and sines.
+        """`kv` are the keys and values [N, H, S, E] that it reads, bf16; `angles` cosines and
+        sines.
         """
         assert all(each.is_contiguous() for each in (*kv, *angles)), "read as they are declared"
         module = Module(SOURCE, sizes.defines)
@@ -112,9 +105,9 @@ class DraftLayerKernels:
         self._buffers: _Buffers | None = None
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
+        """See `Proposer`."""
         rows = history.tokens_RC.shape[0]
-        if self._buffers is None or len(self._buffers.said_R) != rows:
+        if self._buffers is None or len(self._buffers.token_R) != rows:
             self._buffers = _Buffers(self._sizes, rows, draft_RK.device)
         for step in range(draft_RK.shape[1]):
             self._token(self._buffers, history, draft_RK, step)
@@ -127,13 +120,13 @@ class DraftLayerKernels:
         newest_R, pages_RM = history.position_R, history.page_table_RM
         by_rows, threads = -(-rows // _ROWS), 32 * _WARPS
         stream, pre, queries = buffers.stream_RD, buffers.pre_RD, buffers.query_RD
-        inner, seen, said = buffers.inner_RF, buffers.seen_RD, buffers.said_R
+        inner, seen, token = buffers.inner_RF, buffers.seen_RD, buffers.token_R
         assert pages_RM.shape[1] == sizes.max_pages, f"a table of {pages_RM.shape[1]} pages"
         self._join.launch(
             (sizes.dim // _WARPS, by_rows, 1),
             threads,
             [
-                *(history.hidden_RD, history.tokens_RC, newest_R, said, weights.words_VD),
+                *(history.hidden_RD, history.tokens_RC, newest_R, token, weights.words_VD),
                 *(*weights.ln_state, *weights.ln_token, *weights.join),
                 *(stream, pre, rows, context, int(step == 0)),
             ],
@@ -163,7 +156,7 @@ class DraftLayerKernels:
             threads,
             [
                 *(stream, *weights.post_ln, *weights.head),
-                *(buffers.best_R, buffers.done_G, said, draft_RK),
+                *(buffers.best_R, buffers.done_G, token, draft_RK),
                 *(rows, draft_RK.stride(0), step),
             ],
             overlap=True,
@@ -171,7 +164,7 @@ class DraftLayerKernels:
 
 
 class _Buffers:
-    """From one kernel to the next; float32 but for `said_R` (int64) and the counts."""
+    """Results between kernels; float32 but for `token_R` (int64) and the counts."""
 
     def __init__(self, sizes: DraftSizes, rows: int, device: torch.device) -> None:
         def values(width: int) -> torch.Tensor:
@@ -180,6 +173,6 @@ class _Buffers:
         self.stream_RD, self.pre_RD = values(sizes.dim), values(sizes.dim)
         self.query_RD, self.seen_RD = values(sizes.dim), values(sizes.dim)
         self.inner_RF = values(sizes.inner)
-        self.said_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.token_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.best_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done_G = torch.zeros(-(-rows // _ROWS), dtype=torch.int32, device=device)

@@ -1,7 +1,6 @@
-"""Speculation around a forward on the current GPU: one launch each, in place of torch's many.
+"""Speculation around a forward on the current GPU, one launch for each operation.
 
-Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width,
-N known sequences.
+Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ import torch
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.speculative.proposer import RowHistory
 
-SOURCE = "drafting.cu"
-LOOKUP_SOURCE = "lookup.cu"
-REPLAY_SOURCE = "replay.cu"
+SOURCE = "draft_tokens.cu"
+LOOKUP_SOURCE = "ngram_lookup.cu"
 _THREADS = 128
 _LOOKUP_THREADS = 256
-_REPLAY_THREADS = 1024
 _VECTOR_BYTES = 16
 
 
 class DraftTensors(Protocol):
-    """What the device remembers of every row that drafts; all int64 but the residual streams."""
+    """Per-row draft state on the device; all int64 but the residual streams."""
 
     tokens_RC: torch.Tensor
     position_R: torch.Tensor
@@ -35,7 +32,7 @@ class DraftTensors(Protocol):
 
 
 class DraftKernels:
-    """See `runtime.drafts.Drafts`, whose operations these are. Can be captured."""
+    """The operations of `runtime.draft_state.DraftState`. Can be captured."""
 
     def __init__(self, max_block: int, vocab_size: int) -> None:
         module = Module(SOURCE, {"BLOCK": max_block, "VOCAB": vocab_size})
@@ -44,7 +41,7 @@ class DraftKernels:
 
     def place(self, state: DraftTensors, staged: Mapping[str, torch.Tensor], batch: int) -> None:
         """Give each staged lane its token and position; `staged` is a slot's, int64."""
-        fed = ("row", "lane", "source", "token", "position", "fresh")
+        fed = ("row", "draft_index", "source", "token", "position", "fresh")
         names = (*fed, "sample_row", "sample_position")
         self._place.launch(
             (-(-batch // _THREADS), 1, 1),
@@ -66,14 +63,19 @@ class DraftKernels:
         outputs: Mapping[str, torch.Tensor],
         batch: int,
     ) -> None:
-        """Accept what was proposed and sampled alike; a row's bytes of D are a multiple of 16."""
+        """Accept draft tokens that were sampled too; a row of D has a multiple of 16 bytes."""
         width = hidden_BD.shape[1] * hidden_BD.element_size()
         assert width % _VECTOR_BYTES == 0, f"rows of {width} bytes"
         self._settle.launch(
             (batch, 1, 1),
             _THREADS,
             [
-                *(state.draft_RK, staged["sample_row"], staged["lane"], staged["sample_position"]),
+                *(
+                    state.draft_RK,
+                    staged["sample_row"],
+                    staged["draft_index"],
+                    staged["sample_position"],
+                ),
                 *(sampled_B, hidden_BD, state.tokens_RC, state.position_R, token_R),
                 *(state.hidden_RD, outputs["count"], outputs["proposed"]),
                 *(batch, state.tokens_RC.shape[1], width // _VECTOR_BYTES, state.scratch_row),
@@ -82,14 +84,14 @@ class DraftKernels:
 
 
 class LookupKernel:
-    """A `speculative.proposer.Proposer`, the one of `speculative.lookup` in a launch."""
+    """A `LookupProposer` in one launch."""
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
         self._lengths = (shortest, longest)
         self._lookup = Module(LOOKUP_SOURCE, {}).kernel("lookup")
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
+        """See `Proposer`."""
         rows, context = history.tokens_RC.shape
         self._lookup.launch(
             (rows, 1, 1),
@@ -97,28 +99,5 @@ class LookupKernel:
             [
                 *(history.tokens_RC, history.position_R, draft_RK),
                 *(context, draft_RK.stride(0), draft_RK.shape[1], *self._lengths),
-            ],
-        )
-
-
-class ReplayKernel:
-    """A `speculative.proposer.Proposer`, the one of `speculative.replay` in a launch."""
-
-    def __init__(self, known_NC: torch.Tensor, said_NC: torch.Tensor) -> None:
-        """Its tables, which may change."""
-        assert known_NC.is_contiguous(), "a sequence of the table is a row"
-        assert said_NC.is_contiguous(), "a sequence of the table is a row"
-        self._tables = (known_NC, said_NC)
-        self._replay = Module(REPLAY_SOURCE, {}).kernel("replay")
-
-    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
-        (rows, context), (known, length) = history.tokens_RC.shape, self._tables[0].shape
-        self._replay.launch(
-            (rows, 1, 1),
-            _REPLAY_THREADS,
-            [
-                *(history.tokens_RC, history.position_R, *self._tables, draft_RK),
-                *(context, length, known, draft_RK.stride(0), draft_RK.shape[1]),
             ],
         )

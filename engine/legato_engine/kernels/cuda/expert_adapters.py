@@ -1,6 +1,6 @@
-"""Adapters of experts in a decode step: what B(A x) adds to both of their maps, each token its own.
+"""Low-rank adapters of a decode step's experts: B(A x) of each token's own slot.
 
-Shape legend: as in `gained`; S slots, Q ranks of a slot's room for one expert, O a map's outputs.
+Shape legend: as in `tau_decoder`; S slots, Q ranks of a slot for one expert, O a map's outputs.
 """
 
 from __future__ import annotations
@@ -15,39 +15,31 @@ from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes
-from legato_engine.kernels.low_rank import ExpertMap
+from legato_engine.kernels.low_rank import ExpertMap, ExpertSlots
 
 _OUTPUTS = 64  # of a thread block of `expert_expand`
-_TOKENS = 16  # that it has beside each other, if there are so many
-_WAVE = 3  # thread blocks of `expert_shrink` that a multiprocessor runs at once
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ExpertSlots:
-    """One layer's slots, for both maps of its experts, bf16."""
-
-    first: ExpertMap
-    second: ExpertMap
+_TOKENS = 16  # thread blocks of `expert_expand` along the tokens, at most
+_WAVE = 3  # concurrent thread blocks of `expert_shrink` on a multiprocessor
 
 
 class ExpertLowRank:
-    """The kernels for one model's experts, and the memory between them; steps must not overlap."""
+    """The kernels for one model's experts, and their scratch memory; steps must not overlap."""
 
-    def __init__(self, dim: int, experts: ExpertSizes, room: int, device: torch.device) -> None:
-        """`room`: ranks that a slot has for each expert."""
+    def __init__(self, dim: int, experts: ExpertSizes, capacity: int, device: torch.device) -> None:
+        """`capacity`: ranks that a slot has for each expert."""
         outputs = 2 * experts.inner_dim
         self._shrinks, self._expands = {}, {}
         for first, inputs, made in ((True, dim, outputs), (False, experts.inner_dim, dim)):
-            sizes = expert_adapter_defines(experts, room, first=first)
-            shrink = Module("expert_adapter.cu", {**sizes, "WIDTH": inputs})
-            expand = Module("expert_adapter.cu", {**sizes, "OUTPUTS": made})
+            sizes = expert_adapter_defines(experts, capacity, first=first)
+            shrink = Module("expert_adapters.cu", {**sizes, "WIDTH": inputs})
+            expand = Module("expert_adapters.cu", {**sizes, "OUTPUTS": made})
             self._shrinks[first] = shrink.kernel("expert_shrink")
             self._expands[first] = expand.kernel("expert_expand")
-        self._threads, self._room = 32 * experts.num_active, room
+        self._threads, self._room = 32 * experts.num_active, capacity
         pairs = MAX_TOKENS, experts.num_active
-        self._low_BKQ = torch.zeros(*pairs, room, device=device)
+        self._low_BKQ = torch.zeros(*pairs, capacity, device=device)
         self.first_BKO = torch.zeros(*pairs, outputs, device=device)
-        """What the last `expand` of the first map left, likewise of the second."""
+        """The last change of the first map; `second_BD` that of the second."""
         self.second_BD = torch.zeros(MAX_TOKENS, dim, device=device)
 
     def shrink(
@@ -59,8 +51,8 @@ class ExpertLowRank:
         expert_BK: torch.Tensor,
         row_B: torch.Tensor,
     ) -> None:
-        """A x. With `logits_BX` of the tokens' x [B, D], which chooses the experts; else of the
-        pairs' [B, K, I].
+        """Compute A x: of tokens [B, D], whose `logits_BX` choose the experts, or of pairs [B, K,
+        I].
         """
         batch = len(row_B)
         wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
@@ -82,7 +74,7 @@ class ExpertLowRank:
         expert_BK: torch.Tensor,
         row_B: torch.Tensor,
     ) -> None:
-        """B of that: of each pair, or with `share_BK` the sum of a token's."""
+        """Compute B of that, for each pair, or summed over a token's pairs by `share_BK`."""
         out, batch = self.first_BKO if share_BK is None else self.second_BD, len(row_B)
         self._expands[share_BK is None].launch(
             (out.shape[-1] // _OUTPUTS, min(batch, _TOKENS), 1),
@@ -97,7 +89,7 @@ class ExpertLowRank:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerChanges:
-    """What adapters change of one layer's experts in one step: four kernels, in this order."""
+    """The adapters' changes to one layer's experts in one step: four kernels, in this order."""
 
     kernels: ExpertLowRank
     weights: ExpertSlots
@@ -106,52 +98,52 @@ class LayerChanges:
     row_B: torch.Tensor
 
     def first(self, x_BD: torch.Tensor, logits_BX: torch.Tensor) -> None:
-        """Of the first map, between router and experts."""
-        where = self.weights.first, self.slots, self.expert_BK, self.row_B
+        """Compute the change of the first map, between router and experts."""
+        where = self.weights.up, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(x_BD, logits_BX, *where)
         self.kernels.expand(None, *where)
 
     def shrink(self, inner_BKI: torch.Tensor) -> None:
-        """Of the second map A's part, right behind the first map."""
-        where = self.weights.second, self.slots, self.expert_BK, self.row_B
+        """Compute A x of the second map, after the first map."""
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(inner_BKI, None, *where)
 
     def expand(self, share_BK: torch.Tensor) -> None:
-        """B's part, right in front of the second map."""
-        where = self.weights.second, self.slots, self.expert_BK, self.row_B
+        """Compute B of the second map, before that map."""
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.expand(share_BK, *where)
 
     @property
     def of_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the first map's kernel is told: the change, and which tokens have one."""
+        """Arguments of the first map's kernel: the change, and the slots and rows of the tokens."""
         return self.kernels.first_BKO, self.slots.slot_R, self.row_B
 
     @property
     def of_second(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same of the second map's."""
+        """The same arguments for the second map's kernel."""
         return self.kernels.second_BD, self.slots.slot_R, self.row_B
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RoutedAdapters(StepAdapters):
-    """All layers' adapters for one step, those of layers with experts by their number."""
+    """The adapters of all layers for one step; those of layers with experts by layer."""
 
     expert_kernels: ExpertLowRank
     expert_layers: Mapping[int, ExpertSlots]
     expert_slots: Slots
 
     def experts(self, layer: int, expert_BK: torch.Tensor, row_B: torch.Tensor) -> LayerChanges:
-        """Of one layer; `expert_BK` is where its experts are left."""
+        """The changes to one layer, whose chosen experts will be in `expert_BK`."""
         weights = self.expert_layers[layer]
         return LayerChanges(self.expert_kernels, weights, self.expert_slots, expert_BK, row_B)
 
 
-def expert_adapter_defines(experts: ExpertSizes, room: int, *, first: bool) -> dict[str, int]:
-    """Constants of `expert_adapter.cu` but for its widths."""
+def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) -> dict[str, int]:
+    """Constants of `expert_adapters.cu`, without its widths."""
     return {
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,
         "EXPERT_BYTES": experts.weight_bytes,
         "FIRST": int(first),
-        "RANKS": room,
+        "RANKS": capacity,
     }

@@ -1,4 +1,4 @@
-"""Attention where every token of a sequence sees every other, by Hopper's warpgroup products.
+"""Attention of every token to every token of its sequence, by Hopper's warpgroup products.
 
 Shape legend: B sequences, T tokens, H heads, E head dim.
 """
@@ -17,12 +17,12 @@ _HOPPER = (9, 0)
 _HEAD_DIMS = (64, 72)
 _ALIGNMENT = 16  # bytes of a copy
 _VALUES_PER_COPY = 8
-_GROUPS = 3  # warpgroups that multiply, of 64 queries each
+_GROUPS = 3  # multiplying warpgroups, of 64 queries each
 _KEYS = 96  # of a block
 _STAGES = 4
 _BOX = 32  # rows of a copy
 _WIDE, _NARROW = 64, 16  # dimensions of a copy
-_NARROW_TILE = 0.75  # of a tile's time, where one warpgroup of three has no queries
+_NARROW_TILE = 0.75  # relative time of a tile in which one of three warpgroups has no queries
 
 
 def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
@@ -39,7 +39,7 @@ def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
 
 
 def shared_bytes(constants: dict[str, int]) -> int:
-    """What a thread block needs."""
+    """Shared memory of a thread block."""
     has_tail = constants["HEAD"] > _WIDE
     row = 2 * (_WIDE + has_tail * _NARROW)
     value = 2 * (_WIDE + has_tail * _WIDE)
@@ -65,7 +65,7 @@ class FusedAttention:
     def __call__(
         self, q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
     ) -> torch.Tensor:
-        """[B, T, H, E]"""
+        """Compute [B, T, H, E]."""
         count, tokens, heads, _ = q_BTHE.shape
         out_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
         tiles = cut_tiles(count * heads, tokens, self._groups, self._blocks)
@@ -84,10 +84,10 @@ class FusedAttention:
 
 @functools.cache
 def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
-    """How many tiles there are, and how many of them, of the first heads, are wide.
+    """The number of tiles, and how many of them (of the first heads) are wide.
 
-    A wide tile is 64 queries for each of the warpgroups, a narrow one 64 less. Thread blocks take
-    tiles in turn, so that without narrow ones the last round would be a whole one for a few.
+    A wide tile has 64 queries for each warpgroup, a narrow one 64 less. Thread blocks take tiles in
+    turn; narrow tiles shorten a last round that would occupy only few of them.
     """
     wide_of_head, narrow_of_head = (-(-tokens // (64 * each)) for each in (groups, groups - 1))
 
@@ -103,7 +103,7 @@ def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, i
 
 
 def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> bool:
-    """Whether `attend` takes such tensors: views of one projection, say."""
+    """Whether `attend` takes such tensors, for example views of one projection."""
     device = q_BTHE.device
     if device.type != "cuda" or q_BTHE.dtype is not torch.bfloat16 or not _is_hopper(device):
         return False
@@ -120,7 +120,7 @@ def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor)
 
 
 def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, E]: every token of a sequence sees every token of that sequence."""
+    """See `ops.full_attention`."""
     tokens, heads, head_dim = q_BTHE.shape[1:]
     return _compiled(head_dim, heads, tokens, q_BTHE.device)(q_BTHE, k_BTHE, v_BTHE)
 

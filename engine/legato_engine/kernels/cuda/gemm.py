@@ -1,12 +1,11 @@
-"""Matrix products by cublasLt, with what torch's own calls leave out.
+"""Matrix products by cublasLt, with options that torch does not offer.
 
-A product may be added to a matrix before it is rounded, and its results may lie among other
-columns. The library is the one that torch has loaded; which of its kernels runs depends on the
-shape alone.
+A product may be added to a matrix before rounding, and its results may be strided. The library is
+the one that torch has loaded; the shape alone decides which of its kernels runs.
 
-Where tiles are many, the library's kernels deal them out by a counter in memory, and the library
-clears it in front of each: some 4 us in which the GPU waits. Whoever clears `counters` once for
-many products spares them that.
+For many tiles the library's kernels hand out tiles by a counter in memory, which the library clears
+before each product; that costs the GPU about 4 us. Clearing the `counters` of many products at once
+saves this time.
 
 Shape legend: T rows, I inputs, O outputs.
 """
@@ -26,8 +25,8 @@ from legato_engine.kernels.cuda.library_launch import LibraryLauncher
 _ALIGNMENT = 256  # bytes; what the library's heuristic takes for granted
 _STEP = 16  # bytes; from row to row
 _HOPPER = (9, 0)
-_LEAST_ROWS = 128  # below, a product is a reading of its weights
-_WORKSPACE = 32 << 20  # bytes, where a kernel has no counter of its own
+_LEAST_ROWS = 128  # below, a product is bound by reading its weights
+_WORKSPACE = 32 << 20  # bytes, without a counter
 
 # Names and numbers of cublasLt.h.
 _COMPUTE_32F, _R_32F, _R_16BF = 68, 0, 14
@@ -38,15 +37,15 @@ _EPILOGUE_BIAS, _EPILOGUE_GELU_BIAS = 4, 36
 _CONFIG_TILE = 1
 _TILE_128x288 = 421
 
-# Of the library's first proposals the one with this tile is taken, for so many rows of these inputs
-# and outputs: measured as the fastest on an H200, where its own order may put it behind.
+# Preferred tiles by (inputs, outputs), for at least `_ROWS_OF_TILES` rows: the fastest on an H200,
+# which the library may not rank first.
 _TILES = {(1152, 3456): _TILE_128x288, (1152, 4304): _TILE_128x288}
 _ROWS_OF_TILES = 6000
-_NUM_PROPOSALS = 8
+_NUM_CANDIDATES = 8
 
 
 def can_multiply(*operands: torch.Tensor) -> bool:
-    """Whether `multiply` takes x, weight and the rest: many rows on a Hopper, and the library.
+    """Whether `multiply` takes x, weight and the rest: a Hopper GPU, many rows, library present.
 
     All but the weight and the bias may have several leading dimensions that can be flattened.
     """
@@ -61,7 +60,7 @@ def can_multiply(*operands: torch.Tensor) -> bool:
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Cleared memory for `count` products: a row for each, to be cleared again before another."""
+    """Zeroed memory for `count` products: one row each, to be cleared before its next product."""
     return torch.zeros((count, _ALIGNMENT), dtype=torch.uint8, device=device)
 
 
@@ -75,16 +74,16 @@ def multiply(
     gelu: bool = False,
     counter: torch.Tensor | None = None,
 ) -> None:
-    """The product x W^T plus the bias, plus `add_TO` if there is one, rounded once, to `out_TO`.
+    """Write x W^T plus the bias, plus `add_TO` if given, rounded once, to `out_TO`.
 
-    `gelu` takes the tanh form of that, and adds nothing. Rows are contiguous and may be any
-    distance apart; `out_TO` may be `add_TO`. `counter`: one of `counters`, cleared since it was
-    used. Asynchronous, and can be captured.
+    `gelu` takes the tanh form of that and adds nothing. Rows are contiguous and may be strided;
+    `out_TO` may be `add_TO`. `counter` is one of `counters`, cleared since its last use.
+    Asynchronous, and can be captured.
     """
-    assert out_TO.shape == (len(x_TI), len(weight_OI)), "a row for each row"
-    assert add_TO is None or not gelu, "the library would add first"
+    assert out_TO.shape == (len(x_TI), len(weight_OI)), "one result row for each row of x"
+    assert add_TO is None or not gelu, "the library would add before the gelu"
     added = out_TO if add_TO is None else add_TO
-    assert all(map(_is_plain, (added, out_TO))), "rows that can be read and written"
+    assert all(map(_is_plain, (added, out_TO))), "rows must be aligned for the library"
     shape = _Shape(
         rows=len(x_TI),
         inputs=x_TI.shape[1],
@@ -98,7 +97,7 @@ def multiply(
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Rows without gaps in themselves, beginning where the library's kernels load and store."""
+    """Whether rows are contiguous and begin where the library's kernels can load and store."""
     step = x.stride(-2) * x.element_size() if x.dim() > 1 else 0
     return (
         x.dtype is torch.bfloat16
@@ -112,7 +111,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 class _Shape:
     """What the choice of a kernel depends on; `strides` of weight, x, addend and result.
 
-    `workspace`: bytes that a kernel may ask for at most.
+    `workspace`: the most bytes that a kernel may ask for.
     """
 
     rows: int
@@ -125,7 +124,6 @@ class _Shape:
 
     @property
     def tile(self) -> int | None:
-        """The library's number of the tile that its kernel should have."""
         is_tall = self.rows >= _ROWS_OF_TILES
         return _TILES.get((self.inputs, self.outputs)) if is_tall else None
 
@@ -143,7 +141,7 @@ class _Choice(ctypes.Structure):
 
 
 class _Plan:
-    """One shape on one device. The library counts in columns: its A is the weight, its B is x."""
+    """One shape on one device. In the library's column order A is the weight and B is x."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
         library = _library()
@@ -168,7 +166,7 @@ class _Plan:
         bias_O: torch.Tensor,
         counter: torch.Tensor | None,
     ) -> None:
-        """Enqueue on torch's current stream; A, B, C and D."""
+        """Enqueue on torch's current stream; the matrices are A, B, C and D."""
         workspace = counter
         if workspace is None:
             size = self._choice.workspace
@@ -177,7 +175,7 @@ class _Plan:
         def enqueue(stream: int) -> None:
             self._enqueue(matrices, bias_O, workspace, stream)
 
-        # A call would wait for the recording longer than it gains.
+        # In a call outside of captures, recording would cost more than the clearing.
         records = counter is not None and torch.cuda.is_current_stream_capturing()
         if not records or not self._launcher.launch_cleared(enqueue, workspace):
             enqueue(torch.cuda.current_stream(self._device).cuda_stream)
@@ -207,14 +205,13 @@ class _Plan:
         _check(status)
 
     def _choose(self) -> _Choice:
-        """The proposal with the shape's tile, or the first."""
-        proposals = self._propose()
+        """The candidate with the shape's preferred tile, or the first."""
+        candidates = self._candidates()
         wanted = self._shape.tile
-        return next((each for each in proposals if self._tile(each) == wanted), proposals[0])
+        return next((each for each in candidates if self._tile(each) == wanted), candidates[0])
 
-    def _propose(self) -> list[_Choice]:
-        """The library's, its favourite first."""
-        library, proposals, count = self._library, (_Choice * _NUM_PROPOSALS)(), ctypes.c_int()
+    def _candidates(self) -> list[_Choice]:
+        library, candidates, count = self._library, (_Choice * _NUM_CANDIDATES)(), ctypes.c_int()
         preference = _made(library.cublasLtMatmulPreferenceCreate)
         limit = ctypes.c_uint64(self._shape.workspace)
         _set(library.cublasLtMatmulPreferenceSetAttribute, preference, _PREF_WORKSPACE, limit)
@@ -224,22 +221,22 @@ class _Plan:
             description,
             *self._layouts,
             preference,
-            _NUM_PROPOSALS,
-            proposals,
+            _NUM_CANDIDATES,
+            candidates,
             ctypes.byref(count),
         )
         _check(library.cublasLtMatmulDescDestroy(description))
         _check(library.cublasLtMatmulPreferenceDestroy(preference))
         _check(status)
-        possible = [each for each in proposals[: count.value] if each.state == 0]
+        possible = [each for each in candidates[: count.value] if each.state == 0]
         if not possible:
             raise InternalError(f"cublasLt has no product of this shape: {self._shape}")
         return possible
 
-    def _tile(self, proposal: _Choice) -> int:
+    def _tile(self, choice: _Choice) -> int:
         tile, written = ctypes.c_int(), ctypes.c_size_t()
         status = self._library.cublasLtMatmulAlgoConfigGetAttribute(
-            ctypes.byref(proposal.algorithm),
+            ctypes.byref(choice.algorithm),
             ctypes.c_int(_CONFIG_TILE),
             ctypes.byref(tile),
             ctypes.c_size_t(ctypes.sizeof(tile)),
@@ -274,7 +271,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def _library() -> Any:
-    """What torch has loaded, None where it is not found under its name."""
+    """The library that torch has loaded, None if it is not found by name."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{major}")
@@ -284,7 +281,7 @@ def _library() -> Any:
 
 @functools.cache
 def _handle(device: torch.device) -> ctypes.c_void_p:
-    """One for each device, for the life of the process; the device is the current one."""
+    """One handle per device, kept for the life of the process; the device is the current one."""
     torch.cuda.current_stream(device)  # the context exists from here on
     return _made(_library().cublasLtCreate)
 

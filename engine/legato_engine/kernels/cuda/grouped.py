@@ -1,9 +1,9 @@
 """Experts as two grouped products of torch, whose group bounds stay on the device.
 
-Nothing is read on the host, so it serves prefill and captured steps alike. Of bfloat16 only the
-weights of experts that have tokens are read; e4m3 ones are all widened first, which pays for many
-tokens alone. What is here runs on any device that `F.grouped_mm` runs on; `can_group` admits those
-where it is one kernel.
+Nothing is read on the host, so it serves prefill and captured steps. bfloat16 products read only
+the weights of experts with tokens; e4m3 weights are all widened first, which pays off for many
+tokens only. The code runs on any device with `F.grouped_mm`; `can_group` admits those on which it
+is one kernel.
 
 Shape legend as in `kernels.ops`.
 """
@@ -18,12 +18,12 @@ from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMa
 from legato_engine.kernels.reference_experts import gate, own_low_rank
 
 _CAPABILITY = (9, 0)
-_ALIGNMENT = 8  # values: rows begin at multiples of 16 bytes
-_MANY = 64  # tokens
+_ALIGNMENT = 8  # values of 16 bytes, at multiples of which rows begin
+_MANY = 64  # tokens from which widening pays off
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether this is one kernel for each product, and e4m3 weights are not read in vain."""
+    """Whether each product is one kernel, and widening e4m3 weights pays off."""
     return (
         x_TD.is_cuda
         and x_TD.dtype is torch.bfloat16
@@ -61,7 +61,7 @@ def experts(
 
 
 def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[X] int32: where each expert's pairs end; they are sorted."""
+    """The end of each expert's sorted pairs, [X] int32."""
     expert_X = torch.arange(num_experts, device=expert_J.device)
     return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
 
@@ -84,7 +84,7 @@ def _change(
     expert_J: torch.Tensor,
     bound_X: torch.Tensor,
 ) -> torch.Tensor:
-    """[J, O]: B(A x) of each pair's slot and expert: grouped too, where all have one slot."""
+    """B(A x) of each pair's slot and expert, [J, O]; grouped if all tokens read one slot."""
     if len(rows.slot_T) > 1:
         return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
     padding = (0, 0, 0, -rows.rank % _ALIGNMENT)

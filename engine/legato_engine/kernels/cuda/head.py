@@ -1,4 +1,4 @@
-"""A map of the normed residual stream to float32 logits, at the speed of its weights.
+"""A map of the normed residual stream to float32 logits, bound by reading its weights.
 
 Shape legend: B tokens, D width, V outputs.
 """
@@ -14,19 +14,19 @@ from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Module
 
 HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
-"""How deep the ring in shared memory is, by tiles."""
+"""Depths of the ring in shared memory, by tiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The map, bf16 and packed, with the norm in front of it folded into it."""
+    """The packed bf16 map, with the preceding norm folded into it."""
 
     weights: torch.Tensor
     folded: torch.Tensor
 
 
 class Head:
-    """The kernel for every batch."""
+    """The kernels for all batches."""
 
     def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
         self._dim = dim

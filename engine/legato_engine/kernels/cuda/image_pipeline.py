@@ -1,69 +1,28 @@
-"""Pictures on the device: resized, cut, normalised and patched; and their features stitched.
+"""Images on the device: resized, cut, normalised and patched; and their features stitched.
 
-Shape legend: H, W and C rows, columns and channels of a picture, N crops, G patches on a side of a
-crop, T = G * G tokens, P values of a patch, D vision width, V the 256 levels of a channel.
+Shape legend: N crops, G patches on a side of a crop, T = G * G tokens, P values of a patch, D
+vision width, V the 256 levels of a channel.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cut_plan import (
     HEADER_WORDS,
-    MAX_PIXELS,
     MAX_WORDS,
     TARGET_WORDS,
     CropGeometry,
-    CutPlan,
 )
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage
 from legato_engine.kernels.lanczos import PRECISION_BITS
 
-NUM_PIXEL_BYTES = 3 * MAX_PIXELS
-SOURCE = "picture.cu"
+SOURCE = "image_crops.cu"
 
-_BLOCKS = 1056  # eight for each of the 132 multiprocessors of the device that these are tuned for
+_BLOCKS = 1056  # eight for each multiprocessor of an H200, for which the kernels are tuned
 _THREADS = 256
 _STITCH_THREADS = 288
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class HostImage:
-    """Pinned memory for one picture under way; made by the caller.
-
-    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` fills them, and they may be
-    filled again when the copies of `ImagePipeline.upload` are done.
-    """
-
-    pixels: torch.Tensor
-    plan: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class StagedImage:
-    """What is to be copied: a picture's `pixels` in pinned memory, and `num_words` of its plan.
-
-    It is to be kept until the copies of `ImagePipeline.upload` are done.
-    """
-
-    pixels: torch.Tensor
-    num_words: int
-
-
-def stage(pixels_HWC: npt.NDArray[np.uint8], plan: CutPlan, host: HostImage) -> StagedImage:
-    """Write a picture's plan, which has to fit, and its pixels unless they are pinned already."""
-    num_words = plan.write(host.plan.numpy())
-    if pixels_HWC.flags.writeable and pixels_HWC.flags.c_contiguous:
-        own = torch.from_numpy(pixels_HWC).flatten()
-        if own.is_pinned():
-            return StagedImage(own, num_words)
-    pixels = host.pixels[: pixels_HWC.size]
-    np.copyto(pixels.numpy().reshape(pixels_HWC.shape), pixels_HWC)
-    return StagedImage(pixels, num_words)
 
 
 def defines(geometry: CropGeometry) -> dict[str, int]:
@@ -79,16 +38,16 @@ def defines(geometry: CropGeometry) -> dict[str, int]:
 
 
 class ImagePipeline:
-    """One picture at a time from pixels to patches, on the current stream, at fixed addresses.
+    """One image at a time from pixels to patches, on the current stream, at fixed addresses.
 
-    `levels_V` is what each 8-bit level becomes, in any 16-bit dtype: the model's own arithmetic,
-    done once on the device. Holds room for the largest picture twice and its plan, about 100 MB.
+    `levels_V` maps each 8-bit level to a value of any 16-bit dtype, computed once in the model's
+    own arithmetic. Buffers hold the largest image twice and its plan, about 100 MB.
     """
 
     def __init__(self, geometry: CropGeometry, levels_V: torch.Tensor) -> None:
         module = Module(SOURCE, defines(geometry))
-        self._first_pass = module.kernel("picture_first_pass")
-        self._patches = module.kernel("picture_patches")
+        self._first_pass = module.kernel("image_first_pass")
+        self._patches = module.kernel("image_patches")
         self._levels_V = levels_V.contiguous()
         device = levels_V.device
         self._pixels = torch.empty(NUM_PIXEL_BYTES, dtype=torch.uint8, device=device)
@@ -97,20 +56,21 @@ class ImagePipeline:
 
     @property
     def tiling(self) -> torch.Tensor:
-        """Int32 (rows, columns) of the picture uploaded last; its address never changes."""
+        """Int32 (rows, columns) of the image uploaded last, at a fixed address."""
         return self._plan[:2]
 
     def upload(self, host: HostImage, staged: StagedImage) -> None:
-        """Enqueue two copies, as long as the picture needs; no part of a graph for all pictures."""
+        """Enqueue two copies of the image's own size, so they cannot be in a shared graph."""
         num_words = staged.num_words
         self._pixels[: staged.pixels.numel()].copy_(staged.pixels, non_blocking=True)
         self._plan[:num_words].copy_(host.plan[:num_words], non_blocking=True)
 
     def cut(self, patches_NTP: torch.Tensor) -> None:
-        """Enqueue two kernels that write every crop of the uploaded picture, in `levels_V`'s dtype.
+        """Enqueue two kernels that write every crop of the uploaded image, in the dtype of
+        `levels_V`.
 
-        One graph serves every picture: crops beyond the picture's own become zeros, and of a
-        picture with more crops than N the first N are written. Tokens may be further apart than P.
+        One graph serves every image: crops that the image does not have become zeros, and at most N
+        crops are written. Tokens may be strided.
         """
         grid, count, step = (_BLOCKS, 1, 1), patches_NTP.shape[0], patches_NTP.stride(1)
         self._first_pass.launch(grid, _THREADS, (self._pixels, self._plan, self._between))
@@ -119,7 +79,7 @@ class ImagePipeline:
 
 
 class StitchPool:
-    """Features of crops to one grid: the whole picture's beside the stitched and pooled tiles'."""
+    """Joins features of crops: the whole image's next to the stitched and pooled tiles'."""
 
     def __init__(self, geometry: CropGeometry) -> None:
         self._kernel = Module(SOURCE, defines(geometry)).kernel("stitch_pool")
@@ -130,7 +90,7 @@ class StitchPool:
         """Enqueue; bfloat16 [N, T, D] with D even, to [T, 2 * D].
 
         `tiling` is int32 (rows, columns) on the device, read when the kernel runs, so one graph
-        serves every picture. With (1, 1) the whole picture stands on both sides.
+        serves every image. With (1, 1) the whole image is on both sides.
         """
         tokens, dim = features_NTD.shape[1:]
         operands = (features_NTD, tiling, joined_TD, dim // 2)

@@ -1,7 +1,7 @@
-"""The layers of a few tokens' step as two kernels each: between layers, and attention.
+"""A few tokens' layers as two kernels each: one across the layer boundary, and attention.
 
-Thread blocks of the first wait for each other inside it, so all of them must run at once: on a
-processor each.
+Thread blocks of the first kernel wait for each other, so all must run at once, each on a
+multiprocessor of its own.
 
 Shape legend: B tokens, D width, F inner width and D, L layers, N pages, H heads, S positions per
 page, E head dim, P positions.
@@ -14,22 +14,22 @@ from collections.abc import Sequence
 import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
-from legato_engine.kernels.cuda.attention import Attention, Places
+from legato_engine.kernels.cuda.attention import Attention, StepPositions
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights, layer_defines
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 FEWEST_TOKENS = 2
 MOST_TOKENS = 8
-"""One token, and more of them, have a kernel for each end of a layer."""
+"""One token, and more than this, take a kernel for each end of a layer."""
 STAGES = 8
 """Depth of the ring of weights."""
 
 _THREADS = skinny_gemm.WORKERS + 32
-_FEWEST_LAYERS = 3  # whose numbers are zero again before anybody looks at them
+_FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are read
 
 
 class LayerBoundary:
-    """The kernel, and what its thread blocks tell each other of each layer."""
+    """The kernel, and the progress counters of its thread blocks for each layer."""
 
     def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
@@ -40,7 +40,7 @@ class LayerBoundary:
         self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def takes(self, batch: int) -> bool:
-        """Whether it runs so many tokens here."""
+        """Whether it runs so many tokens on this GPU."""
         there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
         return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
 
@@ -48,7 +48,7 @@ class LayerBoundary:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[LayerWeights],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -56,41 +56,45 @@ class LayerBoundary:
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
-        """All layers on `x_BD` in place; `q_BD` and `mixed_BF` are scratch memory.
+        """Run all layers on `x_BD` in place; `q_BD` and `mixed_BF` are scratch memory.
 
         `angles`: cosines and sines [P, 16] float32.
         """
         last = self._num_layers
         assert len(layers) == last
         for index in range(last + 1):
-            behind = layers[index - 1] if index > 0 else None
-            ahead = layers[index] if index < last else None
-            cache = (k_LNHSE[index], v_LNHSE[index]) if ahead else (None, None)
-            self._launch(index, x_BD, behind, ahead, places, cache, angles, q_BD, mixed_BF)
-            if ahead:
-                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], places, mixed_BF)
+            previous = layers[index - 1] if index > 0 else None
+            following = layers[index] if index < last else None
+            cache = (k_LNHSE[index], v_LNHSE[index]) if following else (None, None)
+            self._launch(index, x_BD, previous, following, positions, cache, angles, q_BD, mixed_BF)
+            if following:
+                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, mixed_BF)
 
     def _launch(
         self,
         index: int,
         x_BD: torch.Tensor,
-        behind: LayerWeights | None,
-        ahead: LayerWeights | None,
-        places: Places,
+        previous: LayerWeights | None,
+        following: LayerWeights | None,
+        positions: StepPositions,
         cache: tuple[torch.Tensor | None, torch.Tensor | None],
         angles: tuple[torch.Tensor, torch.Tensor],
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
         assert self._kernel is not None
-        out = (behind.weights_out, behind.proj_bias, behind.fc2_bias) if behind else (None,) * 3
-        into = (ahead.weights_in, ahead.folded_in) if ahead else (None,) * 2
+        out = (
+            (previous.weights_out, previous.proj_bias, previous.fc2_bias)
+            if previous
+            else (None,) * 3
+        )
+        into = (following.weights_in, following.folded_in) if following else (None,) * 2
         self._kernel.launch(
             (self._grid, 1, 1),
             _THREADS,
             (
                 *(mixed_BF, *out, x_BD, *into),
-                *(*angles, places.row_B, places.position_B, places.table_RM),
+                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
                 *(q_BD, *cache, self._progress),
                 *(index, self._num_layers, x_BD.shape[0], STAGES),
             ),
@@ -99,17 +103,17 @@ class LayerBoundary:
 
 
 def supported(sizes: DecoderSizes) -> bool:
-    """Whether the kernel is there for these sizes: in parts, and with a processor per block."""
+    """Whether the kernel exists for these sizes: inputs in parts, a multiprocessor per block."""
     return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
 
 
-def between_defines(sizes: DecoderSizes) -> dict[str, int]:
-    """Constants of `between.cu`."""
+def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
+    """Constants of `layer_boundary.cu`."""
     return layer_defines(sizes, tiles=1)
 
 
 def shared_bytes(sizes: DecoderSizes) -> int:
-    """Dynamic shared memory, with a ring that serves both maps."""
+    """Dynamic shared memory, with one ring for both maps."""
     width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
@@ -117,9 +121,9 @@ def shared_bytes(sizes: DecoderSizes) -> int:
 
 
 def _kernel(sizes: DecoderSizes) -> Kernel | None:
-    """None where thread blocks do not have a processor each."""
+    """None if thread blocks would share a multiprocessor."""
     if not supported(sizes):
         return None
-    module = Module("between.cu", between_defines(sizes))
-    kernel = module.kernel("between_layers", shared=shared_bytes(sizes))
+    module = Module("layer_boundary.cu", layer_boundary_defines(sizes))
+    kernel = module.kernel("layer_boundary", shared=shared_bytes(sizes))
     return kernel if kernel.per_processor(_THREADS) == 1 else None

@@ -1,4 +1,4 @@
-"""A library's kernel, launched without the clearing of memory that the library puts before it."""
+"""Launches of a library's kernel without the memory clearing that the library puts before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.errors import InternalError
 
 
 class LibraryLauncher:
-    """Launches a library's kernels on one device; made outside of any capture."""
+    """Launches a library's kernels on one device; created outside of any capture."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -20,16 +20,16 @@ class LibraryLauncher:
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # the context exists from here on
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            # Not one of torch's, which come round again and may be capturing by then.
+            # Not one of torch's streams, which are reused and may be capturing by then.
             self._stream = _checked(driver.cuStreamCreate(flags))
 
     def launch_cleared(self, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
-        """Enqueue on torch's current stream the one kernel that `enqueue` gives to a stream.
+        """Enqueue on torch's current stream the one kernel that `enqueue` submits to a stream.
 
-        `enqueue` (of a stream's handle) also sets bytes of `cleared` to zero in front of its
-        kernel; this is left out, so they have to be zero. Nothing is launched and the answer is
-        False where it does anything else, or nothing but a kernel. The kernel begins when what is
-        in front of it has ended: a library's need not wait for that by itself. Can be captured.
+        `enqueue` (of a stream's handle) also zeroes bytes of `cleared` before its kernel; that is
+        left out, so the caller must have zeroed them. Return False, with nothing launched, if
+        `enqueue` does anything else, or does not clear. The kernel begins after the preceding one
+        has ended, because a library's kernel need not wait by itself. Can be captured.
         """
         with self._recorded(enqueue) as graph:
             kernels, others = _nodes(graph)
@@ -40,8 +40,8 @@ class LibraryLauncher:
 
     @contextlib.contextmanager
     def _recorded(self, enqueue: Callable[[int], None]) -> Iterator[Any]:
-        """The graph of what `enqueue` does, while this lasts. It is recorded apart from any capture
-        that is under way, and never runs.
+        """The graph of what `enqueue` does, recorded independently of any current capture and never
+        run.
         """
         from cuda.bindings import driver
 
@@ -58,7 +58,6 @@ class LibraryLauncher:
 
 
 def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
-    """Kernels, and all other nodes."""
     from cuda.bindings import driver
 
     _, count = _checked(driver.cuGraphGetNodes(graph))
@@ -69,7 +68,7 @@ def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _only_clears(node: Any, memory: torch.Tensor) -> bool:
-    """Whether a node sets a row of bytes within `memory` to zero, and nothing else."""
+    """Whether a node only zeroes a range of bytes within `memory`."""
     from cuda.bindings import driver
 
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
@@ -83,7 +82,7 @@ def _only_clears(node: Any, memory: torch.Tensor) -> bool:
 
 
 def _launch(node: Any) -> bool:
-    """The kernel of a node that still exists, with its arguments, on torch's current stream."""
+    """Launch the kernel of a live node, with its arguments, on torch's current stream."""
     from cuda.bindings import driver
 
     settings = _checked(driver.cuGraphKernelNodeGetParams(node))
@@ -104,7 +103,7 @@ def _launch(node: Any) -> bool:
 
 
 def _attributes(node: Any) -> list[Any]:
-    """What the library told of this launch beyond its sizes."""
+    """The library's launch attributes other than sizes."""
     from cuda.bindings import driver
 
     names = driver.CUlaunchAttributeID
@@ -125,7 +124,11 @@ def _attributes(node: Any) -> list[Any]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The value, or several as a tuple."""
+    """The value, or several as a tuple.
+
+    Raises:
+        InternalError: the driver reports an error.
+    """
     from cuda.bindings import driver
 
     result, *values = answer

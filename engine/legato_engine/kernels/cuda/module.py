@@ -1,9 +1,10 @@
-"""Compiled kernels on the current GPU: loading, and launching into torch's current stream."""
+"""Compiled kernels on the current GPU, launched into torch's current stream."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,31 +16,41 @@ from legato_engine.kernels.cuda.compiler import compile_source
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """What the copy engine knows of a tensor; a kernel takes it as a `__grid_constant__`."""
+    """The copy engine's description of a tensor; a kernel takes it as a `__grid_constant__`."""
 
     encoded: Any
 
 
 Argument = torch.Tensor | TensorMap | int | float | None
-_OVERLAPS = (9, 0)  # the compute capability from which a launch may begin before the last ends
+_OVERLAPS = (9, 0)  # compute capability from which launches may overlap
 
 
 class Module:
-    """`sources/<name>` compiled for the current device with `defines` as its constants."""
+    """A source compiled for the current device, with `defines` as its constants."""
 
-    def __init__(self, name: str, defines: Mapping[str, int], *, own: bool = False) -> None:
-        """`own`: with the instructions that this GPU's architecture has and later ones do not."""
+    def __init__(
+        self,
+        name: str,
+        defines: Mapping[str, int],
+        *,
+        own: bool = False,
+        folder: pathlib.Path | None = None,
+    ) -> None:
+        """Compile and load; `folder` as in `compile_source`.
+
+        `own` allows the instructions that this GPU's architecture has and later ones do not.
+        """
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # the context exists from here on
         major, minor = torch.cuda.get_device_capability()
         self.can_overlap = (major, minor) >= _OVERLAPS
         arch = f"sm_{major}{minor}{'a' if own else ''}"
-        self._code = compile_source(name, defines, arch)
+        self._code = compile_source(name, defines, arch, folder=folder)
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
-        """The `extern "C"` kernel of that name; `shared` dynamic bytes unless told less."""
+        """The `extern "C"` kernel of that name, with at most `shared` bytes of dynamic memory."""
         from cuda.bindings import driver
 
         function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
@@ -70,10 +81,10 @@ class Kernel:
         """Enqueue on torch's current stream.
 
         Tensors pass as pointers, None as null, ints as int32, floats as float32, maps as
-        themselves. `shared` bytes of dynamic memory, at most what the kernel was made with.
-        `cluster` thread blocks along x share their memory. `overlap` (programmatic dependent
-        launch): the kernel may begin before the one in front of it has ended, where the GPU allows
-        it, and waits for its results by `griddepcontrol.wait`.
+        themselves. `shared` bytes of dynamic memory, at most those of the kernel. `cluster` thread
+        blocks along x share their memory. `overlap` (programmatic dependent launch) lets the kernel
+        begin before the preceding one has ended, if the GPU supports it; the kernel waits for
+        results by `griddepcontrol.wait`.
         """
         from cuda.bindings import driver
 
@@ -88,7 +99,7 @@ class Kernel:
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
     def per_processor(self, threads: int) -> int:
-        """How many of its thread blocks, in no cluster, one multiprocessor runs at once."""
+        """How many thread blocks, without clusters, a multiprocessor runs at once."""
         from cuda.bindings import driver
 
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
@@ -96,11 +107,11 @@ class Kernel:
 
 
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
-    """A map of bf16 [..., E] by boxes of `box` values along each dimension.
+    """Describe a bf16 tensor [..., E] by boxes of `box` values along each dimension.
 
-    Boxes have rows of 128 or 32 bytes, which lie in shared memory in the swizzle of that width;
-    what of them is outside of x becomes zero. The rows of x are contiguous, and all other strides,
-    and its address, multiples of 16 bytes.
+    Boxes have rows of 128 or 32 bytes, swizzled by that width in shared memory; values outside of x
+    become zero. The rows of x are contiguous; its address and all other strides are multiples of 16
+    bytes.
     """
     from cuda.bindings import driver
 

@@ -1,7 +1,4 @@
-"""A residual sum and its layer norm in one kernel, and the same in torch beside it.
-
-The sum is rounded once, to the dtype of its terms; the norm is done in float32 and rounded to that
-dtype, or quantised to e4m3 with one scale per row and not rounded before.
+"""A residual sum and its layer norm in one launch, for rows of bf16.
 
 Shape legend: K values of a row; `...` any leading dimensions.
 """
@@ -11,73 +8,17 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels.cuda import quantise
-from legato_engine.kernels.cuda.quantise import Quantised, RowModule
+from legato_engine.kernels.cuda.quantise import RowModule
+from legato_engine.kernels.quantised import Quantised
 
 SOURCE = "norm.cu"
 
 
-def add_norm(
-    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum x + y, or x itself, and its layer norm over K, which is `out` if that is given.
-
-    y has x's shape, or repeats over its first dimension; what was written last of them was written
-    by a kernel and no copy. The sum may be stored where x was: x is
-    the caller's own and is not used any more.
-    """
-    if (kernels := _kernels_for(x, y, norm)) is None:
-        x, normed = reference(x, y, norm)
-        return x, normed if out is None else out.copy_(normed)
-    return kernels.add_norm(x, y, norm, out)
-
-
-def add_norm_quantised(
-    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, Quantised]:
-    """See `add_norm`; where that runs on a GPU, it is one with e4m3."""
-    if (kernels := _kernels_for(x, y, norm)) is None:
-        return reference_quantised(x, y, norm)
-    return kernels.add_norm_quantised(x, y, norm)
-
-
-def add3_norm(
-    x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum x + y + z, rounded once or twice, and its layer norm over K.
-
-    The three have one shape, and what was written last of them was written by a kernel and no copy.
-    The sum may be stored where y was: y is the caller's own and is not used any more.
-    """
-    if z.shape != y.shape or (kernels := _kernels_for(x, y, norm, z)) is None:
-        return reference(x + y, z, norm)
-    return kernels.add3_norm(x, y, z, norm)
-
-
-def reference(
-    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `add_norm`."""
-    x = x if y is None else x + y
-    normed: torch.Tensor = norm(x)
-    return x, normed
-
-
-def reference_quantised(
-    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, Quantised]:
-    """See `add_norm_quantised`."""
-    x = x if y is None else x + y
-    weight, bias = norm.weight.float(), norm.bias.float()
-    normed = F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
-    return x, quantise.reference(normed)
-
-
 class NormKernels:
-    """Both kernels for rows of `dim` bf16 values, on the current device."""
+    """The kernels for rows of `dim` bf16 values, on the current device."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -94,7 +35,7 @@ class NormKernels:
         norm: nn.LayerNorm,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the function; x becomes the sum."""
+        """See `row_ops.add_norm`; x becomes the sum."""
         normed = torch.empty_like(x) if out is None else out
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain, operands, self._rows(x), overlap=True)
@@ -103,7 +44,7 @@ class NormKernels:
     def add3_norm(
         self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the function; y becomes the sum."""
+        """See `row_ops.add3_norm`; y becomes the sum."""
         normed = torch.empty_like(y)
         operands = (x, y, z, norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain3, operands, self._rows(y), overlap=True)
@@ -112,7 +53,7 @@ class NormKernels:
     def add_norm_quantised(
         self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, Quantised]:
-        """See the function; x becomes the sum."""
+        """See `row_ops.add_norm_quantised`; x becomes the sum."""
         assert self._quantised is not None, "no e4m3 on this GPU"
         out = quantise.empty(x)
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, out.values, out.scale)
@@ -123,10 +64,10 @@ class NormKernels:
         return 0 if x is None else x.numel() // self._dim
 
 
-def _kernels_for(
+def kernels_for(
     x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, *more: torch.Tensor
 ) -> NormKernels | None:
-    """None where torch does it: not bf16 on a GPU, or tensors that the kernels cannot load."""
+    """The kernels for these operands; None unless all are bf16 on a GPU and can be loaded."""
     terms = more if y is None else (y, *more)
     if not quantise.fits(x) or (y is not None and y.shape not in (x.shape, (1, *x.shape[1:]))):
         return None

@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernels of `stream.cuh` read them.
+"""Weight layouts of the kernels of `skinny_gemm.cuh`.
 
 Shape legend: O outputs, I inputs.
 """
@@ -13,12 +13,12 @@ from legato_engine.kernels.cuda import skinny_gemm
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Blocks of 16 rows, each in stages of a chunk of inputs, each stage in fragments.
+    """Reorder weights into blocks of 16 rows, stages of a chunk of inputs, and fragments.
 
-    In a stage every warp has 64 inputs as four runs of 32 lanes of 8 values: rows 0-7 and the
-    first 32 inputs, rows 0-7 and the others, then the same of rows 8-15. Lane 4g + t has the 8
-    inputs from 8t on, of row g. `parts` is into how many the kernel cuts the inputs. Same bytes, a
-    new tensor.
+    In a stage each warp has 64 inputs as four runs of 32 lanes of 8 values: rows 0-7 of the first
+    32 inputs, rows 0-7 of the others, then the same of rows 8-15. Lane 4g + t holds the 8 inputs
+    from 8t on, of row g. The kernel cuts the inputs into `parts`. Returns a new tensor of the same
+    bytes.
     """
     outputs, inputs = weights_OI.shape
     chunk = skinny_gemm.chunk(inputs // parts)
@@ -29,7 +29,8 @@ def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
-    """Order of a query, key and value map's rows: rotated pairs stand 8 rows apart in a block.
+    """The order of a query, key and value map's rows that puts rotated pairs 8 rows apart in a
+    block.
 
     Of a head's 64 rows the first 32 are rotated, row i with row i + 16.
     """
@@ -40,18 +41,18 @@ def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def pack_beside(maps: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
-    """Maps with the same outputs, their inputs one behind the other."""
+    """Pack maps with the same outputs, their inputs concatenated."""
     return pack(torch.cat(list(maps), dim=1), parts)
 
 
 def fold_norm(
     weights_OI: torch.Tensor, bias_O: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A map of layer-normed inputs as a map of raw ones: its weights and, [O, 2] float32, the rest.
+    """Turn a map of normed inputs into a map of raw inputs: weights and [O, 2] float32 corrections.
 
-    With mean m and inverse deviation r of a token, W (g (x - m) r + b) + c is
-    r (Wg x - m sum(Wg)) + (W b + c): the rest are each row's sum(Wg), of the weights as rounded,
-    and W b + c. `norm` is (g, b).
+    With mean m and inverse deviation r of a token, W (g (x - m) r + b) + c equals r (Wg x - m
+    sum(Wg)) + (W b + c). The corrections are each row's sum(Wg), of the rounded weights, and W b +
+    c. `norm` is (g, b).
     """
     scale_I, shift_I = (value.float() for value in norm)
     scaled_OI = (weights_OI.float() * scale_I).to(weights_OI.dtype)

@@ -1,5 +1,4 @@
-"""Kernels for many tokens of some sequences: rotation with the write to the pages, sums, and copies
-of pages.
+"""Kernels for many tokens: rotation with the write to pages, sums, and copies of pages.
 
 Shape legend: C sequences of T tokens, H heads, E head dim (64), P positions, R rotated pairs of a
 head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any
@@ -21,19 +20,19 @@ _ROTATED_PAIRS = 16
 _THREADS = 256
 _VALUES_PER_LOAD = 8
 _ALIGNMENT = 16  # bytes of an access
-_CONVERTS = (8, 9)  # the compute capability from which e4m3 is converted
-_MAX_VALUES = 1 << 30  # what an int can number
+_CONVERTS = (8, 9)  # compute capability from which e4m3 is converted
+_MAX_VALUES = 1 << 30  # that int indices can address
 
 
 def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]:
-    """Constants of `SOURCE`; `kv_bytes` of a key's or value's element, which is bf16 or e4m3."""
+    """Constants of `SOURCE`; `kv_bytes` is 2 (bf16) or 1 (e4m3) per element of keys and values."""
     return {"HEADS": num_heads, "PAGE": page_size, "KV_BYTES": kv_bytes}
 
 
 def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
     """Whether `rotate_and_cache` takes such tensors, `qkv` [..., E] in any view of its heads.
 
-    Values and sines are as keys and cosines; keys of e4m3 need a GPU that converts them.
+    Values and sines are like keys and cosines. e4m3 keys need a GPU that converts them.
     """
     return (
         _is_plain(qkv)
@@ -55,11 +54,11 @@ def rotate_and_cache(
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> None:
-    """Turn queries and keys in place; keys and values go to positions `start` and on of `pages_CM`.
+    """Rotate queries and keys in place; write keys and values from position `start` on.
 
-    The pages are int64 and without gaps in a row. The bits are those of `reference.rotate`; of
-    caches of e4m3, whose units are `scale_2`, those of `pages.quantise`, and keys and values become
-    in place what is read back.
+    `pages_CM` is int64 with contiguous rows. The bits are those of `reference.rotate`. With e4m3
+    caches in units of `scale_2` they are those of `pages.quantise`, and keys and values become, in
+    place, what is read back.
     """
     num_sequences, count, _, num_heads, _ = qkv_CT3HE.shape
     page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
@@ -78,7 +77,7 @@ def can_add(*terms: torch.Tensor) -> bool:
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """[...] of three times [...]: summed in float32, rounded once."""
+    """Sum three tensors in float32, rounded once."""
     out = torch.empty_like(x)
     loads = x.numel() // _VALUES_PER_LOAD
     _launch(_compiled(1, 1, 2, x.device).add3, loads, (x, y, z, out, loads))
@@ -95,7 +94,7 @@ def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """See `ops.copy_pages`; the pairs without gaps. Can be captured."""
+    """See `ops.copy_pages`; the pairs are contiguous. Can be captured."""
     num_layers, num_pages = k_LNHSE.shape[:2]
     page_loads = k_LNHSE[0, 0].numel() * k_LNHSE.element_size() // _ALIGNMENT
     kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_pages
@@ -105,7 +104,7 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """On a GPU, bf16, without gaps, and where 16-byte accesses reach it."""
+    """Whether a tensor is contiguous bf16 on a GPU, aligned to 16 bytes."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.bfloat16
@@ -115,7 +114,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def _is_e4m3(x: torch.Tensor) -> bool:
-    """The same of e4m3, where kernels can convert it."""
+    """Whether a tensor is contiguous aligned e4m3 on a GPU that converts it."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.float8_e4m3fn
@@ -125,8 +124,6 @@ def _is_e4m3(x: torch.Tensor) -> bool:
 
 
 class _Kernels:
-    """The kernels for one shape of the cache, on the current device."""
-
     def __init__(self, num_heads: int, page_size: int, kv_bytes: int) -> None:
         module = Module(SOURCE, defines(num_heads, page_size, kv_bytes))
         self.rotate_and_cache = module.kernel("rotate_and_cache")

@@ -1,4 +1,4 @@
-"""The sizes that `stream.cuh` fixes: threads, tiles, chunks, and their shared memory."""
+"""Sizes fixed by `skinny_gemm.cuh`: threads, tiles, chunks and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 WARPS = 8
 WORKERS = 32 * WARPS
 THREADS = WORKERS + 64
-"""The workers, a producer of weights and one of inputs."""
+"""The workers, and a producer each of weights and of inputs."""
 TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
@@ -17,18 +17,18 @@ INPUT_STAGES = {1: 4, 2: 3, 3: 2, 4: 2}
 GROUP = 64
 """Inputs of a stage that one warp takes."""
 PAD = 32
-"""Elements behind each token's inputs."""
+"""Padding elements after each token's inputs."""
 
 CLUSTER = 2
-"""Thread blocks of a cluster; of four, not all of them find room at once on an H200."""
+"""Thread blocks of a cluster; clusters of four would not all fit an H200 at once."""
 
 SUM = 512
 """Bytes of a block's sums over one tile."""
 
-_SHARED_FROM = 3  # tokens
-_HELD = 2  # tiles whose inputs registers hold
+_SHARED_FROM = 3  # tokens, from which sharing inputs pays off
+_HELD = 2  # tiles whose inputs fit registers
 _PARTS = 4
-_LONG = 4096  # fewer inputs are not worth cutting
+_LONG = 4096  # inputs from which cutting pays off
 
 
 def tiles_for(batch: int) -> int:
@@ -48,45 +48,45 @@ def num_parts(inputs: int, outputs: int) -> int:
 
 
 def cluster(batch: int) -> int:
-    """Thread blocks that share their inputs, for batches whose inputs are bytes worth sparing."""
+    """Thread blocks that share the read of their inputs, for batches that are large enough."""
     return CLUSTER if batch >= _SHARED_FROM else 1
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory where all inputs of all tokens lie in it.
+    """Bytes of shared memory with all inputs of all tokens in it.
 
-    `stages` of the ring have memory of their own; where registers come to hold the inputs, as many
-    more as fit take their place.
+    The ring has `stages` of its own, and further ones in the memory of the inputs once those are in
+    registers.
     """
     width = chunk(inputs)
     assert stages >= inputs // width, f"{stages} stages hold no block of rows"
-    elements = places(batch) * (inputs + PAD)
+    elements = columns(batch) * (inputs + PAD)
     late = elements // (16 * width) if tiles_for(batch) <= _HELD else 0
     rings = _barriers(stages + late) + stages * 32 * width + ring(elements, 1)
     return rings + block_sums(batch)
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory where the inputs, cut into parts, come by a ring.
+    """Bytes of shared memory with inputs that arrive in parts through a ring.
 
-    The warps' sums take the place of the weights, which must be as large.
+    The warps' sums reuse the memory of the weights, which must be as large.
     """
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
     assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
     rings = ring(16 * width, stages)
-    rings += ring(places(batch) * (width + PAD), INPUT_STAGES[tiles])
+    rings += ring(columns(batch) * (width + PAD), INPUT_STAGES[tiles])
     return rings + parts * tiles * SUM
 
 
 def block_sums(batch: int) -> int:
-    """Bytes of the sums of the blocks under way: two, where there is room."""
+    """Bytes of the sums of the blocks in progress: two, if they fit."""
     tiles = tiles_for(batch)
     return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
 
 
-def places(batch: int) -> int:
-    """Tokens that have a place in shared memory."""
+def columns(batch: int) -> int:
+    """Tokens that shared memory is laid out for."""
     tiles = tiles_for(batch)
     return batch if tiles == 1 else 8 * tiles
 
@@ -102,7 +102,7 @@ def num_processors() -> int:
 
 
 def even_grid(blocks: int, multiple: int = 1) -> int:
-    """Thread blocks so that all have the same number of `blocks`, or few less, in one wave."""
+    """Thread blocks of one wave that divide `blocks` among them as evenly as possible."""
     each = -(-blocks // num_processors())
     return -(-blocks // each // multiple) * multiple
 

@@ -1,9 +1,9 @@
 """A decode step of a decoder with gains on queries and values, and experts in most layers.
 
-A layer is the map in, the gains, the attention of `decoder` and the map out; where it has experts,
-their first half runs in front of the gains, and their second half is part of the map out. Experts'
-weights are read as the checkpoint has them, and only those that some token of the batch chose. A
-token's results have the same bits whatever batch it is in.
+A layer runs its input map, the gains, the attention of `decoder` and its output map. With experts,
+their first half runs before the gains and their second half is part of the output map. Experts'
+weights are read in the checkpoint's layout, and only of experts that a token of the batch chose. A
+token's bits are the same in every batch.
 
 Shape legend: as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 gains, C = 3 D queries, keys and values.
@@ -18,7 +18,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import StepAdapters
-from legato_engine.kernels.cuda.attention import Places
+from legato_engine.kernels.cuda.attention import StepPositions
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -34,11 +34,12 @@ from legato_engine.kernels.cuda.tau_decoder_stages import (
     BUDGET,
     TauSizes,
     expert_defines,
-    gained_defines,
     out_stages,
+    tau_defines,
     up_stages,
 )
 from legato_engine.kernels.experts import ExpertWeights
+from legato_engine.kernels.parameters import TauWeights
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`
 _NO_CHANGE = None, None, None
@@ -46,19 +47,11 @@ _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gains:
-    """What makes them: bf16 weights of the features, and the position's part in float32."""
-
-    weights_ZC: torch.Tensor
-    placed_PH: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer with experts; bf16 but `folded_in`, and experts as `ExpertSizes` say.
+    """A layer with experts, bf16 but `folded_in` and the experts (see `ExpertSizes`).
 
-    The first map and the router are packed as one, with the norm folded into it; the other maps are
-    as the checkpoint has them.
+    The first map and the router are packed as one with the norm folded in; the other maps have the
+    checkpoint's layout.
     """
 
     weights_in: torch.Tensor
@@ -72,28 +65,26 @@ class ExpertLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TauLayer:
-    """A layer's gains, and the rest: with an MLP its first map's rows are in their own order."""
+    """A layer's gains and maps; the rows of its first map are in their own order."""
 
-    gains: Gains
+    gains: TauWeights
     maps: LayerWeights | ExpertLayer
 
 
 _Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-_Where = tuple[Places, _Cache, tuple[torch.Tensor, torch.Tensor]]
-"""Of one layer: the tokens' places; its keys, values and their units; and the angles."""
+_Where = tuple[StepPositions, _Cache, tuple[torch.Tensor, torch.Tensor]]
+"""A layer's positions; its keys, values and their units; and the angles."""
 
 
 class _Kernels:
-    """The kernels for one number of tiles."""
-
     def __init__(self, sizes: TauSizes, tiles: int, stages: Stages) -> None:
         most = 8 * tiles
         self.in_stages = stages.layer_in[tiles]
         shared = skinny_gemm.whole_shared(sizes.decoder.dim, most, self.in_stages)
-        self.gained_in: dict[bool, Kernel] = {}
+        self.tau_in: dict[bool, Kernel] = {}
         for routed in (False, True):
-            module = Module("gained.cu", gained_defines(sizes, tiles, routed=routed))
-            self.gained_in[routed] = module.kernel("gained_in", shared=shared)
+            module = Module("tau_layer.cu", tau_defines(sizes, tiles, routed=routed))
+            self.tau_in[routed] = module.kernel("tau_in", shared=shared)
             self.gains = module.kernel("gains")
         module = Module("experts.cu", expert_defines(sizes, tiles))
         self.up = module.kernel("experts_up", shared=BUDGET)
@@ -101,10 +92,10 @@ class _Kernels:
 
 
 class TauDecoder:
-    """The kernels, and the scratch memory between them; steps share it and must not overlap.
+    """The kernels and their scratch memory; steps share it and must not overlap.
 
-    `expert_LBK` (int32) are the experts that the last step chose in each layer, the likeliest
-    first; layers without experts leave theirs as they are.
+    `expert_LBK` (int32) are the experts that the last step chose in each layer, likeliest first;
+    layers without experts leave their entries as they are.
     """
 
     parts = tuple(Part)
@@ -117,7 +108,7 @@ class TauDecoder:
         stages: Stages = DEFAULT_STAGES,
         scale_L2: torch.Tensor | None = None,
     ) -> None:
-        """`scale_L2` (float32): the units of keys and of values of e4m3."""
+        """`scale_L2` (float32): the units of keys and of values in e4m3."""
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = Decoder(sizes.decoder, device, stages)
@@ -144,7 +135,7 @@ class TauDecoder:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[TauLayer],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -153,10 +144,10 @@ class TauDecoder:
     ) -> None:
         """See `Decoder.layers`; adapters are `RoutedAdapters`."""
         assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
-        row_B = places.row_B
+        row_B = positions.row_B
         for layer, weights in enumerate(layers):
             cache = k_LNHSE[layer], v_LNHSE[layer], self._scales[layer]
-            where = places, cache, angles
+            where = positions, cache, angles
             if isinstance(weights.maps, ExpertLayer):
                 changes = None
                 if adapters is not None:
@@ -166,7 +157,7 @@ class TauDecoder:
             change_BF = None if adapters is None else adapters.inner(layer, x_BD, row_B)
             if Part.LAYER_IN in parts:
                 self._layer_in(x_BD, weights.maps, change_BF)
-            self._attention(len(x_BD), weights.gains, where, parts, behind=False)
+            self._attention(len(x_BD), weights.gains, where, parts, follows_experts=False)
             mixed_BF, change_BD = self._decoder.mixed_BF, None
             if adapters is not None:
                 change_BD = adapters.outer(layer, mixed_BF, row_B)
@@ -177,17 +168,16 @@ class TauDecoder:
         self,
         x_BD: torch.Tensor,
         layer: int,
-        gains: Gains,
+        gains: TauWeights,
         maps: ExpertLayer,
         where: _Where,
         parts: Collection[Part],
         changes: LayerChanges | None,
     ) -> None:
-        """A layer with experts.
+        """Run a layer with experts.
 
-        What adapters change stands where kernels have time: the experts' first map needs its change
-        at its first sums only, the inner activations pass A beside the gains, and B beside
-        attention.
+        Adapters' kernels are placed where the GPU has time: the experts' first map needs its change
+        only at its first sums, A of the second map runs beside the gains, and B beside attention.
         """
         if Part.LAYER_IN in parts:
             self._layer_in(x_BD, maps, None)
@@ -197,21 +187,27 @@ class TauDecoder:
             self._experts_up(len(x_BD), layer, maps, changes)
             if changes is not None:
                 changes.shrink(self._inner_BKI)
-        self._attention(len(x_BD), gains, where, parts, behind=True)
+        self._attention(len(x_BD), gains, where, parts, follows_experts=True)
         if Part.LAYER_OUT in parts:
             if changes is not None:
                 changes.expand(self._share_LBK[layer])
             self._experts_out(x_BD, layer, maps, changes)
 
     def _attention(
-        self, batch: int, gains: Gains, where: _Where, parts: Collection[Part], *, behind: bool
+        self,
+        batch: int,
+        gains: TauWeights,
+        where: _Where,
+        parts: Collection[Part],
+        *,
+        follows_experts: bool,
     ) -> None:
-        """The gains, and the heads' output; `behind` other kernels than the layer's first."""
-        places, cache, _ = where
+        """Run the gains and attention; `follows_experts` if other kernels ran since the first."""
+        positions, cache, _ = where
         if Part.GAINS in parts:
-            self._gain(batch, gains, where, behind=behind)
+            self._gain(batch, gains, where, follows_experts=follows_experts)
         if Part.ATTEND in parts:
-            self._decoder.attend(places, *cache)
+            self._decoder.attend(positions, *cache)
 
     def _layer_in(
         self,
@@ -224,7 +220,7 @@ class TauDecoder:
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
         more = self._sizes.experts.num_experts if routed else sizes.ff_dim
         norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
-        kernels.gained_in[routed].launch(
+        kernels.tau_in[routed].launch(
             (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
             skinny_gemm.THREADS,
             (
@@ -236,15 +232,15 @@ class TauDecoder:
             overlap=True,
         )
 
-    def _gain(self, batch: int, gains: Gains, where: _Where, *, behind: bool) -> None:
-        places, cache, angles = where
+    def _gain(self, batch: int, gains: TauWeights, where: _Where, *, follows_experts: bool) -> None:
+        positions, cache, angles = where
         self._kernels[skinny_gemm.tiles_for(batch)].gains.launch(
             (self._sizes.decoder.num_heads, -(-batch // _GAIN_TOKENS), 1),
             skinny_gemm.WORKERS,
             (
-                *(self._qkv_BC, self._features_BC, gains.weights_ZC, gains.placed_PH, *angles),
-                *(places.row_B, places.position_B, places.table_RM),
-                *(self._decoder.q_BD, *cache, batch, int(behind)),
+                *(self._qkv_BC, self._features_BC, gains.weight_ZC, gains.position_PH, *angles),
+                *(positions.row_B, positions.position_B, positions.table_RM),
+                *(self._decoder.q_BD, *cache, batch, int(follows_experts)),
             ),
             overlap=True,
         )
@@ -287,6 +283,8 @@ class TauDecoder:
 
 
 def _weights(layer: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and scales as kernels take them; bf16 ones have no scales, and none are read."""
+    """Weights and scales as kernel arguments; bf16 weights pass as their own scales, which are not
+    read.
+    """
     scale_XO = layer.scale_XO
     return layer.weight_XOI, layer.weight_XOI if scale_XO is None else scale_XO

@@ -1,4 +1,4 @@
-"""What kernels with gains and experts are compiled for, and their shared memory."""
+"""Sizes of the kernels with gains and experts, and their shared memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 MAX_EXPERTS = 64
 MAX_ACTIVE = 8
 
-BUDGET = 221 * 1024  # bytes of shared memory: those of `gains` fit beside it
+BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
 _MOST_STAGES = 6
 _STEPS = {1: (8, 3), 2: (16, 2), 3: (16, 2), 4: (16, 2)}
-"""By tiles, tokens of one stage of inputs of `experts_out`, and how many stages there are."""
+"""By tiles: tokens of one stage of inputs of `experts_out`, and the number of its stages."""
 
-_TERM = 16 * 4  # bytes that a thread block of `experts_out` keeps of a pair
+_TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """`num_active` of `num_experts` for each token, with an inner width; bytes of a weight.
-
-    `weight_bytes` is 2 (bf16) or 1 (e4m3).
-    """
+    """`num_active` of `num_experts` for each token; `weight_bytes` is 2 (bf16) or 1 (e4m3)."""
 
     num_experts: int
     num_active: int
@@ -33,7 +30,7 @@ class ExpertSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TauSizes:
-    """What the kernels are compiled for; `exact` is the gains' gelu."""
+    """Constants of the kernels; `exact` selects the gains' gelu."""
 
     decoder: DecoderSizes
     experts: ExpertSizes
@@ -41,7 +38,7 @@ class TauSizes:
 
 
 def supported(sizes: ExpertSizes) -> bool:
-    """Whether the kernels know such experts."""
+    """Whether the kernels support such experts."""
     return (
         sizes.num_experts % 16 == 0
         and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
@@ -52,7 +49,7 @@ def supported(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """How rows of `width` weights of `size` bytes lie in a stage: see `unpacked.cuh`."""
+    """The layout of rows of `width` weights of `size` bytes in a stage of `row_major_gemm.cuh`."""
 
     width: int
     size: int
@@ -72,44 +69,44 @@ class Rows:
 
     @property
     def stage(self) -> int:
-        """Bytes of 16 rows, each copy with a gap behind it."""
+        """Bytes of 16 rows, each copy followed by a gap."""
         return 16 // self.together * (self.together * self.chunk * self.size + 64)
 
     @property
-    def behind(self) -> int:
-        """Values behind each token's inputs."""
+    def padding(self) -> int:
+        """Values between the inputs of tokens."""
         return 8 if self.size == 1 else skinny_gemm.PAD
 
 
 def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """Stages of the ring of `experts_up`, as many as fit, and bytes of dynamic shared memory.
 
-    Beside the ring lie all inputs of all tokens, and sums.
+    The inputs of all tokens, and sums, lie beside the ring.
     """
     rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
-    inputs = skinny_gemm.ring(batch * (rows.width + rows.behind), 1)
+    inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
     return _stages(rows.stage, inputs + skinny_gemm.block_sums(batch))
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """The same of `experts_out`: beside the ring are one of inputs, sums, and terms of tokens."""
+    """The same for `experts_out`: a ring of inputs, sums and tokens' terms lie beside its ring."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]
-    inputs = max(rows.chunk + rows.behind for rows in (down, proj))
+    inputs = max(rows.chunk + rows.padding for rows in (down, proj))
     beside = skinny_gemm.ring(min(batch, tokens) * inputs, steps) + skinny_gemm.block_sums(batch)
     terms = 8 * tiles * (experts.num_active + 1) * _TERM
     return _stages(max(down.stage, proj.stage), beside + terms)
 
 
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
-    """How many stages fit, and all of their and the others' bytes."""
+    """How many stages fit beside so many bytes, and the bytes of both."""
     stages = min(_MOST_STAGES, (BUDGET - beside - 128) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
-def gained_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
-    """Constants of `gained.cu`, for layers with experts (`routed`) or with an MLP."""
+def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
+    """Constants of `tau_layer.cu`, for layers with experts (`routed`) or with an MLP."""
     decoder = sizes.decoder
     return {
         "DIM": decoder.dim,

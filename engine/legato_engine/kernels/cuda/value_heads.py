@@ -1,6 +1,10 @@
-"""Values that tokens carry, on the device: encoded for the next forward, decoded from the last.
+"""Values carried by tokens: encoded into the next forward's inputs, decoded from the last hidden.
 
-Shape legend: B tokens, D width, R rows of the token state, N bins.
+A `scalar` token carries one value, a `pair` token two. A value is encoded by Fourier features and a
+linear map, and decoded as the likeliest of its bins.
+
+Shape legend: B tokens, D width, R rows of the token state, N bins, S bins of both of a pair's
+values.
 """
 
 from __future__ import annotations
@@ -14,47 +18,52 @@ from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.head import Head, HeadWeights
 from legato_engine.kernels.cuda.module import Module
+from legato_engine.kernels.cuda.sampling import RowTensors
+from legato_engine.kernels.parameters import Affine
 
 _OUTPUTS = 64  # of `embed` per thread block
+_READER_THREADS = 64
 INNER_STAGES = {1: 9, 2: 6, 3: 5, 4: 4}
 BINS_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
-"""How deep the rings in shared memory are, by tiles."""
+"""Depths of the rings in shared memory, by tiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RegionSizes:
-    """What the kernels are compiled for; `size_bins` counts both sides.
+class ValueSizes:
+    """Constants of the kernels; `pair_bins` counts the bins of both values.
 
-    `inner_dim` is that of decoders of two layers; None: all bins are one map behind a norm.
+    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over
+    2^-10 .. 1. `inner_dim` is the width of two-layer decoders; None: all bins are one map of the
+    normed hidden.
     """
 
     dim: int
     inner_dim: int | None
-    coord_features: int
-    size_features: int
-    coord_bins: int
-    size_bins: int
-    coord_token: int
-    size_token: int
+    scalar_features: int
+    pair_features: int
+    scalar_bins: int
+    pair_bins: int
+    scalar_divisor: int
+    scalar_token: int
+    pair_token: int
 
     @property
     def parts(self) -> int:
         """Parts that the inner activations are cut into."""
-        return skinny_gemm.num_parts(self.inner_dim or 0, self.coord_bins)
+        return skinny_gemm.num_parts(self.inner_dim or 0, self.scalar_bins)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EncoderWeights:
-    """Of one kind of value, bf16."""
+class ValueEncoder:
+    """One kind of token's encoder, bf16: Fourier frequencies, and the map of their features."""
 
     features: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor
+    map: Affine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The two layers behind one kind of value, bf16; the maps are packed."""
+    """One kind of token's two-layer decoder, bf16 with packed maps."""
 
     fc1_weights: torch.Tensor
     fc1_bias: torch.Tensor
@@ -64,7 +73,7 @@ class DecoderWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """B input tokens: row `source_B` of the state, or, where that is -1, the prompt's own entry."""
+    """B input tokens: row `source_B` of the state, or the prompt's entry b where that is -1."""
 
     source_B: torch.Tensor
     row_token_R: torch.Tensor
@@ -74,50 +83,49 @@ class TokenInputs:
 
 
 class Embedder:
-    """Tokens with their values, as the residual stream begins."""
+    """Writes tokens and their values as the first residual stream."""
 
-    def __init__(self, sizes: RegionSizes, coord: EncoderWeights, size: EncoderWeights) -> None:
+    def __init__(self, sizes: ValueSizes, scalar: ValueEncoder, pair: ValueEncoder) -> None:
         self._sizes = sizes
-        self._coord = coord
-        self._size = size
+        self._scalar = scalar
+        self._pair = pair
         self._kernel = Module("embed.cu", embed_defines(sizes)).kernel("embed")
 
     def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
         """Fill `x_BD`; the first kernel of a step."""
-        coord, size = self._coord, self._size
         self._kernel.launch(
             (-(-self._sizes.dim // _OUTPUTS), x_BD.shape[0], 1),
             skinny_gemm.WORKERS,
             (
                 *(inputs.source_B, inputs.row_token_R, inputs.row_payload_R2),
                 *(inputs.prompt_token_B, inputs.prompt_payload_B2, words_VD),
-                *(coord.features, coord.weight, coord.bias),
-                *(size.features, size.weight, size.bias, x_BD),
+                *(self._scalar.features, *self._scalar.map),
+                *(self._pair.features, *self._pair.map, x_BD),
             ),
         )
 
 
 class Bins(Protocol):
-    """Float32 logits of the bins behind sampled tokens: those that are likeliest are the value."""
+    """Float32 logits of the bins of sampled tokens' values."""
 
-    coord_bins_BN: torch.Tensor
-    size_bins_BN: torch.Tensor
+    scalar_bins_BN: torch.Tensor
+    pair_bins_BS: torch.Tensor
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """Fill both; bins that no token needs may stay as they are."""
+        """Fill both; bins that no token needs may keep their last contents."""
         ...
 
 
 class NormedBins:
-    """All bins as one map behind a norm: `weights` are those of coords, then those of sizes."""
+    """All bins as one map of the normed hidden: the scalars' bins, then the pairs'."""
 
-    def __init__(self, sizes: RegionSizes, weights: HeadWeights, device: torch.device) -> None:
-        num_bins = sizes.coord_bins + sizes.size_bins
+    def __init__(self, sizes: ValueSizes, weights: HeadWeights, device: torch.device) -> None:
+        num_bins = sizes.scalar_bins + sizes.pair_bins
         self._weights = weights
         self._head = Head(sizes.dim, num_bins)
         self._bins_BN = torch.zeros(MAX_TOKENS, num_bins, device=device)
-        self.coord_bins_BN = self._bins_BN[:, : sizes.coord_bins]
-        self.size_bins_BN = self._bins_BN[:, sizes.coord_bins :]
+        self.scalar_bins_BN = self._bins_BN[:, : sizes.scalar_bins]
+        self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
         """See `Bins`."""
@@ -125,35 +133,35 @@ class NormedBins:
 
 
 class MlpBins:
-    """Two layers behind each kind of value; only those that some token needs run."""
+    """A two-layer decoder for each kind of token; one that no token needs does not run."""
 
     def __init__(
-        self, sizes: RegionSizes, coord: DecoderWeights, size: DecoderWeights, device: torch.device
+        self, sizes: ValueSizes, scalar: DecoderWeights, pair: DecoderWeights, device: torch.device
     ) -> None:
         assert sizes.inner_dim is not None, "decoders of two layers have an inner width"
         self._sizes = sizes
-        self._coord = coord
-        self._size = size
+        self._scalar = scalar
+        self._pair = pair
         self._kernels = {}
         for tiles in skinny_gemm.TILES:
-            module = Module("region.cu", region_defines(sizes, tiles))
+            module = Module("value_bins.cu", value_bins_defines(sizes, tiles))
             shared = skinny_gemm.whole_shared(sizes.dim, 8 * tiles, INNER_STAGES[tiles])
-            inner = module.kernel("region_inner", shared=shared)
+            inner = module.kernel("value_inner", shared=shared)
             shared = skinny_gemm.parts_shared(
                 sizes.inner_dim, sizes.parts, 8 * tiles, BINS_STAGES[tiles]
             )
-            self._kernels[tiles] = inner, module.kernel("region_bins", shared=shared)
+            self._kernels[tiles] = inner, module.kernel("value_bins", shared=shared)
         self._grid_inner = skinny_gemm.even_grid(sizes.inner_dim // 16)
         self._inner_BF = torch.zeros(
             MAX_TOKENS, 2 * sizes.inner_dim, dtype=torch.bfloat16, device=device
         )
-        self.coord_bins_BN = torch.zeros(MAX_TOKENS, sizes.coord_bins, device=device)
-        self.size_bins_BN = torch.zeros(MAX_TOKENS, sizes.size_bins, device=device)
+        self.scalar_bins_BN = torch.zeros(MAX_TOKENS, sizes.scalar_bins, device=device)
+        self.pair_bins_BS = torch.zeros(MAX_TOKENS, sizes.pair_bins, device=device)
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
         """See `Bins`."""
         batch = hidden_BD.shape[0]
-        coord, size, sizes = self._coord, self._size, self._sizes
+        scalar, pair, sizes = self._scalar, self._pair, self._sizes
         inner_dim = self._inner_BF.shape[1] // 2
         tiles = skinny_gemm.tiles_for(batch)
         inner, bins = self._kernels[tiles]
@@ -161,20 +169,20 @@ class MlpBins:
             (self._grid_inner, 1, 1),
             skinny_gemm.THREADS,
             (
-                *(token_B, hidden_BD, coord.fc1_weights, coord.fc1_bias),
-                *(size.fc1_weights, size.fc1_bias, self._inner_BF, batch),
+                *(token_B, hidden_BD, scalar.fc1_weights, scalar.fc1_bias),
+                *(pair.fc1_weights, pair.fc1_bias, self._inner_BF, batch),
                 INNER_STAGES[tiles],
             ),
             shared=skinny_gemm.whole_shared(sizes.dim, batch, INNER_STAGES[tiles]),
             overlap=True,
         )
         bins.launch(
-            ((sizes.coord_bins + sizes.size_bins) // 16, 1, 1),
+            ((sizes.scalar_bins + sizes.pair_bins) // 16, 1, 1),
             skinny_gemm.THREADS,
             (
-                *(token_B, self._inner_BF, coord.fc2_weights, coord.fc2_bias),
-                *(size.fc2_weights, size.fc2_bias),
-                *(self.coord_bins_BN, self.size_bins_BN, batch),
+                *(token_B, self._inner_BF, scalar.fc2_weights, scalar.fc2_bias),
+                *(pair.fc2_weights, pair.fc2_bias),
+                *(self.scalar_bins_BN, self.pair_bins_BS, batch),
                 BINS_STAGES[tiles],
             ),
             shared=skinny_gemm.parts_shared(inner_dim, sizes.parts, batch, BINS_STAGES[tiles]),
@@ -183,32 +191,74 @@ class MlpBins:
         )
 
 
-def _cluster(sizes: RegionSizes, tiles: int) -> int:
+class ValueReader:
+    """Reads the values of tokens from the logits of their bins. Can be captured."""
+
+    def __init__(self, sizes: ValueSizes) -> None:
+        self._kernel = Module("value_argmax.cu", value_argmax_defines(sizes)).kernel("value_argmax")
+
+    def read(
+        self,
+        state: RowTensors,
+        scalar_BN: torch.Tensor,
+        pair_BS: torch.Tensor,
+        row_B: torch.Tensor,
+        payload_B2: torch.Tensor,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        """Write `payload_B2` and the rows' `payload_R2` from float32 logits and their `token_R`.
+
+        Rows of the logits may be strided, by multiples of 4.
+        """
+        self._kernel.launch(
+            (len(payload_B2), 1, 1),
+            _READER_THREADS,
+            [
+                *(scalar_BN, pair_BS, row_B, state.token_R, state.payload_R2, payload_B2),
+                *(scalar_BN.stride(0), pair_BS.stride(0)),
+            ],
+            overlap=overlap,
+        )
+
+
+def _cluster(sizes: ValueSizes, tiles: int) -> int:
     return skinny_gemm.CLUSTER if sizes.parts > 1 and tiles > 1 else 1
 
 
-def embed_defines(sizes: RegionSizes) -> dict[str, int]:
+def embed_defines(sizes: ValueSizes) -> dict[str, int]:
     """Constants of `embed.cu`."""
     return {
         "DIM": sizes.dim,
-        "COORD_FEATURES": sizes.coord_features,
-        "SIZE_FEATURES": sizes.size_features,
-        "COORD": sizes.coord_token,
-        "SIZE": sizes.size_token,
+        "SCALAR_FEATURES": sizes.scalar_features,
+        "PAIR_FEATURES": sizes.pair_features,
+        "SCALAR": sizes.scalar_token,
+        "PAIR": sizes.pair_token,
     }
 
 
-def region_defines(sizes: RegionSizes, tiles: int) -> dict[str, int]:
-    """Constants of `region.cu`, for decoders of two layers."""
+def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
+    """Constants of `value_bins.cu`, for decoders of two layers."""
     return {
         "DIM": sizes.dim,
         "INNER": sizes.inner_dim or 0,
-        "COORD_BINS": sizes.coord_bins,
-        "SIZE_BINS": sizes.size_bins,
-        "COORD": sizes.coord_token,
-        "SIZE": sizes.size_token,
+        "SCALAR_BINS": sizes.scalar_bins,
+        "PAIR_BINS": sizes.pair_bins,
+        "SCALAR": sizes.scalar_token,
+        "PAIR": sizes.pair_token,
         "PARTS": sizes.parts,
         "CLUSTER": _cluster(sizes, tiles),
         "INPUT_STAGES": skinny_gemm.INPUT_STAGES[tiles],
         "TILES": tiles,
+    }
+
+
+def value_argmax_defines(sizes: ValueSizes) -> dict[str, int]:
+    """Constants of `value_argmax.cu`."""
+    return {
+        "SCALAR_BINS": sizes.scalar_bins,
+        "SCALAR_DIVISOR": sizes.scalar_divisor,
+        "PAIR_BINS": sizes.pair_bins,
+        "SCALAR": sizes.scalar_token,
+        "PAIR": sizes.pair_token,
     }

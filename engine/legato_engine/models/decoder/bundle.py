@@ -21,14 +21,14 @@ from legato_engine.models.decoder.settings import read_settings
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 8192
-"""Positions of a sequence where nobody says and the model reads more."""
+"""The default context of models that have a longer one."""
 
 _SEED = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """How the configurations of one family are read, by their `model_type`, and what they build."""
+    """A family's configuration readers by `model_type`, and its network."""
 
     configs: Mapping[str, Callable[[HubConfig], DecoderConfig]]
     network: Callable[[DecoderConfig], DecoderNetwork]
@@ -36,15 +36,15 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderBundle:
-    """A `models.bundle.ModelBundle`. `weights` None: random ones."""
+    """A `ModelBundle`; `weights` None: random weights."""
 
     name: str
     config: DecoderConfig
     network: Callable[[DecoderConfig], DecoderNetwork]
     frontend: TextFrontend
     weights: Path | None
-    adapters: Path | None = None  # there never are any
-    draft: Path | None = None  # nor is there one
+    adapters: Path | None = None  # text models have none
+    draft: Path | None = None  # text models have none
 
     @property
     def max_context(self) -> int:
@@ -61,13 +61,14 @@ class DecoderBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
-        """The model on a device; raises `InvalidField` when the weights do not fit it or `memory`.
+        """Load the weights.
 
-        So do `vision_fp8`, as there is no vision tower, and a `kv_dtype` of fp8, as there are no
-        scales for it.
+        Raises:
+            InvalidField: the weights do not fit the model or `memory`; or `vision_fp8` or a
+                `kv_dtype` of fp8, which text models do not have.
         """
         if vision_fp8:
-            raise InvalidField(f"{self.name} has no vision tower", field="vision_dtype")
+            raise InvalidField(f"{self.name} has no vision encoder", field="vision_dtype")
         if kv_dtype == "fp8":
             problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
             raise InvalidField(problem, field="kv_dtype")
@@ -81,12 +82,13 @@ class DecoderBundle:
 
 
 def find(source: ModelSource, family: Family) -> DecoderBundle:
-    """Find a family's model in a folder: config.json, tokenizer.json, model*.safetensors.
+    """Find a family's model in a folder of config.json, tokenizer.json and model*.safetensors.
 
-    tokenizer_config.json, generation_config.json and chat_template.jinja are read if they are
-    there; nothing is ever fetched. With `random_weights` the folder needs none.
+    tokenizer_config.json, generation_config.json and chat_template.jinja are optional. Nothing is
+    downloaded. `random_weights` need no safetensors.
 
-    Raises `InvalidField` for files that are missing or wrong, and for what is not implemented.
+    Raises:
+        InvalidField: a file is missing, wrong, or asks for what is not implemented.
     """
     if not source.weights:
         problem = f"{source.name} needs a Hugging Face folder with its config.json"
@@ -129,7 +131,6 @@ def _frontend(
 
 
 def _limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
-    """The context that is asked for, or as much of the model's as memory is likely to hold."""
     wanted = max_context or min(config.max_context, DEFAULT_CONTEXT)
     if not 2 <= wanted <= config.max_context:
         raise InvalidField(

@@ -1,4 +1,4 @@
-"""Chat templates: a question, and what was said before it, as the model was taught to read it."""
+"""Prompts of conversations, by the model's chat template or without one."""
 
 from __future__ import annotations
 
@@ -10,77 +10,85 @@ from legato_engine.core import QueryTask
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 
-_STAND_IN = "\ue000{}\ue000"  # letters of private use, in no template
-_STOOD_IN = re.compile("\ue000(\\d+)\ue000")
+_PLACEHOLDER = "\ue000{}\ue000"  # private-use characters, in no template
+_PLACEHOLDERS = re.compile("\ue000(\\d+)\ue000")
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], str], str]
-"""Messages and the field to name when the template refuses them."""
+"""Renders messages; errors name the given field."""
 
 
 class Plain:
-    """No template: the prompt is the text itself, for the model to go on with."""
+    """The prompt of a model without a template: the question itself."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Ids of the prompt; raises `TaskUnsupported` for a conversation."""
+        """Encode the question.
+
+        Raises:
+            TaskUnsupported: there is a conversation before it.
+        """
         if task.system or task.history:
             raise TaskUnsupported(
-                "this model has no chat template: it takes one question, and no conversation",
+                "this model has no chat template: it takes one question and no conversation",
                 task="query",
             )
         return self._tokenizer.encode(task.question, opened=True)
 
 
 class ChatTemplate:
-    """The turns of a conversation, the last one for the model to begin.
+    """A chat template in jinja's sandbox.
 
-    Templates are programs: they run in jinja's sandbox. `variables` are the special tokens by the
-    names that templates give them. Models that can think before they answer are told not to.
+    `variables` are special tokens by the names that templates use. Thinking is turned off in models
+    that have it.
     """
 
     def __init__(
         self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
     ) -> None:
-        """Raises `InvalidField` for a template that does not run."""
+        """Compile and try the template.
+
+        Raises:
+            InvalidField: it does not run.
+        """
         self._render = _compiled(template, variables)
         self._tokenizer = tokenizer
         self._render(_messages(QueryTask(question="?")), "weights")
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Ids of the prompt.
+        """Encode the conversation as the template renders it.
 
-        What looks like a special token in a text is text. Then the template's own is encoded apart
-        from it; else all of it together, as the model's authors do.
+        If a message has the text of a special token, messages and template are encoded apart, so
+        that it stays text. Otherwise all is encoded together, as the model's authors do.
 
-        Raises `InvalidField` when the template refuses what is said, such as a role, or would leave
-        out a message: of a conversation it names `messages`.
+        Raises:
+            InvalidField: the template refuses or omits a message.
         """
         messages = _messages(task)
-        talk = len(messages) > 1
-        field = "messages" if talk else "question"
+        has_turns = len(messages) > 1
+        field = "messages" if has_turns else "question"
         forged = any(self._tokenizer.has_special(message["content"]) for message in messages)
-        parts = self._parts(messages, field) if talk or forged else []
+        parts = self._parts(messages, field) if has_turns or forged else []
         if not forged:
             return self._tokenizer.encode_marked(self._render(messages, field))
         ids = list(self._tokenizer.encode_marked(parts[0]))
-        for index, behind in zip(parts[1::2], parts[2::2], strict=True):
+        for index, text in zip(parts[1::2], parts[2::2], strict=True):
             ids += self._tokenizer.encode(messages[int(index)]["content"])
-            ids += self._tokenizer.encode_marked(behind)
+            ids += self._tokenizer.encode_marked(text)
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """The template's own text, by turns with the index of the message that stands there.
+        """Split the rendered text into the template's parts, alternating with message indices.
 
-        In whatever order: some templates put the system before the last question.
+        Templates may reorder messages: some put the system before the last question.
         """
-        stand_ins = [
-            {"role": message["role"], "content": _STAND_IN.format(index)}
+        placeholders = [
+            {"role": message["role"], "content": _PLACEHOLDER.format(index)}
             for index, message in enumerate(messages)
         ]
-        parts = _STOOD_IN.split(self._render(stand_ins, field))
+        parts = _PLACEHOLDERS.split(self._render(placeholders, field))
         for index, message in enumerate(messages):
             if str(index) not in parts[1::2]:
                 raise InvalidField(
@@ -115,7 +123,7 @@ def _compiled(template: str, variables: Mapping[str, str]) -> Render:
             )
         except jinja2.TemplateError as error:
             raise InvalidField(f"the chat template: {error}", field=field) from None
-        text: str = rendered[0][0]  # one text for each conversation, then what is of no use here
+        text: str = rendered[0][0]  # of one conversation
         return text
 
     return render

@@ -1,6 +1,6 @@
-"""A text decoder's sizes, and how they are read from a Hugging Face config.json.
+"""A text decoder's sizes, read from a Hugging Face config.json.
 
-What a configuration asks for and nothing here does is refused by its name.
+Settings that are not implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from legato_engine.layers.grouped_attention import HeadPlan
 from legato_engine.layers.rope import LinearScaling, Llama3Scaling, Scaling
 
 HubConfig = Any
-"""What transformers makes of a config.json; its fields differ from family to family."""
+"""A configuration of transformers; its fields differ by family."""
 
 _FULL = "full_attention"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What every family here has, by whatever name; `tied_head`: the embeddings are the head."""
+    """The sizes of every family; `tied_head`: the embeddings are the head, too."""
 
     dim: int
     ff_dim: int
@@ -39,7 +39,11 @@ class DecoderConfig:
 
 
 def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
-    """The folder's config.json; raises `InvalidField` unless it is of one of these types."""
+    """Read the folder's config.json.
+
+    Raises:
+        InvalidField: it cannot be read, or its type is none of `model_types`.
+    """
     found = _model_type(folder)
     if found not in model_types:
         known = " or ".join(map(repr, model_types))
@@ -48,16 +52,17 @@ def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - what fails in reading it has many types, all say why
+    except Exception as error:  # noqa: BLE001 - errors of many types, all with a reason
         raise InvalidField(f"config.json: {error}", field="weights") from None
 
 
 def decoder_config(
     config: HubConfig, *, norm_eps: float, heads: HeadPlan, partial: float = 1.0
 ) -> DecoderConfig:
-    """The fields that all families call the same; `partial` of a head turns by its position.
+    """Read the fields that families have in common; `partial` of a head is rotated.
 
-    Raises `InvalidField` naming the field that does not fit.
+    Raises:
+        InvalidField: a field's value is not implemented; the text names it.
     """
     refuse_others(config, {"quantization_config": None})
     if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
@@ -69,7 +74,7 @@ def decoder_config(
     if (found := partial_rotary(config)) != partial:
         raise _refusal(f"partial_rotary_factor is {found}; only {partial} is implemented")
     if rotary_dim % 2:
-        raise _refusal(f"{rotary_dim} dimensions of a head turn, which is odd")
+        raise _refusal(f"{rotary_dim} rotary dimensions of a head; the number must be even")
     return DecoderConfig(
         dim=config.hidden_size,
         ff_dim=config.intermediate_size,
@@ -88,7 +93,7 @@ def decoder_config(
 def head_plan(
     config: HubConfig, *, qkv_bias: bool, out_bias: bool, norm_eps: float | None = None
 ) -> HeadPlan:
-    """The heads; their width is what the model's divides into, unless it is given."""
+    """Read the heads; by default they divide the model's width."""
     return HeadPlan(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -101,7 +106,11 @@ def head_plan(
 
 
 def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
-    """Raise `InvalidField` for a field whose value is not the one that is implemented."""
+    """Check fields of which one value is implemented.
+
+    Raises:
+        InvalidField: a field has another value.
+    """
     for name, only in implemented.items():
         value = getattr(config, name, only)
         if value != only:
@@ -109,7 +118,7 @@ def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
 
 
 def partial_rotary(config: HubConfig) -> float:
-    """The part of a head that turns."""
+    """Return the part of a head that is rotated."""
     return float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
 
 

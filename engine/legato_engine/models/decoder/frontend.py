@@ -1,4 +1,4 @@
-"""The half of a text model that never touches the device: prompts, and what is refused."""
+"""The frontend of text models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
 from legato_engine.models.decoder.task import TextTask
 from legato_engine.models.detokenizer import Pieces
-from legato_engine.models.model import PreparedImage
-from legato_engine.models.text_output import Answer
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
 
 FREE: tuple[Constraint, ...] = (Constraint(),)
-"""Text has no constraint but none."""
+"""The constraints of plain text."""
 
 _SKILLS = {
     QueryTask: "query",
@@ -36,16 +36,16 @@ _SKILLS = {
 
 
 class Prompter(Protocol):
-    """How a question becomes a prompt."""
+    """Makes a prompt of a question."""
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Ids of the whole prompt, what was said before the question included."""
+        """Encode the whole prompt, with the conversation before the question."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSetup:
-    """What a frontend is made of; `eos` ends an answer, any of them."""
+    """The parts of a frontend; any id of `eos` ends an answer."""
 
     name: str
     prompter: Prompter
@@ -56,7 +56,7 @@ class TextSetup:
 
 
 class TextFrontend:
-    """A `models.model.ModelFrontend` without pictures; safe to use from many threads."""
+    """A thread-safe `ModelFrontend` without images."""
 
     takes_images = False
     tasks: tuple[str, ...] = ("query",)
@@ -67,34 +67,39 @@ class TextFrontend:
         self._setup = setup
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
-        """Raises `TaskUnsupported`."""
-        raise _no_pictures("image")
+        """Refuse the image.
+
+        Raises:
+            TaskUnsupported: always.
+        """
+        raise _no_images("image")
 
     def resizing_on_device(self) -> TextFrontend:
-        """The same: there is nothing to resize."""
+        """Return this frontend, which has no images."""
         return self
 
-    def keeping_pictures(self) -> TextFrontend:
-        """The same: there is nothing to keep."""
+    def keeping_images(self) -> TextFrontend:
+        """Return this frontend, which has no images."""
         return self
 
     def prefix_length(self, has_image: bool) -> int:
-        """0: a BOS, if there is one, is the prompt's."""
+        """Return 0, because the prompt holds any BOS."""
         return 0
 
     def make_task(self, request: Request) -> TextTask:
-        """A question as the model reads it.
+        """Make the task of a question; its `max_tokens` is cut to what fits the context.
 
-        Raises `TaskUnsupported` for other skills and for pictures, `InvalidField`, or
-        `PromptTooLong` (metadata `limit`, `actual`) when not even one token fits behind the prompt.
-        `max_tokens` is cut to what fits.
+        Raises:
+            TaskUnsupported: another skill, an image or reasoning.
+            InvalidField: a field is out of range.
+            PromptTooLong: not even one token fits after the prompt.
         """
         setup, task = self._setup, request.task
         skill = _SKILLS[type(task)]
         if not isinstance(task, QueryTask):
             raise TaskUnsupported(f"this model has no {skill} skill", task=skill)
         if request.image is not None or task.spatial_refs or task.shows_image:
-            raise _no_pictures(skill)
+            raise _no_images(skill)
         if task.reasoning:
             raise TaskUnsupported("this model has no query with reasoning", task=skill)
         prompt = setup.prompter.encode(task)
@@ -104,10 +109,10 @@ class TextFrontend:
         wanted = sampling.max_tokens or setup.sampling.max_tokens
         max_tokens = budget.token_budget(wanted, len(prompt), setup.max_context)
         stop = request.sampling.stop
-        answer = Answer(setup.pieces, stop)
+        answer = TextOutput(setup.pieces, stop)
         log = TokenLog(setup.pieces, logprobs=request.logprobs) if request.return_tokens else None
         return TextTask(prompt, sampling, max_tokens, setup.eos, answer, log)
 
 
-def _no_pictures(skill: str) -> TaskUnsupported:
-    return TaskUnsupported("this model takes no pictures", task=skill)
+def _no_images(skill: str) -> TaskUnsupported:
+    return TaskUnsupported("this model takes no images", task=skill)

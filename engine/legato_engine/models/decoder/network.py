@@ -1,4 +1,4 @@
-"""The decoder that all text families share: embeddings, blocks over paged keys and values, head.
+"""The decoder of all text families: embeddings, blocks over paged keys and values, head.
 
 Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
 """
@@ -17,17 +17,17 @@ from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.rope import Rope
 from legato_engine.models.decoder.config import DecoderConfig
-from legato_engine.models.paged import (
+from legato_engine.models.paged_attention import (
     span_attention,
-    span_places,
+    span_metadata,
     step_attention,
-    step_places,
+    step_metadata,
 )
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
 class GatedBlock(nn.Module):
-    """RMS norms, attention, then a gated MLP, each added to what it read."""
+    """Attention, then a gated MLP, each with an RMS norm before and a residual after it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class GatedBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
@@ -50,10 +50,10 @@ class GatedBlock(nn.Module):
 
 
 class DecoderNetwork(nn.Module):
-    """All weights; `block` makes a layer, which is called as `GatedBlock` is.
+    """All weights; `block` makes a layer with the signature of `GatedBlock.forward`.
 
-    Modules are named as in the checkpoints of Llama, layers that run as one apart; a family whose
-    names are others says so in `checkpoint_name`.
+    Modules are named as in Llama's checkpoints, apart from packed layers. A family with other names
+    overrides `checkpoint_name`.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class DecoderNetwork(nn.Module):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """What the family's checkpoints call this parameter or module."""
+        """Return the stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
-        assert not span.bidirectional, "text is read in one direction"
-        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
+        assert not span.bidirectional, "a text model has no bidirectional prefix"
+        where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
-        where, attend = step_places(batch, kv, self.rope), step_attention(batch)
+        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
         return self._blocks(x_BD, where, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class DecoderNetwork(nn.Module):
         return logits_BV.float()
 
     def _blocks(
-        self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
+        self, x: torch.Tensor, where: ops.AttentionMetadata | ops.Span, kv: KVCache, attend: Attend
     ) -> torch.Tensor:
         for layer, block in enumerate(self.layers):
             x = block(x, where, kv.layer(layer), attend)

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says beside its weights: how to end, to sample and to ask."""
+"""Settings of a Hugging Face folder: end-of-sequence ids, sampling and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderSettings:
-    """`eos` ends an answer, any of them; `specials` are tokens by the names of their roles."""
+    """Any id of `eos` ends an answer; `specials` are special tokens by role."""
 
     eos: frozenset[int]
     sampling: SamplingDefaults
@@ -32,10 +32,13 @@ class FolderSettings:
 def read_settings(
     folder: Path, tokenizer: TextTokenizer, model_eos: int | list[int] | None
 ) -> FolderSettings:
-    """Read the folder's files, each of which may be missing; raises `InvalidField`.
+    """Read the folder's files, each of which may be missing.
 
-    `model_eos` is the config.json's, which generation_config.json overrules. The tokenizer's own
-    EOS counts besides. A repetition penalty is no part of this server's sampling.
+    EOS are those of generation_config.json, or else `model_eos` (of config.json), and the
+    tokenizer's. A repetition penalty is ignored, because this server's sampling has none.
+
+    Raises:
+        InvalidField: a file cannot be read or has a wrong value.
     """
     texts, generation = _read(folder / _TOKENIZER), _read(folder / _GENERATION)
     specials = {name: text for name in _SPECIALS if (text := _content(texts.get(name)))}
@@ -59,7 +62,7 @@ def _sampling(generation: dict[str, Any]) -> SamplingDefaults:
 
 
 def _template(folder: Path, texts: dict[str, Any]) -> str | None:
-    """A file of its own goes first; of several in tokenizer_config.json the one named default."""
+    """Prefer the template's own file; of several in tokenizer_config.json, `default`."""
     if (folder / _TEMPLATE).is_file():
         return (folder / _TEMPLATE).read_text(encoding="utf-8")
     template = texts.get("chat_template")
@@ -72,7 +75,7 @@ def _template(folder: Path, texts: dict[str, Any]) -> str | None:
 
 
 def _content(token: object) -> str | None:
-    """A token is written as its text or as an object with its text."""
+    """Read a token that is stored as text or as an object with text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,18 +1,15 @@
-"""Text for a prompt, as a task."""
+"""The task of generating text."""
 
 from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason, PromptToken, QueryResult, SamplingParams
-from legato_engine.models.text_output import Answer
+from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import SampledToken, with_token
 
 
 class TextTask:
-    """A `tasks.Task`: tokens until an EOS, a stop string or the end of the budget.
-
-    `log` names the tokens for callers who asked for them.
-    """
+    """A `Task` that ends with an EOS, a stop string or its budget; `log` describes its tokens."""
 
     constrained = False
     has_payload = False
@@ -24,7 +21,7 @@ class TextTask:
         sampling: SamplingParams,
         max_tokens: int,
         eos: frozenset[int],
-        answer: Answer,
+        answer: TextOutput,
         log: TokenLog | None = None,
     ) -> None:
         self.prompt = tuple(map(PromptToken, prompt))
@@ -37,11 +34,11 @@ class TextTask:
         self._num_consumed = 0
 
     def constraint(self) -> int:
-        """Free, always."""
+        """Allow every token."""
         return 0
 
     def consume(self, token: SampledToken) -> list[Event]:
-        """Advance by one token; the budget's last one ends the task if nothing else does."""
+        """Read one token; the budget's last one ends the task."""
         self._num_consumed += 1
         events: list[Event] = []
         if token.token_id in self._eos:
@@ -57,6 +54,6 @@ class TextTask:
         return events if self.finish_reason is None else events + self._answer.close()
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
-        """The answer so far."""
+        """Return the answer so far."""
         self._answer.close()
         return QueryResult(answer=self._answer.text)

@@ -1,4 +1,4 @@
-"""A tokenizer.json of any text family: text to ids, and ids to bytes."""
+"""A text family's tokenizer.json: text to ids, and ids to bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ import tokenizers
 from legato_engine.errors import InvalidField
 from legato_engine.models.byte_level import byte_of_letter
 
-_SPACE = "\u2581"  # how vocabularies that fall back to bytes write a space
+_SPACE = "\u2581"  # a space in vocabularies with byte fallback
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextTokenizer:
-    """Both directions; safe to use from many threads."""
+    """Thread-safe encoding and decoding."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidField` when the file is missing, or its ids cannot be read as bytes."""
+        """Read the file.
+
+        Raises:
+            InvalidField: it is missing, or its ids cannot be decoded to bytes.
+        """
         data = _read(path)
         self._tokenizer = _parse(data, path)
         self._inert = _parse(data, path)
-        self._inert.encode_special_tokens = True  # special tokens in a text are not recognised
+        self._inert.encode_special_tokens = True  # ignores special tokens in text
         self._pieces = _pieces(self._tokenizer, _decoders(data))
         added = self._tokenizer.get_added_tokens_decoder().values()
         specials = [re.escape(token.content) for token in added if token.special]
@@ -37,14 +41,14 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
-        """Ids of a text, in which what looks like a special token is text like any.
+        """Encode text without recognising special tokens.
 
-        `opened`: as the start of a sequence, with the BOS that the tokenizer may put before it.
+        `opened`: as the start of a sequence, with the tokenizer's BOS if it adds one.
         """
         return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
 
     def encode_marked(self, text: str) -> tuple[int, ...]:
-        """Ids of a text whose special tokens are meant, and which brings all of them itself."""
+        """Encode text with its special tokens, and add none."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:
@@ -52,12 +56,12 @@ class TextTokenizer:
         return self._special is not None and self._special.search(text) is not None
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token by its whole text."""
+        """Look up a token by its whole text."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token; none for special ids and ids without an entry."""
+        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 
@@ -81,7 +85,6 @@ def _parse(data: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 
 def _decoders(data: dict[str, Any]) -> set[str]:
-    """The kinds of the decoder's steps."""
     decoder = data.get("decoder") or {}
     return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
 

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints to networks, and random weights for them.
+"""Hugging Face checkpoints for decoder networks, and random weights.
 
-Layers that run as one (`PackedLinear`) are apart in a checkpoint. A head that is the embeddings may
-be there a second time, with the same values.
+The layers of a `PackedLinear` are separate in a checkpoint. A tied head may be stored a second
+time, with the values of the embeddings.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from legato_engine.errors import InvalidField
 from legato_engine.layers.linear import PackedLinear
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint_files import Header, headers, opened
-from legato_engine.models.checkpoint_plan import Place
+from legato_engine.models.checkpoint_plan import Destination
 from legato_engine.models.decoder.network import DecoderNetwork
 
-_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old checkpoints hold what rope computes
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"
 _GAINS = re.compile(r"norm\.weight$")
 
 
 class _Part(NamedTuple):
-    """Where a stored tensor belongs, and the rows that it fills there."""
+    """A stored tensor's destination, and the rows that it fills there."""
 
-    place: Place
+    destination: Destination
     num_rows: int
 
 
@@ -41,17 +41,21 @@ def load_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device; raises `InvalidField` as `checkpoint.load` does."""
+    """Fill a network made on the meta device.
+
+    Raises:
+        InvalidField: as `checkpoint.load`, or a stored head differs from tied embeddings.
+    """
     parts = _parts(network)
     stored = headers(folder)
     _check_rows(stored, parts)
     if network.config.tied_head:
         _check_tied(stored, network.checkpoint_name("embed_tokens.weight"))
 
-    def rename(name: str) -> str | Place | None:
+    def rename(name: str) -> str | Destination | None:
         if _DERIVED.search(name) or (name == _HEAD and network.config.tied_head):
             return None
-        return parts[name].place if name in parts else name
+        return parts[name].destination if name in parts else name
 
     checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
     return network.eval()
@@ -65,7 +69,7 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device with seeded weights of sensible scale."""
+    """Fill a network made on the meta device with seeded noise."""
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
@@ -75,27 +79,26 @@ def _scale(_name: str, shape: torch.Size) -> float:
 
 
 def _parts(network: DecoderNetwork) -> dict[str, _Part]:
-    """By the stored name, for all that the network has."""
     packed = {name: m for name, m in network.named_modules() if isinstance(m, PackedLinear)}
     parts: dict[str, _Part] = {}
     for name, tensor in network.state_dict().items():
         module, _, kind = name.rpartition(".")
         if module not in packed:
-            parts[network.checkpoint_name(name)] = _Part(Place(name), tensor.shape[0])
+            parts[network.checkpoint_name(name)] = _Part(Destination(name), tensor.shape[0])
             continue
         parent, row = module.rpartition(".")[0], 0
         for part, num_rows in packed[module].parts.items():
             stored = network.checkpoint_name(f"{parent}.{part}.{kind}")
-            parts[stored] = _Part(Place(name, row), num_rows)
+            parts[stored] = _Part(Destination(name, row), num_rows)
             row += num_rows
     return parts
 
 
 def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
-    """A part with rows to spare would run into its neighbour's."""
+    """Check sizes, because a part with too many rows would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
-        if part is None or part.place.first_row is None:
+        if part is None or part.destination.first_row is None:
             continue
         if header.shape[:1] != (part.num_rows,):
             shape = f"shape {list(header.shape)}, expected {part.num_rows} rows"
@@ -103,7 +106,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
 
 
 def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
-    """A head of its own that the configuration says nothing of would be lost."""
+    """Check that a stored head equals the tied embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return

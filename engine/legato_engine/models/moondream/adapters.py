@@ -1,14 +1,14 @@
-"""Adapter files to the weights of text MLPs and experts, strictly: all is used, or refused.
+"""Adapter files to the weights of text MLPs and experts; every tensor must be used.
 
-Two formats, told apart by their first bytes. Shapes for rank r, text width D and inner width F; of
-experts X of them, K for a token, inner width I, and q = r / K of the rank for each:
+There are two formats. Shapes are for rank r, text width D and inner width F; X experts, K active
+per token, with inner width I and rank q = r / K:
 
-- safetensors: for each layer i that is changed, all four of `text.blocks.i.mlp.fc1.lora_a` [r, D],
-  `.fc1.lora_b` [F, r], `.fc2.lora_a` [r, F] and `.fc2.lora_b` [D, r]; where the layer has experts,
-  [X, q, D], [X, 2 I, q], [X, q, I] and [X, D, q]. Its metadata may name the `model` that it is for.
-- the published checkpoints of fine-tunes, a torch dict whose `lora_state_dict` has the same four as
-  `dense.i.up_a`, `.up_b`, `.down_a` and `.down_b` behind any prefix, or as `moe.i`, where i counts
-  the layers with experts.
+- safetensors: for each adapted layer i, all of `text.blocks.i.mlp.fc1.lora_a` [r, D], `.fc1.lora_b`
+  [F, r], `.fc2.lora_a` [r, F] and `.fc2.lora_b` [D, r]; of a layer with experts [X, q, D],
+  [X, 2 I, q], [X, q, I] and [X, D, q]. Metadata may name the `model`.
+- published fine-tunes: a torch dict whose `lora_state_dict` has the same four as `dense.i.up_a`,
+  `.up_b`, `.down_a` and `.down_b` after any prefix, or as `moe.i`, where i counts the layers with
+  experts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OWN_NAME = re.compile(r"text\.blocks\.(\d{1,4})\.mlp\.(fc[12]\.lora_[ab])")
 _PUBLISHED_NAME = re.compile(r"(?:.*\.)?(dense|moe)\.(\d{1,4})\.(up_a|up_b|down_a|down_b)")
 _ZIP = b"PK"
 
-_Place = tuple[int, str]  # layer, and one of `_PARTS`
+_Key = tuple[int, str]  # layer, and one of `_PARTS`
 
 
 def bank_sizes(text: TextConfig) -> BankSizes:
-    """What adapters change of this decoder."""
+    """Return the sizes of all adaptable layers."""
     if text.moe is None:
         return BankSizes(text.num_layers, text.dim, text.ff_dim)
     moe = text.moe
@@ -50,16 +50,18 @@ def bank_sizes(text: TextConfig) -> BankSizes:
 def parse_adapter(
     data: bytes, config: MoondreamConfig, max_rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """The weights of a file, rank before width; layers that it leaves out are zero.
+    """Parse a file into weights, rank before width; layers that it omits are zero.
 
-    Raises `AdapterUnusable` saying what is wrong, `limit` and `actual` for a rank too large.
+    Raises:
+        AdapterUnusable: the file is broken or does not fit; with `limit` and `actual` of the rank
+            if that is out of range.
     """
     sizes = bank_sizes(config.text)
     if data.startswith(_ZIP):
         found = _read_published(data)
-        tensors = _by_place(found, lambda name: _published_place(name, sizes))
+        tensors = _by_key(found, lambda name: _published_key(name, sizes))
     else:
-        tensors = _by_place(_read_own(data, config.name), _own_place)
+        tensors = _by_key(_read_own(data, config.name), _own_key)
     rank = _rank(tensors, sizes, max_rank)
     _check(tensors, sizes, rank)
     return _stacked(tensors, sizes, rank, dtype)
@@ -96,28 +98,28 @@ def _line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _by_place(
-    tensors: Mapping[str, torch.Tensor], place_of: Callable[[str], _Place]
-) -> dict[_Place, torch.Tensor]:
-    placed: dict[_Place, torch.Tensor] = {}
+def _by_key(
+    tensors: Mapping[str, torch.Tensor], key_of: Callable[[str], _Key]
+) -> dict[_Key, torch.Tensor]:
+    by_key: dict[_Key, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        place = place_of(name)
-        if place in placed:
+        key = key_of(name)
+        if key in by_key:
             raise AdapterUnusable(f"{name}: given twice")
-        placed[place] = tensor
-    if not placed:
+        by_key[key] = tensor
+    if not by_key:
         raise AdapterUnusable("it holds no tensors")
-    return placed
+    return by_key
 
 
-def _own_place(name: str) -> _Place:
+def _own_key(name: str) -> _Key:
     match = _OWN_NAME.fullmatch(name)
     if match is None:
         raise AdapterUnusable(f"{name}: not a tensor of an adapter")
     return int(match[1]), match[2]
 
 
-def _published_place(name: str, sizes: BankSizes) -> _Place:
+def _published_key(name: str, sizes: BankSizes) -> _Key:
     match = _PUBLISHED_NAME.fullmatch(name)
     if match is None:
         raise AdapterUnusable(f"{name}: not a tensor of an adapter of text MLPs")
@@ -133,14 +135,14 @@ def _published_place(name: str, sizes: BankSizes) -> _Place:
     return sizes.num_layers + index, part
 
 
-def _rank(tensors: Mapping[_Place, torch.Tensor], sizes: BankSizes, max_rank: int) -> int:
-    """By the first A of an MLP, or else of experts; that all agree is for `_check` to see."""
-    place = next((place for place in sorted(tensors) if place[1].endswith("a")), None)
-    shared = place is not None and place[0] >= sizes.num_layers and sizes.experts is not None
-    if place is None or tensors[place].dim() != (3 if shared else 2):
+def _rank(tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, max_rank: int) -> int:
+    """Read the rank of the first A; `_check` compares the others."""
+    key = next((key for key in sorted(tensors) if key[1].endswith("a")), None)
+    shared = key is not None and key[0] >= sizes.num_layers and sizes.experts is not None
+    if key is None or tensors[key].dim() != (3 if shared else 2):
         raise AdapterUnusable("no lora_a or up_a of the right number of dimensions tells its rank")
     num_active = sizes.experts.num_active if sizes.experts is not None else 1
-    rank = tensors[place].shape[-2] * (num_active if shared else 1)
+    rank = tensors[key].shape[-2] * (num_active if shared else 1)
     if not 1 <= rank <= max_rank:
         raise AdapterUnusable(
             f"its rank is {rank}, this server takes 1 to {max_rank}", limit=max_rank, actual=rank
@@ -152,7 +154,7 @@ def _rank(tensors: Mapping[_Place, torch.Tensor], sizes: BankSizes, max_rank: in
     return rank
 
 
-def _check(tensors: Mapping[_Place, torch.Tensor], sizes: BankSizes, rank: int) -> None:
+def _check(tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int) -> None:
     num_layers = sizes.num_layers + (sizes.experts.num_layers if sizes.experts is not None else 0)
     for (layer, part), tensor in sorted(tensors.items(), key=lambda item: item[0]):
         name = f"layer {layer} {part}"
@@ -171,12 +173,12 @@ def _check(tensors: Mapping[_Place, torch.Tensor], sizes: BankSizes, rank: int) 
 
 
 def _shape(layer: int, part: str, sizes: BankSizes, rank: int) -> tuple[int, ...]:
-    *leading, own, width = _room(part, sizes, rank, routed=layer >= sizes.num_layers)
+    *leading, own, width = _slot_shape(part, sizes, rank, routed=layer >= sizes.num_layers)
     return (*leading, own, width) if part.endswith("a") else (*leading, width, own)
 
 
-def _room(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int, ...]:
-    """A layer's tensor as slots have it, the rank before the width; `routed` of experts."""
+def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int, ...]:
+    """Return the shape of a part in an adapter slot, rank before width; `routed`: of experts."""
     index, experts = _PARTS.index(part), sizes.experts
     if experts is None or not routed:
         return rank, sizes.widths()[index]
@@ -184,19 +186,19 @@ def _room(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int,
 
 
 def _stacked(
-    tensors: Mapping[_Place, torch.Tensor], sizes: BankSizes, rank: int, dtype: torch.dtype
+    tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """All layers of a kind in one tensor a part: a part of the rank is one piece then."""
+    """Stack all layers of a part in one tensor, in which a slice of the rank is contiguous."""
 
     def stacked(layers: range, *, routed: bool) -> MlpWeights:
         stacks = []
         for part in _PARTS:
-            room = _room(part, sizes, rank, routed=routed)
-            stack_LRW = torch.zeros(len(layers), *room, dtype=dtype)
-            for place, layer in enumerate(layers):
+            shape = _slot_shape(part, sizes, rank, routed=routed)
+            stack_LRW = torch.zeros(len(layers), *shape, dtype=dtype)
+            for index, layer in enumerate(layers):
                 tensor = tensors.get((layer, part))
                 if tensor is not None:
-                    stack_LRW[place] = tensor if part.endswith("a") else tensor.transpose(-2, -1)
+                    stack_LRW[index] = tensor if part.endswith("a") else tensor.transpose(-2, -1)
             if not torch.isfinite(stack_LRW).all():
                 raise AdapterUnusable(f"{part}: not finite in {dtype}")
             stacks.append(stack_LRW)
@@ -205,5 +207,5 @@ def _stacked(
     mlps, experts = stacked(range(sizes.num_layers), routed=False), sizes.experts
     if experts is None:
         return AdapterWeights(mlps)
-    behind = range(sizes.num_layers, sizes.num_layers + experts.num_layers)
-    return AdapterWeights(mlps, stacked(behind, routed=True))
+    routed_layers = range(sizes.num_layers, sizes.num_layers + experts.num_layers)
+    return AdapterWeights(mlps, stacked(routed_layers, routed=True))

@@ -1,4 +1,4 @@
-"""A Moondream model's sizes, token ids and templates, as its config.json gives them."""
+"""A Moondream model's configuration: sizes, token ids and templates."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ ARCHITECTURE_3 = "moondream3"
 
 
 class Gelu(enum.StrEnum):
-    """Which gelu: its tanh approximation, or the exact one."""
+    """The gelu: its tanh approximation, or the exact one."""
 
     TANH = "tanh"
     EXACT = "exact"
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The vision tower, and how pictures are cut for it.
-
-    `max_crops` at most 1: the picture is never tiled, it is always one crop.
-    """
+    """The vision encoder and its crops; `max_crops` up to 1: images are never tiled."""
 
     dim: int
     ff_dim: int
@@ -38,12 +35,12 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def grid(self) -> int:
-        """Patches on a side of a crop."""
+        """Patches along a side of a crop."""
         return self.crop_size // self.patch_size
 
     @property
     def num_tokens(self) -> int:
-        """Embeddings of one picture, whatever its size."""
+        """Embeddings of one image, whatever its size."""
         return self.grid * self.grid
 
     @property
@@ -53,13 +50,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TauConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Gains on queries and values, see `layers.tau`; sources disagree about the gelu in them."""
+    """Gains on queries and values, see `layers.tau`; published sources disagree on the gelu."""
 
     gelu: Gelu = Gelu.TANH
 
 
 class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts in place of the MLP from layer `first_layer` on, `num_active` of them for a token."""
+    """Experts instead of MLPs from layer `first_layer` on, `num_active` per token."""
 
     first_layer: int
     num_experts: int
@@ -68,7 +65,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decoder; without `tau` there are no gains, without `moe` every layer has an MLP."""
+    """The decoder; `tau` None: no gains; `moe` None: every layer has an MLP."""
 
     dim: int
     ff_dim: int
@@ -90,8 +87,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Coordinates and sizes: Fourier features in, bins out.
 
-    `inner_dim` is that of the two-layer heads; None: a norm, and one linear map behind it. Bin b of
-    B coord bins means b / B; with `coord_reaches_one`, b / (B - 1).
+    `inner_dim` is that of two-layer heads; None: a norm and one linear layer. Bin b of B coord bins
+    means b / B; with `coord_reaches_one`, b / (B - 1).
     """
 
     coord_features: int
@@ -103,14 +100,14 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def coord_divisor(self) -> int:
-        """What a coord's bin is divided by."""
+        """Divisor of a coord's bin."""
         return self.coord_bins - 1 if self.coord_reaches_one else self.coord_bins
 
 
 class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How outlines are refined, where there is a head for it; see `outlines`.
+    """Refinement of outlines, see `outlines`.
 
-    The head reads the vision tower behind block `early_block` and at its end, `iterations` times.
+    The head reads the outputs of vision block `early_block` and the last one, `iterations` times.
     """
 
     early_block: int
@@ -118,7 +115,7 @@ class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ids with a meaning of their own; none carries text."""
+    """Ids that carry no text."""
 
     bos: int
     eos: int
@@ -131,7 +128,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token ids around what the request brings: prefix, spatial references, text, suffix."""
+    """Token ids around a request's spatial references and text."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -146,10 +143,10 @@ class CaptionTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A skill without a template is one that the model lacks.
+    """Templates by skill; None: the model lacks the skill.
 
-    Several answer ids at the end of the query suffix are a training artefact that reasoning
-    repeats: as many stand between the thoughts and the answer.
+    A query suffix may end with several answer ids, a training artefact. The same number separates
+    reasoning from the answer.
     """
 
     caption: CaptionTemplates | None = None
@@ -161,9 +158,9 @@ class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ids that are never sampled; other states of a skill name the few that may be.
+    """Ids that are never sampled in text.
 
-    Where answers may hold coords and sizes, text rows read and feed back their values.
+    If answers may hold coords and sizes, text rows read and feed back their values.
     """
 
     answer: tuple[int, ...] = ()  # in answers and captions
@@ -171,10 +168,7 @@ class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything about a model but its weights and its tokenizer.
-
-    `sampling` is for text; spatial skills are greedy.
-    """
+    """A model without its weights and tokenizer. `sampling` is of text; other skills are greedy."""
 
     architecture: str
     name: str
@@ -184,19 +178,19 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokens: SpecialTokens
     templates: Templates
     suppression: Suppression | None = None
-    refiner: RefinerConfig | None = None  # None: the model's outlines stay as they are
+    refiner: RefinerConfig | None = None  # None: outlines cannot be refined
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def prefix_length(self) -> int:
-        """BOS and the picture."""
+        """Positions of BOS and the image."""
         return 1 + self.vision.num_tokens
 
     @property
     def suppressed(self) -> Suppression:
-        """As given, else Moondream 2's: thoughts do not end early, answers are not opened twice.
+        """The configured ids, or Moondream 2's: no EOS in reasoning, no answer id in an answer.
 
-        Nor do its answers hold values, so that plain text costs no reading of them.
+        Its answers hold no values either, so that plain text does not pay for reading them.
         """
         if self.suppression is not None:
             return self.suppression
@@ -212,7 +206,11 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def parse_config(data: bytes) -> MoondreamConfig:
-    """Read a config.json; raises `InvalidField` saying what does not fit."""
+    """Parse a config.json.
+
+    Raises:
+        InvalidField: a field is missing, unknown or inconsistent.
+    """
     try:
         config = msgspec.json.decode(data, type=MoondreamConfig)
     except msgspec.MsgspecError as error:
@@ -236,9 +234,9 @@ def _problem(config: MoondreamConfig) -> str | None:
     if text.rotary_dim % 2 or text.rotary_dim > text.head_dim:
         return "rotary_dim is odd or wider than a head"
     if config.refiner is not None and not 0 <= config.refiner.early_block < vision.num_layers:
-        return "early_block of refiner is no block of the vision tower"
+        return "early_block of refiner is no block of the vision encoder"
     if config.prefix_length >= text.max_context:
-        return "a picture does not fit max_context"
+        return "an image does not fit max_context"
     return _problem_of_experts(text)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a skill may sample next; an index into the table is what travels to the device."""
+"""Which tokens a skill may sample next; launches carry indices into this table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Allow(enum.IntEnum):
     SIZE = 2
     COORD_OR_EOS = 3
     TEXT = 4  # answers and captions
-    THOUGHT = 5
-    ANSWER = 6  # the token that opens an answer, and no other
+    REASONING = 5
+    ANSWER = 6  # the token that opens an answer
 
 
 def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
-    """The table, in the order of `Allow`; it holds from a state's first token on."""
+    """Make the table, in the order of `Allow`."""
     tokens, suppressed = config.tokens, config.suppressed
     return (
         Constraint(),

@@ -1,11 +1,11 @@
-"""A draft of one layer behind the model's last, which guesses how its residual stream goes on.
+"""A draft of one layer, applied to the model's last hidden state.
 
-From the stream that the newest token was sampled from, and that token, it makes the stream of the
-next one, and so on by itself. It reads the keys and values that one of the model's own layers has
-cached, so it sees the picture and has no cache to keep; words and head are the model's, too.
+From the hidden state that the newest token was sampled from, and from that token, it predicts the
+next hidden state, and so on. It reads keys and values that one of the model's layers has cached, so
+it sees the image and keeps no cache. Embeddings and head are the model's.
 
-The file is safetensors of `DraftLayer`'s parameters; its metadata may name the `model` that it is
-for, and does name the `layer` whose keys and values it reads.
+The file is safetensors of `DraftLayer`'s parameters. Its metadata names the `layer` whose keys and
+values it reads, and may name the `model`.
 
 Shape legend: R rows, K proposed tokens, D width, H heads, E head dim, F inner width.
 """
@@ -22,13 +22,8 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, reference
-from legato_engine.kernels.cuda.draft_layer import (
-    Affine,
-    DraftLayerKernels,
-    DraftSizes,
-    DraftWeights,
-    supported,
-)
+from legato_engine.kernels.accelerated import DraftSizes, DraftWeights, draft_layer_proposer
+from legato_engine.kernels.parameters import Affine
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.paged_cache import KVCache
@@ -38,7 +33,7 @@ _INNER = "fc1.weight"  # [F, D]
 
 
 class DraftLayer(nn.Module):
-    """The next stream, from the last one and the word behind it."""
+    """Predicts the next hidden state from the last one and the token sampled from it."""
 
     def __init__(self, dim: int, inner: int, num_heads: int) -> None:
         super().__init__()
@@ -49,36 +44,36 @@ class DraftLayer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
 
     def joined(self, state_RD: torch.Tensor, word_RD: torch.Tensor) -> torch.Tensor:
-        """[R, D]: what both halves of the layer read."""
+        """[R, D]: the normed input of attention and MLP."""
         both_R2D = torch.cat([self.ln_state(state_RD), self.ln_token(word_RD)], dim=-1)
         joined_RD: torch.Tensor = self.ln(self.join(both_R2D))
         return joined_RD
 
     def queries(self, joined_RD: torch.Tensor) -> torch.Tensor:
-        """[R, H, E], not rotated."""
+        """[R, H, E] queries before rotation."""
         query_RD: torch.Tensor = self.query(joined_RD)
         return query_RD.view(-1, *self._heads)
 
     def next_state(
         self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
     ) -> torch.Tensor:
-        """[R, D]; `seen_RHE` is what the queries found."""
+        """[R, D]; `seen_RHE` is the attention's output."""
         inner_RF = F.gelu(self.fc1(joined_RD), approximate="tanh")
         next_RD: torch.Tensor = state_RD + self.proj(seen_RHE.flatten(1)) + self.fc2(inner_RF)
         return next_RD
 
 
 class DraftProposer:
-    """A `speculative.proposer.Proposer` by a `DraftLayer`; a token after the other, all rows."""
+    """A `Proposer` by a `DraftLayer`: all rows at once, token by token."""
 
     def __init__(self, draft: DraftLayer, text: Text, kv: KVCache, layer: int) -> None:
-        """`layer` is the one of `text` whose keys and values in `kv` are read."""
+        """Read the keys and values of `layer` in `kv`."""
         self._draft = draft
         self._text = text
         self._cache = kv.layer(layer)
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`; the likeliest token each time."""
+        """Fill `draft_RK` with the likeliest tokens; see `Proposer.propose`."""
         draft, text = self._draft, self._text
         state_RD, newest_R = history.hidden_RD, history.position_R
         token_R = history.tokens_RC.gather(1, newest_R[:, None])[:, 0].clamp(min=0)
@@ -97,15 +92,16 @@ class DraftProposer:
             draft_RK[:, step] = token_R
 
     def _likeliest(self, state_RD: torch.Tensor) -> torch.Tensor:
-        """[R] of the model's head, by whatever sums are fast: no bit of an answer hangs on them."""
+        """[R] likeliest tokens by the model's head; rounding may vary, as it affects no result."""
         head = self._text.lm_head
         return F.linear(self._text.post_ln(state_RD), head.weight, head.bias).argmax(-1)
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
-    """The draft of a file for this model, by kernels where they can.
+    """Read a draft file, to run by kernels if they support its sizes.
 
-    Raises `InvalidField` saying what is wrong with the file.
+    Raises:
+        InvalidField: the file cannot be read or does not fit the model.
     """
     tensors, notes = _read(path)
     if notes.get("model", config.name) != config.name:
@@ -124,10 +120,8 @@ def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> 
         {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}, assign=True
     )
     draft = draft.eval().requires_grad_(requires_grad=False)
-    sizes = _sizes(config, inner, kv)
-    if supported(sizes, like.device, like.dtype, kv.k_LNHSE.dtype):
-        return _by_kernels(sizes, draft, text, kv, int(layer))
-    return DraftProposer(draft, text, kv, int(layer))
+    by_kernels = _by_kernels(_sizes(config, inner, kv), draft, text, kv, int(layer))
+    return by_kernels or DraftProposer(draft, text, kv, int(layer))
 
 
 def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
@@ -145,7 +139,7 @@ def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
 
 def _by_kernels(
     sizes: DraftSizes, draft: DraftLayer, text: Text, kv: KVCache, layer: int
-) -> DraftLayerKernels:
+) -> Proposer | None:
     weights = DraftWeights(
         ln_state=_affine(draft.ln_state),
         ln_token=_affine(draft.ln_token),
@@ -160,7 +154,7 @@ def _by_kernels(
         head=_affine(text.lm_head),
     )
     angles = text.rope.cos_PR, text.rope.sin_PR
-    return DraftLayerKernels(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)
+    return draft_layer_proposer(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)
 
 
 def _affine(layer: nn.Linear | nn.LayerNorm) -> Affine:

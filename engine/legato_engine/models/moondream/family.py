@@ -1,7 +1,4 @@
-"""Moondream's names: where configuration, tokenizer and weights come from.
-
-Finding loads no torch; loading does.
-"""
+"""Moondream models by name; finding one loads no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    import torch  # only `load` needs it, and only when called
+    import torch  # loaded by `load` alone
 
     from legato_engine.models.checkpoint import Progress
     from legato_engine.models.moondream.model import MoondreamModel
@@ -30,12 +27,12 @@ _SEED = 0
 
 Preset = Callable[[], MoondreamConfig]
 Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
-"""From the files that the source names; the preset is for those without a configuration."""
+"""Reads the files of a source; the preset is for files without a configuration."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoondreamBundle:
-    """A `models.bundle.ModelBundle`. `weights` None: random ones."""
+    """A `ModelBundle`; `weights` None: random weights."""
 
     config: MoondreamConfig
     frontend: MoondreamFrontend
@@ -58,7 +55,7 @@ class MoondreamBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
-        """See `models.bundle.ModelBundle`."""
+        """See `ModelBundle.load`."""
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -87,15 +84,17 @@ class MoondreamBundle:
 def find(source: ModelSource) -> ModelBundle:
     """Find a Moondream.
 
-    `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if
-    it has them, adapters and draft.safetensors; by default the one that the package legato-tiny
-    brings. `moondream2`,
-    `moondream3` and `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json.
-    `random-tiny` and `random-tiny3` have random weights always. With `random_weights` nothing is
-    read, and text is made of bytes.
+    - `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and
+      optionally adapters and draft.safetensors; by default that of the package legato-tiny.
+    - `moondream2`, `moondream3`, `moondream3.1`: `weights` is a file or a folder, `tokenizer` a
+      tokenizer.json.
+    - `random-tiny`, `random-tiny3`: always random weights.
 
-    Raises `ModelNotFound` for a package that is missing, `InvalidField` for files that are missing
-    or wrong, and for a `max_context` that the model does not have.
+    With `random_weights` nothing is read, and text is made of bytes.
+
+    Raises:
+        ModelNotFound: the package legato-tiny is not installed.
+        InvalidField: a file is missing or wrong, or the model lacks this `max_context`.
     """
     preset, read = _NAMES[source.name]
     if source.random_weights or read is None:
@@ -104,7 +103,6 @@ def find(source: ModelSource) -> ModelBundle:
 
 
 def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
-    """With a configuration beside the weights."""
     folder = Path(source.weights) if source.weights else shipped("legato_tiny")
     try:
         config = parse_config((folder / "config.json").read_bytes())
@@ -122,7 +120,7 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
-    """As published: with neither configuration nor tokenizer beside the weights."""
+    """Read published weights, which come without configuration and tokenizer."""
     if not source.weights:
         raise InvalidField(f"{source.name} needs a weights file or folder", field="weights")
     if not source.tokenizer:
@@ -139,7 +137,6 @@ def _bundle(
 
 
 def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
-    """The same model for shorter sequences, if that is asked for."""
     if not max_context:
         return config
     if not config.prefix_length < max_context <= config.text.max_context:
@@ -153,7 +150,11 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
 
 
 def shipped(package: str) -> Path:
-    """The folder of a package that brings a model's files; raises `ModelNotFound` without it."""
+    """Return the folder of an installed package of model files.
+
+    Raises:
+        ModelNotFound: the package is not installed.
+    """
     try:
         module = importlib.import_module(package)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Moondream's half that never touches the device: pictures and skills."""
+"""The Moondream frontend: images, prompts and tasks."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from legato_engine.core import (
 from legato_engine.errors import InvalidField
 from legato_engine.models import budget
 from legato_engine.models.budget import SamplingDefaults
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import (
-    Crops,
+    CroppedImage,
     Pixels,
     WholeImage,
     crop_image,
-    whole_picture,
+    whole_image,
 )
 from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
 from legato_engine.models.moondream.tasks.caption import CaptionSkill
 from legato_engine.models.moondream.tasks.detect import DetectSkill
 from legato_engine.models.moondream.tasks.point import PointSkill
 from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuerySkill
+from legato_engine.models.moondream.tasks.reasoning import ReasoningOutput
 from legato_engine.models.moondream.tasks.segment import SegmentSkill
-from legato_engine.models.moondream.tasks.thoughts import Thoughts
+from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.models.moondream.tokenizer import Tokenizer
-from legato_engine.models.text_output import Answer
+from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 
 _SKILLS = ("query", "caption", "detect", "point", "segment")
 
 
 class MoondreamFrontend:
-    """A `models.model.ModelFrontend`; safe to use from many threads.
+    """A thread-safe `ModelFrontend`.
 
-    `resize_on_device`: pictures stay as they are decoded, for the model to resize and cut; those
-    that the device has no room for are cut here all the same. `keep_pictures`: the pictures that
-    crops were cut from stay with them.
+    `resize_on_device`: images stay uncropped if the device's buffers hold them. `keep_images`:
+    crops keep the image that they were cut from.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class MoondreamFrontend:
         tokenizer: Tokenizer,
         *,
         resize_on_device: bool = False,
-        keep_pictures: bool = False,
+        keep_images: bool = False,
     ) -> None:
         self.name = config.name
         self.takes_images = True
@@ -68,30 +67,30 @@ class MoondreamFrontend:
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
         self._resize_on_device = resize_on_device
-        self._keep_pictures = keep_pictures
+        self._keep_images = keep_images
 
     def resizing_on_device(self) -> MoondreamFrontend:
-        """The same frontend, with pictures left to the device."""
+        """Return this frontend with images left uncropped."""
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
             resize_on_device=True,
-            keep_pictures=self._keep_pictures,
+            keep_images=self._keep_images,
         )
 
-    def keeping_pictures(self) -> MoondreamFrontend:
-        """The same frontend, for a refiner of outlines."""
+    def keeping_images(self) -> MoondreamFrontend:
+        """Return this frontend with originals kept, for a refiner of outlines."""
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
             resize_on_device=self._resize_on_device,
-            keep_pictures=True,
+            keep_images=True,
         )
 
     def prepare_image(
         self, image_rgb: Image.Image | Pixels, key: str, info: ImageInfo
     ) -> PreparedImage:
-        """Resize and tile a decoded picture, given as PIL RGB or as pixels [H, W, 3].
+        """Resize and tile a decoded image: PIL RGB, or pixels [H, W, 3].
 
         The result may refer to these pixels.
         """
@@ -105,14 +104,16 @@ class MoondreamFrontend:
         )
 
     def prefix_length(self, has_image: bool) -> int:
-        """Positions of the shared prefix: BOS plus image tokens, or 1."""
+        """Count BOS and the image's tokens."""
         return self._config.prefix_length if has_image else 1
 
     def make_task(self, request: Request) -> SkillTask:
-        """The skill's state machine.
+        """Make the skill's state machine; its `max_tokens` is cut to what fits the context.
 
-        Raises `InvalidField`, `TaskUnsupported`, or `PromptTooLong` (metadata `limit`, `actual`)
-        when not even one token fits behind the prompt. `max_tokens` is cut to what fits.
+        Raises:
+            InvalidField: a field is missing or out of range.
+            TaskUnsupported: the model lacks the skill.
+            PromptTooLong: not even one token fits after the prompt.
         """
         match request.task:
             case QueryTask():
@@ -132,16 +133,16 @@ class MoondreamFrontend:
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
 
-    def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholeImage:
+    def _layout(self, image_rgb: Image.Image | Pixels) -> CroppedImage | WholeImage:
         if self._resize_on_device:
-            whole = whole_picture(np.asarray(image_rgb), self._config.vision)
+            whole = whole_image(np.asarray(image_rgb), self._config.vision)
             if whole is not None:
                 return whole
         if isinstance(image_rgb, np.ndarray):
             image_rgb = Image.fromarray(image_rgb)
         crops = crop_image(image_rgb, self._config.vision)
-        if self._keep_pictures:
-            crops = dataclasses.replace(crops, picture=np.asarray(image_rgb))
+        if self._keep_images:
+            crops = dataclasses.replace(crops, original=np.asarray(image_rgb))
         return crops
 
     def _query(self, request: Request, task: QueryTask) -> SkillTask:
@@ -160,8 +161,8 @@ class MoondreamFrontend:
             return QuerySkill(setup, answer)
         tokens = self._config.tokens
         num_answer_tokens = max(1, template.suffix.count(tokens.answer))
-        thoughts = Thoughts(self._tokenizer, tokens)
-        return ReasonedQuerySkill(setup, answer, thoughts, num_answer_tokens)
+        reasoning = ReasoningOutput(self._tokenizer, tokens)
+        return ReasonedQuerySkill(setup, answer, reasoning, num_answer_tokens)
 
     def _listing(
         self,
@@ -171,12 +172,12 @@ class MoondreamFrontend:
         prompt: Prompt,
     ) -> SkillTask:
         limit = budget.max_objects(task.max_objects, skill.default_max_objects)
-        needed = limit * skill.tokens_per_object + 1  # EOS behind the last one
+        needed = limit * skill.tokens_per_object + 1  # and EOS
         setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
         return skill(setup, clean(task.object, "object"), limit)
 
-    def _answer(self, request: Request) -> Answer:
-        return Answer(self._tokenizer, request.sampling.stop)
+    def _answer(self, request: Request) -> TextOutput:
+        return TextOutput(self._tokenizer, request.sampling.stop)
 
     def _setup(
         self,

@@ -1,8 +1,8 @@
-"""The published layouts of Moondream checkpoints: stored names to the network's, and no tensors.
+"""The two published layouts of Moondream checkpoints: stored names to the network's.
 
-Layout A has the network's own names behind `model.`. Layout B begins with `text_model`,
-`vision_encoder` or `region_model` and has its feature tables transposed. In both the halves of
-tau's weights may be stored apart, which the network holds as one.
+Layout A prefixes the network's names with `model.`. Layout B begins with `text_model`,
+`vision_encoder` or `region_model`, and its feature tables are transposed. Either may store tau's
+weights in two halves, which are one tensor in the network.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable
 import torch
 
 from legato_engine.models.checkpoint_files import Header
-from legato_engine.models.checkpoint_plan import Place, Rename
+from legato_engine.models.checkpoint_plan import Destination, Rename
 
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."
 
-# Layout B by whole names; the first that matches counts. What keeps its name within its part comes
-# last, and takes names along that nobody knows: the nearest expected name is looked for among ours.
+# Layout B by whole names; the first match counts. Catch-all rules come last. They also map unknown
+# names, for which errors then give the nearest expected name.
 _RULES = tuple(
     (re.compile(pattern), template)
     for pattern, template in (
@@ -56,33 +56,30 @@ _TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
 
 
 def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
-    """Where a stored tensor goes in a network with so many heads.
+    """Map stored names to destinations; without `kv_scales`, those scales are unused."""
 
-    The scales of fp8 keys and values are known, but without `kv_scales` not used.
-    """
-
-    def place(stored: str) -> str | Place | None:
+    def destination(stored: str) -> str | Destination | None:
         name = _plain(stored)
         if scale := _KV_SCALE.fullmatch(name):
             ours = f"text.blocks.{scale[1]}.attn.{scale[2]}"
-            return Place(ours, flat=True) if kv_scales else None
+            return Destination(ours, flat=True) if kv_scales else None
         if name in _TABLES:
-            return Place(_TABLES[name], transposed=True)
+            return Destination(_TABLES[name], transposed=True)
         name = _by_rule(name)
         if half := _TAU_HALF.fullmatch(name):
-            return Place(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
+            return Destination(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
         return name
 
-    return place
+    return destination
 
 
 def has_fp8_experts(headers: Iterable[Header]) -> bool:
-    """Whether a checkpoint holds its experts in e4m3; only they have three dimensions."""
+    """Whether experts are stored in e4m3; only experts have three dimensions."""
     return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
 
 
 def missing_kv_scales(headers: Iterable[Header], num_layers: int) -> list[str]:
-    """The scales of fp8 keys and values that a checkpoint of so many layers lacks, in order."""
+    """List the missing scales of fp8 keys and values, in order."""
     found = {name for header in headers if _KV_SCALE.fullmatch(name := _plain(header.name))}
     names = (
         f"text_model.transformer.h.{layer}.kv_quantizer.{kind}_scale"

@@ -1,26 +1,32 @@
-"""Moondream on a device: the tensor half behind `models.model.Model`.
+"""Moondream on a device.
 
 Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Adapter, ImageEncoder, MaskRefiner, PreparedImage
+from legato_engine.models.capabilities import (
+    Adapter,
+    Capabilities,
+    ImageEncoder,
+    MaskRefiner,
+    Pinned,
+)
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.draft import read_draft
-from legato_engine.models.moondream.fused import FusedMoondream
-from legato_engine.models.moondream.fused_sizes import can_fuse
-from legato_engine.models.moondream.preprocess import Crops
+from legato_engine.models.moondream.preprocess import CroppedImage
 from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
@@ -39,7 +45,7 @@ class Network(nn.Module):
 
 
 class MoondreamModel:
-    """A `models.model.Model` over a `Network` that is loaded and frozen."""
+    """A `Model` with all of its `Capabilities` over a loaded, frozen `Network`."""
 
     def __init__(self, config: MoondreamConfig, network: Network) -> None:
         text = config.text
@@ -60,13 +66,26 @@ class MoondreamModel:
         self._device = network.text.wte.device
         network.text.fill(self._device)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """This model; it encodes images only on a GPU and in bfloat16."""
+        encodes = self._device.type == "cuda" and self.dtype is torch.bfloat16
+        return Capabilities(
+            values=self,
+            adapters=self,
+            step=self,
+            images=self if encodes else None,
+            drafts=self,
+            refiners=self,
+        )
+
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
-        """[P, D]: BOS, then the image's embeddings if there is one."""
+        """[P, D]: BOS, then the image's embeddings, if any."""
         bos = self._tokens.bos
         bos_1D = self._network.text.wte[bos : bos + 1]
         if image is None:
             return bos_1D
-        crops: Crops = image.pixels
+        crops: CroppedImage = image.pixels
         image_TD = self._network.vision(self._upload(crops), crops.tiling)
         return torch.cat([bos_1D, image_TD])
 
@@ -85,7 +104,7 @@ class MoondreamModel:
         return self._network.text.prefill(x_TD, span, kv)
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """The same writes, without the residual stream."""
+        """Write keys and values of the span."""
         self._network.text.cache_span(x_TD, span, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
@@ -97,7 +116,7 @@ class MoondreamModel:
         return self._network.text.logits(hidden_BD)
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """[B, 2] float32: (value, 0) with a coord token, (width, height) with a size token."""
+        """[B, 2] float32: (value, 0) of a coord token, (width, height) of a size token."""
         region = self._network.region
         coord_B = region.decode_coord(hidden_BD)
         coord_B2 = torch.stack([coord_B, torch.zeros_like(coord_B)], dim=-1)
@@ -109,20 +128,20 @@ class MoondreamModel:
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
     ) -> torch.Tensor:
-        """[B] float32: of a coord's bin, of a size's two bins together; zero for plain tokens."""
+        """[B] float32: of a coord's bin, or of both bins of a size; zero for plain tokens."""
         region = self._network.region
         coord_B = region.coord_logprobs(hidden_BD, payload_B2[:, 0])
         size_B = region.size_logprobs(hidden_BD, payload_B2)
         logprob_B = torch.where(token_ids_B == self._tokens.coord, coord_B, 0.0)
         return torch.where(token_ids_B == self._tokens.size, size_B, logprob_B)
 
-    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
-        """Room for adapters of all text MLPs and experts."""
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
+        """Allocate slots for adapters of all text MLPs and experts."""
         sizes, like = bank_sizes(self._config.text), self._network.text.wte
         return AdapterBank(sizes, num_slots=num_slots, max_rank=max_rank, like=like)
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
-        """An adapter's file, in page-locked memory where the device copies from that."""
+        """Parse an adapter file, for a GPU into page-locked memory."""
         weights = parse_adapter(data, self._config, max_rank, self.dtype)
         if self._device.type != "cpu":
             weights = weights.pinned()
@@ -130,35 +149,31 @@ class MoondreamModel:
         return Adapter(key, weights.rank, weights, num_bytes)
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """A layer behind the last; see `draft`."""
+        """Read a draft layer; see `draft`."""
         return read_draft(path, self._config, self._network.text, kv)
 
     def mask_refiner(self, path: Path) -> MaskRefiner:
-        """A head behind the vision tower; see `outlines`."""
+        """Read a mask head; see `outlines`."""
         from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner
 
         return MoondreamRefiner(self._config, self._network.vision, path)
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        """The kernels over this cache, None where only torch's own operations run."""
-        if not can_fuse(self._config, kv, self.dtype):
+        """Build the kernels; None on a CPU, or if sizes or dtypes do not suit them."""
+        if not has_kernels(self._config, kv, self.dtype):
             return None
         text, region = self._network.text, self._network.region
-        return FusedMoondream(self._config, text, region, kv, adapters)
+        return MoondreamStep(self._config, text, region, kv, adapters)
 
-    def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
-    ) -> ImageEncoder | None:
-        """The vision tower in steps; None where pictures are cut on the host."""
-        if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
-            return None
+    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:
+        """Split the vision encoder into steps that can be captured."""
         from legato_engine.models.moondream.image_encoder import MoondreamImageEncoder
 
         vision, text = self._network.vision, self._network.text
-        return MoondreamImageEncoder(self._config, vision, text, pinned, num_places)
+        return MoondreamImageEncoder(self._config, vision, text, pinned, num_images)
 
-    def _upload(self, crops: Crops) -> torch.Tensor:
-        """The pixels on the device; page-locked first, so that the copy does not stop the host."""
+    def _upload(self, crops: CroppedImage) -> torch.Tensor:
+        """Copy the pixels to the device, page-locked first so that the host does not wait."""
         pixels = torch.from_numpy(crops.pixels_NHWC)
         if self._device.type == "cpu":
             return pixels

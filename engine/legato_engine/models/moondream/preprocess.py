@@ -1,4 +1,4 @@
-"""Pictures to crops: how many tiles, and which pixels each of them sees.
+"""Images to crops: the number of tiles and the pixels of each.
 
 Shape legend: N crops, H and W pixels, C channels.
 """
@@ -19,53 +19,52 @@ Pixels = npt.NDArray[np.uint8]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Crops:
-    """A picture as the vision tower takes it.
+class CroppedImage:
+    """An image as crops for the vision encoder.
 
-    `pixels_NHWC` uint8 RGB: the whole picture first, then `tiling` (rows, columns) tiles row by
-    row. A tiling of (1, 1) is the whole picture alone, for its only tile would be the same.
-    `picture` [H, W, C] is what they were cut from, where it is kept.
+    `pixels_NHWC` (uint8 RGB) has the whole image, then `tiling` (rows, columns) tiles row by row.
+    With a tiling of (1, 1) there is no tile, because it would be the whole image again. `original`
+    [H, W, C] is the image itself, if it is kept.
     """
 
     pixels_NHWC: Pixels
     tiling: tuple[int, int]
-    picture: Pixels | None = None
+    original: Pixels | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its pixels."""
-        kept = 0 if self.picture is None else self.picture.nbytes
+        """Bytes of all pixels."""
+        kept = 0 if self.original is None else self.original.nbytes
         return self.pixels_NHWC.nbytes + kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WholeImage:
-    """A picture that the device resizes and cuts, by `plan`: uint8 RGB as decoded."""
+    """A decoded image (uint8 RGB) that the device resizes and cuts by `plan`."""
 
     pixels_HWC: Pixels
     plan: CutPlan
 
     @property
-    def picture(self) -> Pixels:
-        """As in `Crops`: always kept."""
+    def original(self) -> Pixels:
+        """The image, as in `CroppedImage`."""
         return self.pixels_HWC
 
     @property
     def tiling(self) -> tuple[int, int]:
-        """Rows and columns of tiles, as in `Crops`."""
+        """Rows and columns of tiles, as in `CroppedImage`."""
         return self.plan.tiling
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its pixels."""
+        """Bytes of all pixels."""
         return self.pixels_HWC.nbytes
 
 
 def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
-    """Rows and columns of tiles for a picture, at most `max_crops` of them.
+    """Choose the rows and columns of tiles, by the rule that the model was trained with.
 
-    The rule is the one that the model was trained with. In pictures thinner than about 1 to 20 it
-    keeps one row and goes beyond `max_crops`, by the square root of the thinness.
+    There are up to `max_crops` tiles, but more in one row of an image thinner than about 1 to 20.
     """
     if config.max_crops <= 1:
         return (1, 1)
@@ -89,26 +88,26 @@ def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, i
 
 
 def crop_geometry(config: VisionConfig) -> CropGeometry:
-    """The sizes that the device's kernels cut by."""
+    """Return the sizes that the device's kernels need."""
     return CropGeometry(config.crop_size, config.patch_size, config.overlap_margin)
 
 
-def most_crops(config: VisionConfig) -> int:
-    """Crops of one picture that the device has room for; a few very thin ones have more."""
+def max_crops_of(config: VisionConfig) -> int:
+    """Return the number of crops that the device has buffers for; thin images may have more."""
     return 1 + config.max_crops if config.max_crops > 1 else 1
 
 
-def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None:
-    """The picture for the device to cut; None when it has no room for the size or the crops."""
+def whole_image(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None:
+    """Plan cutting on the device; None if its buffers are too small for the image or its crops."""
     height, width = pixels_HWC.shape[:2]
     plan = CutPlan(height, width, select_tiling(height, width, config), crop_geometry(config))
-    if plan.num_crops > most_crops(config) or not plan.fits:
+    if plan.num_crops > max_crops_of(config) or not plan.fits:
         return None
     return WholeImage(pixels_HWC, plan)
 
 
-def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
-    """Cut an RGB picture; every tile shares `overlap_margin` patches with its neighbours."""
+def crop_image(image: Image.Image, config: VisionConfig) -> CroppedImage:
+    """Cut an RGB image; each tile overlaps its neighbours by `overlap_margin` patches."""
     size, window = config.crop_size, config.window
     margins = 2 * config.overlap_margin * config.patch_size
     rows, columns = select_tiling(image.height, image.width, config)
@@ -120,7 +119,7 @@ def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
             for top in range(0, rows * window, window)
             for left in range(0, columns * window, window)
         ]
-    return Crops(np.stack(crops), (rows, columns))
+    return CroppedImage(np.stack(crops), (rows, columns))
 
 
 def _resized(image: Image.Image, height: int, width: int) -> Pixels:

@@ -1,4 +1,4 @@
-"""Configurations known by name."""
+"""Configurations by name."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def moondream3_1_config() -> MoondreamConfig:
 
 
 def legato_tiny_config() -> MoondreamConfig:
-    """The sizes of legato-tiny with made-up template words, for random weights only."""
+    """The sizes of legato-tiny with stand-in templates, for random weights only."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="legato-tiny",
@@ -152,7 +152,7 @@ def legato_tiny_config() -> MoondreamConfig:
 
 
 def tiny_random_config() -> MoondreamConfig:
-    """A model of milliseconds for tests: every skill, several crops, reasoning, doubled answer."""
+    """A tiny model for tests: every skill, several crops, reasoning, two answer ids."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="random-tiny",
@@ -186,7 +186,7 @@ def tiny_random_config() -> MoondreamConfig:
 
 
 def tiny_random3_config() -> MoondreamConfig:
-    """Like `tiny_random_config`, of Moondream 3's kind: gains, experts, heads behind a norm."""
+    """Like `tiny_random_config` with Moondream 3's gains, experts and normed heads."""
     tiny = tiny_random_config()
     replace = msgspec.structs.replace
     return replace(
@@ -212,7 +212,6 @@ def tiny_random3_config() -> MoondreamConfig:
 
 
 def _stand_in_templates() -> Templates:
-    """Templates whose words are single letters of the stand-in tokenizer."""
     return Templates(
         caption=CaptionTemplates(
             short=(1, 120, 2, 136, 3), normal=(1, 120, 2, 131, 3), long=(1, 120, 2, 129, 3)

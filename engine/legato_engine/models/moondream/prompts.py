@@ -1,4 +1,4 @@
-"""Prompts: template ids around spatial references and text, each position a `PromptToken`."""
+"""Prompts: template ids around spatial references and text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Prompt = tuple[PromptToken, ...]
 
 
 class Prompts:
-    """What each skill's prompt looks like, after the shared prefix.
+    """Makes each skill's prompt, which follows the shared prefix. Text is stripped.
 
-    Every method raises `TaskUnsupported` for a skill without template, and `InvalidField` for
-    empty text or a reference outside the picture. Text is stripped.
+    Raises:
+        TaskUnsupported: the model has no template of the skill (all methods).
+        InvalidField: a text is empty, or a reference lies outside the image (all methods).
     """
 
     def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
@@ -26,7 +27,7 @@ class Prompts:
         self._tokenizer = tokenizer
 
     def caption(self, length: CaptionLength) -> Prompt:
-        """A whole template, no text."""
+        """Return the template of this length."""
         templates = self._templates.caption
         if templates is None:
             raise _unsupported("caption")
@@ -42,10 +43,9 @@ class Prompts:
         system: str = "",
         history: Sequence[Turn] = (),
     ) -> Prompt:
-        """Earlier turns with their answers, then references and the question.
+        """Join earlier turns, references and the question.
 
-        No answer ends with EOS. What the system said stands before the first question, with a blank
-        line between.
+        Earlier answers have no EOS. The system's text and a blank line precede the first question.
         """
         questions = [clean(turn.question, "messages") for turn in history]
         questions.append(clean(question, "question"))
@@ -61,15 +61,15 @@ class Prompts:
         return prompt + self._fill(template, skill, questions[-1], refs)
 
     def detect(self, name: str) -> Prompt:
-        """The object's name behind a space, as inside a sentence."""
+        """Ask for the object's name after a space, as inside a sentence."""
         return self._fill(self._templates.detect, "detect", " " + clean(name, "object"), ())
 
     def point(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """References, then the object's name behind a space."""
+        """Join references and the object's name after a space."""
         return self._fill(self._templates.point, "point", " " + clean(name, "object"), refs)
 
     def segment(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """References, then the object's name, without a space."""
+        """Join references and the object's name, without a space."""
         return self._fill(self._templates.segment, "segment", clean(name, "object"), refs)
 
     def _fill(
@@ -86,7 +86,11 @@ class Prompts:
 
 
 def clean(text: str, field: str) -> str:
-    """The text without outer whitespace; raises `InvalidField` when nothing is left."""
+    """Strip a text.
+
+    Raises:
+        InvalidField: nothing is left.
+    """
     stripped = text.strip()
     if not stripped:
         raise InvalidField(f"{field} is empty", field=field)
@@ -94,7 +98,7 @@ def clean(text: str, field: str) -> str:
 
 
 def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
-    """A point as x, y; a box as its centre and its size, exact values."""
+    """Encode a point as x and y, a box as centre and size, with exact values."""
     if isinstance(ref, Point):
         _check_unit(ref.x, ref.y)
         return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))

@@ -1,4 +1,4 @@
-"""Coordinates and sizes as embeddings, and read back from the residual stream as bins.
+"""Coordinates and sizes: encoded as embeddings, decoded as bins from the residual stream.
 
 Shape legend: T tokens, D text width, F Fourier features.
 """
@@ -15,14 +15,11 @@ from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import RegionConfig
 
 _SIZE_OCTAVES = 10
-"""Sizes are spread evenly by logarithm over 2^-10 .. 1."""
+"""Size bins are logarithmic over 2^-10 .. 1."""
 
 
 class Region(nn.Module):
-    """Encoders and decoders; values are float32 outside, the model's dtype inside.
-
-    Decoders are MLPs, or single linear maps behind the norm `ln`.
-    """
+    """Encoders and decoders of float32 values; a decoder is an MLP, or a norm and a layer."""
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:
         super().__init__()
@@ -48,27 +45,26 @@ class Region(nn.Module):
         return out_TD
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T] float32 coordinates of the residual stream: the likeliest bin over the divisor."""
+        """[T] float32 coordinates: the likeliest bin over the divisor."""
         return self._coord_logits(hidden_TD).argmax(-1).float() / self._coord_divisor
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, 2] float32 width and height of the residual stream, each 2^-10 .. 1."""
+        """[T, 2] float32 widths and heights, 2^-10 .. 1."""
         bins_T2 = self._size_logits(hidden_TD).argmax(-1).float()
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
-        """[T] float32 log-probability of the bins that coordinates were decoded to."""
+        """[T] float32 log-probabilities of decoded coordinates' bins."""
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
         return _logprobs(self._coord_logits(hidden_TD), bin_T)
 
     def size_logprobs(self, hidden_TD: torch.Tensor, size_T2: torch.Tensor) -> torch.Tensor:
-        """[T] float32 log-probability of the two bins, together, that sizes were decoded to."""
+        """[T] float32 log-probabilities of decoded sizes, both bins together."""
         octaves_T2 = size_T2.clamp(min=2.0**-_SIZE_OCTAVES).log2() + _SIZE_OCTAVES
         bin_T2 = _bins(octaves_T2 / _SIZE_OCTAVES * (self._size_bins - 1), self._size_bins)
         return _logprobs(self._size_logits(hidden_TD), bin_T2).sum(-1)
 
     def _coord_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, bins]."""
         logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
         return logits_TN
 
@@ -85,18 +81,18 @@ def _decoder(text_dim: int, inner_dim: int | None, bins: int) -> MLP | Linear:
     return Linear(text_dim, bins) if inner_dim is None else MLP(text_dim, inner_dim, bins)
 
 
-def _bins(place: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """Int64 bins of places that are whole but for rounding; any bin for rows without a value."""
-    return place.round().clamp(0, num_bins - 1).long()
+def _bins(scaled: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Round to int64 bins; rows without a value get any bin."""
+    return scaled.round().clamp(0, num_bins - 1).long()
 
 
 def _logprobs(logits_N: torch.Tensor, bin_: torch.Tensor) -> torch.Tensor:
-    """Float32 log-softmax over the last dimension, at one bin of each row."""
+    """Float32 log-softmax over the last dimension, at one bin per row."""
     return logits_N.float().log_softmax(-1).gather(-1, bin_[..., None])[..., 0]
 
 
 def _fourier(values_TN: torch.Tensor, features_NF: torch.Tensor) -> torch.Tensor:
-    """[T, 2F]; the model was trained with value, angle and phase rounded to its dtype."""
+    """[T, 2F]; value, angle and phase are rounded to the model's dtype, as in training."""
     angle_TN = 2 * math.pi * values_TN.to(features_NF.dtype)
     phase_TF = (angle_TN[:, :, None].float() * features_NF.float()).sum(1).to(features_NF.dtype)
     return torch.cat([phase_TF.cos(), phase_TF.sin()], dim=-1)

@@ -12,8 +12,7 @@ import itertools
 import torch
 from torch import nn
 
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import ops, row_ops
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
@@ -24,25 +23,25 @@ from legato_engine.layers.moe import MoE
 from legato_engine.layers.rope import Rope
 from legato_engine.layers.tau import Tau
 from legato_engine.models.moondream.config import TextConfig
-from legato_engine.models.paged import (
+from legato_engine.models.paged_attention import (
     span_attention,
-    span_places,
+    span_metadata,
     stacked_attention,
-    stacked_places,
+    stacked_metadata,
     step_attention,
-    step_places,
+    step_metadata,
 )
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
-# What the residual stream is the sum of.
+# The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TextBlock(nn.Module):
-    """Attention and MLP read the same normed input; one residual add of both.
+    """Attention and MLP of the same normed input, added in one residual.
 
-    It gets and gives the residual in terms, so that whoever adds them can take the norm of the sum
-    at once. Of three the second may be written over.
+    The residual stream passes between blocks as one or three terms, so that the next norm can be
+    fused with their sum. The second of three may be overwritten.
     """
 
     def __init__(self, config: TextConfig, layer: int) -> None:
@@ -54,42 +53,42 @@ class TextBlock(nn.Module):
     def forward(
         self,
         terms: Terms,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
-        """[T, D] each; writes the tokens' keys and values first."""
+        """Return [T, D] terms; writes the tokens' keys and values first."""
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
-        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
+        mlp = self._feed_forward(
+            normed, adapters, capturable=isinstance(where, ops.AttentionMetadata)
+        )
         return x, self.attn.join(attend(*heads, cache)), mlp
 
     def cache(
         self,
         terms: Terms,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
-        """Write the tokens' keys and values, and no more."""
+        """Write the tokens' keys and values only."""
         self._write(self._norm(terms)[1], where, positions_T, cache)
 
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream, and its norm."""
         if len(terms) == 1:
             return terms[0], self.ln(terms[0])
-        return norm.add3_norm(*terms, self.ln)
+        return row_ops.add3_norm(*terms, self.ln)
 
     def _write(
         self,
         normed: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
-        """Queries, keys and values, of which the latter two are written."""
         qkv: torch.Tensor = self.attn.qkv(normed)
         qkv_T3HE = qkv.view(normed.shape[0], 3, cache.k_NHSE.shape[1], -1)
         if self.attn.tau is not None:
@@ -99,7 +98,7 @@ class TextBlock(nn.Module):
     def _feed_forward(
         self, normed: torch.Tensor, adapters: BlockAdapters | None, *, capturable: bool
     ) -> torch.Tensor:
-        """The MLP or the experts, each with its adapters; a step may be captured, a span not."""
+        """Run the MLP or the experts with their adapters; only a step may be captured."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
             assert not isinstance(adapters, MlpAdapters), "experts have adapters of their own"
@@ -122,38 +121,38 @@ class Text(nn.Module):
         self._counters: TileCounters | None = None
 
     def count_apart(self) -> None:
-        """Have all products' counters cleared at once in `cache_stacked`, which runs alone then."""
+        """Clear all tile counters of `cache_stacked` at once; then only one such pass may run."""
         tall: list[Linear] = [attention.qkv for attention in self._attentions()]
         tall += [module.fc1 for module in self.modules() if isinstance(module, MLP)]
         self._counters = TileCounters(tall, self.wte.device)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables of positions, once the weights are on their device."""
+        """Compute tables by position, after the weights are on their device."""
         self.rope.fill(device)
         for module in self.modules():
             if isinstance(module, Tau):
                 module.fill()
 
     def use_fp8_experts(self) -> None:
-        """Hold the experts in e4m3, to be loaded with their scales."""
+        """Make the experts e4m3 with scales, before loading."""
         for module in self.modules():
             if isinstance(module, MoE):
                 module.use_fp8()
 
     def use_fp8_kv(self) -> None:
-        """Have scales for keys and values in e4m3, to be loaded."""
+        """Add scales for keys and values in e4m3, before loading."""
         for block in self._attentions():
             block.use_fp8_kv()
 
     def kv_scales(self) -> torch.Tensor | None:
-        """[L, 2] float32: of each layer's keys and values; None where they are not stored so."""
+        """[L, 2] float32 scales of each layer's keys and values; None without e4m3."""
         scales = [attention.kv_scale_2 for attention in self._attentions()]
         known = [scale_2 for scale_2 in scales if scale_2 is not None]
         return torch.stack(known) if known else None
 
     @property
     def has_fp8_experts(self) -> bool:
-        """Whether it holds any expert in e4m3."""
+        """Whether any experts are e4m3."""
         return any(isinstance(m, MoE) and m.fc1.scale is not None for m in self.modules())
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
@@ -161,18 +160,18 @@ class Text(nn.Module):
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write keys and values as `prefill` does; the last block does nothing else."""
+        """Write keys and values as `prefill` does; skip the rest of the last block."""
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
-        self._cache(terms, span_places(span, self.rope), _positions(span, x_TD), kv)
+        self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 
     def cache_stacked(self, x_CPD: torch.Tensor, pages_CM: torch.Tensor, kv: KVCache) -> None:
-        """Write keys and values of what several sequences begin with, each bidirectional.
+        """Write keys and values of several bidirectional prefixes in one pass.
 
-        All pass the weights together. How a library rounds a product may depend on its rows, so
-        the bits may differ from those of one sequence after another.
+        The bits may differ from those of one `cache_span` after another, because a library's
+        rounding may depend on the number of rows.
         """
         num_sequences, length = x_CPD.shape[:2]
-        where, attend = stacked_places(pages_CM, self.rope), stacked_attention(num_sequences)
+        where, attend = stacked_metadata(pages_CM, self.rope), stacked_attention(num_sequences)
         positions_T = torch.arange(length, device=x_CPD.device).repeat(num_sequences)
         x_TD, count = x_CPD.flatten(0, 1), len(self.blocks) - 1
         counters = self._counters
@@ -182,7 +181,7 @@ class Text(nn.Module):
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
-        where, attend = step_places(batch, kv, self.rope), step_attention(batch)
+        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
         blocks = len(self.blocks)
         positions_B, adapters = batch.positions_B, batch.adapters
         return _sum(self._blocks(blocks, x_BD, where, positions_B, kv, attend, adapters))
@@ -193,7 +192,6 @@ class Text(nn.Module):
         return logits_BV.float()
 
     def _cache(self, terms: Terms, where: ops.Span, positions_T: torch.Tensor, kv: KVCache) -> None:
-        """The last block's keys and values, of what the one before gives."""
         last = len(self.blocks) - 1
         block = self.blocks[last]
         assert isinstance(block, TextBlock), "a decoder has one kind of block"
@@ -203,7 +201,7 @@ class Text(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> Terms:
-        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
+        where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         positions_T = _positions(span, x_TD)
         return self._blocks(count, x_TD, where, positions_T, kv, attend, span.adapters)
 
@@ -211,7 +209,7 @@ class Text(nn.Module):
         self,
         count: int,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,

@@ -1,7 +1,4 @@
-"""Text to ids and ids to bytes.
-
-A piece of text may end inside a character, so tokens are read as bytes; `Detokenizer` joins them.
-"""
+"""Text to ids, and ids to bytes, because a token may end inside a character."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from legato_engine.errors import InternalError, InvalidField
 from legato_engine.models.byte_level import byte_of_letter
 
 NUM_SPECIAL = 21
-"""Ids below this are special in every Moondream vocabulary: they carry no text."""
+"""Ids below this are special in every Moondream vocabulary."""
 
 
 class Tokenizer(Protocol):
-    """Both directions, without special ids."""
+    """Encoding and decoding of plain text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text, all of them plain; what looks like a special token is text like any."""
+        """Encode text without recognising special tokens."""
         ...
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none for special ids."""
+        """Return a token's bytes; none for special ids."""
         ...
 
 
@@ -34,35 +31,39 @@ class BytePairTokenizer:
     """A byte-level tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidField` when the file is missing or is not of that kind."""
+        """Read the file.
+
+        Raises:
+            InvalidField: it is missing or of another kind.
+        """
         data = _read(path)
         for token in data.get("added_tokens") or ():
             token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-        self._tokenizer.encode_special_tokens = True  # special tokens in a text are not recognised
+        self._tokenizer.encode_special_tokens = True  # ignores special tokens in text
         self._pieces = _pieces(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text, never a special one."""
+        """Encode text; no id is special."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if any(token_id < NUM_SPECIAL for token_id in ids):
             raise InternalError("the tokenizer made a special id out of text")
         return tuple(ids)
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token; none for special ids and ids without an entry."""
+        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 
 class StandInTokenizer:
-    """One id per byte, for random weights; ids above the bytes read as small letters."""
+    """One id per byte, for random weights; higher ids decode to lower-case letters."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of the text's UTF-8 bytes."""
+        """Encode the text's UTF-8 bytes."""
         return tuple(NUM_SPECIAL + byte for byte in text.encode())
 
     def piece(self, token_id: int) -> bytes:
-        """The byte of a token."""
+        """Return the token's byte."""
         if token_id < NUM_SPECIAL:
             return b""
         byte = token_id - NUM_SPECIAL

@@ -1,4 +1,4 @@
-"""The vision tower: crops to the image's embeddings.
+"""The vision encoder: crops to the image's embeddings.
 
 Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width,
 P values of a patch, Y and W rows and columns of the stitched grid.
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import ops, row_ops
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, Sum, TileCounters
@@ -22,10 +21,10 @@ from legato_engine.models.moondream.config import VisionConfig
 
 
 class VisionBlock(nn.Module):
-    """Sequential pre-norm block; every token of a crop sees every token of that crop.
+    """Sequential pre-norm block; the tokens of a crop attend to each other.
 
-    It gets and gives the residual in one term or two, so that whoever adds two can take the norm
-    of the sum at once: the next half of a block, or the norm behind the last.
+    The residual stream passes between blocks as one or two terms, so that the next norm can be
+    fused with their sum.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -36,14 +35,14 @@ class VisionBlock(nn.Module):
         self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
     def forward(self, x_NTD: torch.Tensor, y_NTD: torch.Tensor | None) -> Sum:
-        """The terms behind the block, of those in front of it; x may be written over."""
+        """Return the terms after the block; x may be overwritten."""
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
 
     @property
     def tall(self) -> list[Linear]:
-        """The layers whose products have the most tiles, where they are not e4m3."""
+        """The layers with the most output tiles, unless they are e4m3."""
         tall = list[Linear]()
         if isinstance(self.attn, Attention):
             tall.append(self.attn.qkv)
@@ -52,14 +51,14 @@ class VisionBlock(nn.Module):
         return tall
 
     def use_fp8(self, num_heads: int) -> None:
-        """See `Vision`."""
+        """See `Vision.use_fp8`."""
         assert isinstance(self.attn, Attention), "already e4m3"
         assert isinstance(self.mlp, MLP), "already e4m3"
         self.attn, self.mlp = Fp8Attention(self.attn, num_heads), Fp8MLP(self.mlp)
 
 
 class Vision(nn.Module):
-    """Encoder and projector."""
+    """The encoder and its projector."""
 
     def __init__(self, config: VisionConfig, text_dim: int) -> None:
         super().__init__()
@@ -72,9 +71,9 @@ class Vision(nn.Module):
         self._counters: TileCounters | None = None
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
-        """[T, X] of uint8 crops: the whole picture first, then `tiling` rows by columns of tiles.
+        """[T, X] of uint8 crops: the whole image, then `tiling` (rows, columns) tiles.
 
-        With a tiling of (1, 1) there is the whole picture alone, and it is its own tile.
+        With a tiling of (1, 1) the whole image is also its only tile.
         """
         features_NTD = self.encode(pixels_NHWC)
         whole_TD = features_NTD[0]
@@ -83,60 +82,60 @@ class Vision(nn.Module):
         return projected_TX
 
     def use_fp8(self) -> None:
-        """Blocks and projector multiply in e4m3 from now on; once, after the weights are loaded.
+        """Quantise blocks and projector to e4m3, in place and layer by layer, after loading.
 
-        The weights are quantised where they are, layer by layer, and the originals let go; names
-        stay. Raises `InvalidField` if the device or a layer's size does not allow it.
+        Raises:
+            InvalidField: the device or a layer's size does not allow it.
         """
         if isinstance(self.proj_mlp, Fp8MLP):
             return
         for block in self.blocks:
-            assert isinstance(block, VisionBlock), "a tower has one kind of block"
+            assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
             block.use_fp8(self._config.num_heads)
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
     def count_apart(self) -> None:
-        """Have all products' counters cleared at once; from now on one pass runs at a time."""
+        """Clear all layers' tile counters at once; from then on only one pass may run at a time."""
         tall = list[Linear]()
         for block in self.blocks:
-            assert isinstance(block, VisionBlock), "a tower has one kind of block"
+            assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
             tall += block.tall
         self._counters = TileCounters(tall, self.pos_emb.device)
 
     def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
-        """[N, T, D] of uint8 crops, brought to -1..1 in the model's dtype."""
+        """[N, T, D] features of uint8 crops."""
         pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
         return self.encode_patches(patches(pixels, self._config.patch_size))
 
     def encode_patches(
         self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, T, D] of normalised patches, in `out_NTD` if it is given."""
+        """[N, T, D] features of normalised patches, in `out_NTD` if given."""
         with self._counting():
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:
                 x_NTD, y_NTD = block(x_NTD, y_NTD)
-            _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
+            _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
         return normed_NTD
 
     def encode_tapped(
         self, patches_NTP: torch.Tensor, tap: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, T, D] behind block `tap`, and behind the last with its norm."""
+        """[N, T, D] features after block `tap`, and after the last one and its norm."""
         x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
         tapped_NTD = x_NTD
         for index, block in enumerate(self.blocks):
             x_NTD, y_NTD = block(x_NTD, y_NTD)
             if index == tap:
                 tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
-        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
+        _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
 
     def _counting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._counters is None else self._counters.cleared()
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
-        """[T, D]: the tiles stitched to one grid and pooled to the size of a crop."""
+        """[T, D]: tiles stitched to one grid and pooled to the grid of a crop."""
         grid = self._config.grid
         tiles_NGGD = tiles_NTD.reshape(-1, grid, grid, tiles_NTD.shape[-1])
         stitched_YWD = stitch(tiles_NGGD, tiling, self._config.overlap_margin)
@@ -145,12 +144,12 @@ class Vision(nn.Module):
 
 
 def normalised(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """8-bit levels brought to -1..1, rounded at every step as in training."""
+    """Scale 8-bit levels to -1..1, rounded at every step as in training."""
     return levels.to(dtype).div_(255.0).sub_(0.5).div_(0.5)
 
 
 def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
-    """[N, T, P]: patches row by row, the values of each by channel, then row, then column."""
+    """[N, T, P]: patches row by row; values by channel, row and column."""
     count, height, width, channels = pixels_NHWC.shape
     shape = (count, height // size, size, width // size, size, channels)
     values_NYXCyx = pixels_NHWC.reshape(shape).permute(0, 1, 3, 5, 2, 4)
@@ -158,7 +157,7 @@ def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def stitch(tiles_NGGD: torch.Tensor, tiling: tuple[int, int], margin: int) -> torch.Tensor:
-    """[Y, W, D]: tiles side by side without their overlap; outer tiles keep their outer margin."""
+    """[Y, W, D]: tiles joined without their overlap; outer margins stay."""
     rows, columns = tiling
     grid = tiles_NGGD.shape[1]
 

@@ -1,4 +1,4 @@
-"""Moondream's weights: from checkpoints, or random."""
+"""Moondream's weights, from checkpoints or random."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def load_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    """Read a file or folder that `checkpoint_files.headers` understands.
+    """Load a file or folder (see `checkpoint_files.headers`) in either published layout.
 
-    In either of the published layouts; names may start with `model.` and contain `._orig_mod`.
-    Experts stay in e4m3 if the file has them so; `kv_dtype` as in `models.bundle`. Raises
-    `InvalidField` as `checkpoint.load` does, and for scales of keys and values that are missing or
-    no scales.
+    Names may start with `model.` and contain `._orig_mod`. Experts stay in e4m3 if stored so.
+    `kv_dtype`: see `ModelBundle.load`.
+
+    Raises:
+        InvalidField: as `checkpoint.load`; or scales of keys and values are missing or invalid.
     """
     network = _empty(config, dtype)
     stored = headers(path)
@@ -58,14 +59,13 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    """Seeded weights of sensible scale, made on the device (CPU and GPU seeds differ)."""
+    """Make seeded weights on the device (CPU and GPU seeds differ)."""
     network = _empty(config, dtype)
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
 
 def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) -> bool:
-    """Whether keys and values are stored by the checkpoint's scales."""
     if kv_dtype == "model":
         return False
     missing = layouts.missing_kv_scales(stored, num_layers)
@@ -83,7 +83,6 @@ def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) ->
 
 
 def _check_kv_scales(network: Network) -> None:
-    """Units are positive numbers."""
     scale_L2 = network.text.kv_scales()
     if scale_L2 is None:
         return

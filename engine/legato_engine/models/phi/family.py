@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2 in transformers' format: parallel blocks, biases, a part of a head turns."""
+"""Phi 1, 1.5 and 2 in transformers' format: parallel blocks, biases, partial rotation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PhiBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
@@ -54,7 +54,7 @@ class PhiNetwork(DecoderNetwork):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """What Phi's checkpoints call this parameter."""
+        """Return the stored name of a parameter."""
         if name.startswith("norm."):
             return f"model.final_layer{name}"
         return DecoderNetwork.checkpoint_name(name.replace(".o_proj.", ".dense."))

@@ -1,7 +1,7 @@
 // The output head, whose logits stay where they are computed, and the choice of the next token: the best logit,
 // ties to the lower id.
 #pragma once
-#include "best.cuh"
+#include "argmax.cuh"
 #include "matrix.cuh"
 
 __device__ __forceinline__ bool better(uint2 a, uint2 b) { return a.x > b.x || (a.x == b.x && a.y < b.y); }

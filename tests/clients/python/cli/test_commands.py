@@ -19,7 +19,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture
 def picture(tmp_path):
-    """A picture file."""
+    """An image file."""
     path = tmp_path / "a.png"
     Image.new("RGB", (200, 100), "white").save(path)
     return str(path)
@@ -103,7 +103,7 @@ def test_model_text_cannot_command_the_terminal(legato, picture, server, stream)
 
 
 def test_query_without_a_picture(legato, server):
-    """A question alone is sent without a picture."""
+    """A question alone is sent without an image."""
     assert legato("query", "why?")[0] == 0
     assert not server.last("Generate").HasField("image")
 
@@ -145,7 +145,7 @@ def test_json_box(legato, picture):
 
 
 def test_output(legato, picture, tmp_path):
-    """`--output` saves the annotated picture as PNG."""
+    """`--output` saves the annotated image as PNG."""
     target = tmp_path / "out.png"
     code, out, _ = legato("detect", picture, "cat", "--output", str(target))
     assert code == 0
@@ -181,7 +181,7 @@ def test_engine_lost(legato, picture, server):
 
 
 def test_no_server(picture, capsys):
-    """Nobody listening exits with 4 and says how to start a server."""
+    """Without a listening server the command exits with 4 and says how to start one."""
     status = main(["detect", picture, "cat", "--server", "127.0.0.1:1"])
     assert status == 4
     assert "legato serve" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from PIL import Image
 
 @pytest.fixture
 def scene(tmp_path):
-    """A picture with a script beside it."""
+    """An image with a script beside it."""
     Image.new("RGB", (200, 100), "white").save(tmp_path / "scene.png")
     script = {
         "caption_length": "normal",
@@ -37,7 +37,7 @@ def service(tmp_path, monkeypatch):
 
 
 def test_demo(scene, service, tmp_path, capsys):
-    """The demo shows every answer, saves the picture, and its server ends well."""
+    """The demo shows every answer, saves the image, and its server ends well."""
     service("ok")
     target = tmp_path / "demo.png"
     assert main(["demo", "--image", str(scene), "--output", str(target)]) == 0
@@ -51,7 +51,7 @@ def test_demo(scene, service, tmp_path, capsys):
 def test_server_that_does_not_start(scene, service, capsys):
     """A server that ends while starting fails the demo and shows the end of its log.
 
-    Options behind `--` reach the server.
+    Options after `--` reach the server.
     """
     service("crash")
     assert main(["demo", "--image", str(scene), "--", "--device", "abacus"]) == 4
@@ -68,14 +68,14 @@ def test_server_that_does_not_stop_well(scene, service, tmp_path, capsys):
 
 
 def test_missing_picture(service, tmp_path, capsys):
-    """A picture that is not there is a usage error, before any server starts."""
+    """An image that is not there is a usage error, before any server starts."""
     service("ok")
     assert main(["demo", "--image", str(tmp_path / "none.png")]) == 2
     assert "cannot read" in capsys.readouterr().err
 
 
 def test_script(scene):
-    """The script beside a picture says what is asked, in order; flags replace its parts."""
+    """The script beside an image says what is asked, in order; flags replace its parts."""
     script = script_for(scene)
     titles = [title for title, _ in script.tasks()]
     assert titles == [
@@ -86,7 +86,7 @@ def test_script(scene):
 
 
 def test_picture_without_a_script(tmp_path):
-    """Any other picture gets a caption."""
+    """Any other image gets a caption."""
     assert [title for title, _ in script_for(tmp_path / "x.jpg").tasks()] == ["caption"]
 
 

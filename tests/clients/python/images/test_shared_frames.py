@@ -1,4 +1,4 @@
-"""Frames in shared memory as pictures of any call."""
+"""Frames in shared memory as images of any call."""
 
 from __future__ import annotations
 

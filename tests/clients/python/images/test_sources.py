@@ -1,4 +1,4 @@
-"""Pictures of every kind."""
+"""Images of every kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_bytes_and_paths(tmp_path):
 
 
 def test_cached():
-    """A cached picture is its id."""
+    """A cached image is its id."""
     assert to_image(CachedImage("i")).image_id == "i"
 
 
@@ -56,13 +56,13 @@ def test_array_view():
     [np.zeros((2, 2), np.float32), np.zeros(4, np.uint8), np.zeros((2, 2, 5), np.uint8)],
 )
 def test_bad_arrays(array):
-    """An array that is no picture is refused."""
+    """An array that is no image is refused."""
     with pytest.raises(ValueError, match="need a"):
         to_image(array)
 
 
 def test_pillow_is_lossless():
-    """A Pillow picture arrives pixel for pixel, other modes as RGB."""
+    """A Pillow image arrives pixel for pixel, other modes as RGB."""
     picture = Image.effect_noise((9, 7), 50)
     assert Image.open(io.BytesIO(to_image(picture).encoded.data)).tobytes() == picture.tobytes()
     decoded = Image.open(io.BytesIO(to_image(picture.convert("CMYK")).encoded.data))
@@ -79,7 +79,7 @@ def test_pillow_is_turned_upright():
 
 def test_not_a_picture():
     """Anything else is a TypeError."""
-    with pytest.raises(TypeError, match="not a picture: int"):
+    with pytest.raises(TypeError, match="not an image: int"):
         to_image(3)  # type: ignore[arg-type] # the very mistake
 
 

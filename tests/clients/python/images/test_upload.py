@@ -1,4 +1,4 @@
-"""Pictures sent once and asked about many times."""
+"""Images sent once and asked about many times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JPEG = bytes(range(256)) * 2500  # 625 KiB: three chunks
 
 
 def test_upload_whole(client, server):
-    """A picture arrives byte for byte, in chunks of the size the contract calls best."""
+    """An image arrives byte for byte, in chunks of the size the contract calls best."""
     held = client.put_image(JPEG, ttl=90)
     header, data = server.images.held[held.image_id]
     assert data == JPEG
@@ -33,7 +33,7 @@ def test_what_is_held(client):
 
 
 def test_a_held_picture_stands_for_its_bytes(client, server):
-    """What `put_image` gives is a picture for every other call, sent as its id."""
+    """What `put_image` gives is an image for every other call, sent as its id."""
     held = client.put_image(b"jpeg")
     client.detect(held, "cat")
     assert server.last("Detect").image.image_id == held.image_id
@@ -53,7 +53,7 @@ def test_arrays_are_uploaded_as_pixels(client, server):
 
 
 def test_only_bytes_are_uploaded(client, server):
-    """A picture that is only a name cannot be uploaded."""
+    """An image that is only a name cannot be uploaded."""
     with pytest.raises(TypeError, match="own bytes"):
         client.put_image(CachedImage("img_1"))
     with pytest.raises(ValueError, match="negative"):
@@ -62,7 +62,7 @@ def test_only_bytes_are_uploaded(client, server):
 
 
 def test_delete(client, server):
-    """A picture is forgotten by value or id; one that is not held is ImageNotFound."""
+    """An image is forgotten by value or id; one that is not held is ImageNotFound."""
     held = client.put_image(b"jpeg")
     client.delete_image(held)
     assert not server.images.held

@@ -26,14 +26,14 @@ REQUEST = pb.QueryRequest(question="hi").SerializeToString()
 class Inference:
     """Answers at once; the question says what else."""
 
-    Caption = Detect = Point = RunTasks = Segment = None  # nobody asks for these
+    Caption = Detect = Point = RunTasks = Segment = None  # not requested by any test
 
     def __init__(self):
         self._turn = threading.Lock()
         self._asked = 0
 
     def Query(self, request, context):
-        """Answer; "stall" keeps everybody waiting once, "full" refuses."""
+        """Answer; "stall" delays every call once, "full" refuses."""
         if request.question == "full":
             info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="legato")
             status = status_pb2.Status(code=8, message="full")

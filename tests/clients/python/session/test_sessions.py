@@ -81,7 +81,7 @@ def test_sequences(connect, server):
 
 
 def test_options_of_a_frame(connect, server):
-    """What a frame may carry beside its picture arrives."""
+    """What a frame may carry beside its image arrives."""
     with connect([CAPTION]) as session:
         session.send(JPEG, extra_tasks=[DetectTask("cat")], skip_standing_tasks=True, must_run=True)
         next(session)
@@ -130,7 +130,7 @@ def test_waiting_in_vain(connect, server):
 
 
 def test_a_bad_picture_costs_no_credit(connect, tmp_path):
-    """A picture that cannot be read uses up neither a credit nor a sequence."""
+    """An image that cannot be read uses up neither a credit nor a sequence."""
     with connect([CAPTION], send_timeout=0.05) as session:
         for _ in range(5):
             with pytest.raises(FileNotFoundError):

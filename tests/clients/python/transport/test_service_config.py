@@ -186,7 +186,7 @@ async def test_calls_leave_a_server_that_does_not_serve():
 
 
 async def test_a_drained_server_is_left_without_a_failure():
-    """A drain withdraws before it refuses: whoever watches its health loses no call."""
+    """A drain withdraws before it refuses, so that a client that watches health loses no call."""
     async with (
         pair() as (one, other, target),
         grpc.aio.insecure_channel(target, options(SEVERAL)) as channel,

@@ -24,7 +24,7 @@ PICTURES = {
 @pytest.mark.parametrize("kind", [pb.QueryRequest, pb.RunTasksRequest, pb.GenerateRequest])
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
 def test_bytes_are_the_request(kind, picture):
-    """Parsed, the bytes give the request as it was, whatever its picture."""
+    """Parsed, the bytes give the request as it was, whatever its image."""
     request = kind(image=picture(), options=pb.RequestOptions(request_id="r"))
     expected = kind.FromString(request.SerializeToString())
     assert kind.FromString(to_bytes(request)) == expected
@@ -41,7 +41,7 @@ def test_a_file_beside_its_request(kind, file):
 
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
 def test_a_frame_of_a_session(picture):
-    """The same holds for a picture inside a session's message."""
+    """The same holds for an image inside a session's message."""
     frame = session_pb2.Frame(stamp=media_pb2.FrameStamp(sequence=3), image=picture())
     request = session_pb2.SessionRequest(frame=frame)
     expected = request.FromString(request.SerializeToString())

@@ -1,4 +1,4 @@
-"""A model with random weights for the tests of a file, and engines over it."""
+"""A small model with random weights, and engines over it."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def assembly(request):
 
 @pytest.fixture
 def world(assembly):
-    """A core over the shared model."""
+    """An engine over the shared model."""
     made = World(assembly)
     yield made
     made.close()
@@ -27,7 +27,7 @@ def world(assembly):
 
 @pytest.fixture
 def gated(assembly):
-    """A core whose pictures wait for a gate."""
+    """An engine whose images are prepared once a gate is set."""
     frontend = GatedFrontend(assembly.frontend)
     made = World(dataclasses.replace(assembly, frontend=frontend))
     yield made, frontend

@@ -1,4 +1,4 @@
-"""Requests that their callers or their deadlines end, at any time."""
+"""Aborts, stops and deadlines at every stage of a request."""
 
 import time
 
@@ -10,6 +10,7 @@ from legato_engine.core import (
     FinishReason,
     QueryResult,
     QueryTask,
+    RequestKey,
 )
 from legato_engine.ipc.messages import Done, Failed, Queued, Started
 
@@ -17,7 +18,7 @@ from tests.engine.engine.core.world import World, png
 
 
 def test_deadline_while_preparing(gated):
-    """A request whose deadline passes while its picture is prepared fails at that time."""
+    """A pending request fails at its deadline."""
     world, frontend = gated
     world.submit("r", CaptionTask(), world.encoded(png()), deadline=time.monotonic() + 0.01)
     frontend.entered.wait(10)
@@ -30,11 +31,11 @@ def test_deadline_while_preparing(gated):
 
 
 def test_abort_while_preparing(gated):
-    """A request aborted while its picture is prepared never starts."""
+    """A pending request that is aborted never starts."""
     world, frontend = gated
     world.submit("r", CaptionTask(), world.encoded(png()))
     frontend.entered.wait(10)
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     assert world.core.load().waiting == 0
     frontend.gate.set()
     world.woken.wait(10)
@@ -43,12 +44,12 @@ def test_abort_while_preparing(gated):
 
 
 def test_stop_while_preparing(gated):
-    """A request stopped while its picture is prepared tells its start and an empty result."""
+    """A pending request that is stopped sends `Started` and an empty result."""
     world, frontend = gated
     world.submit("r", DetectTask(object="cat"), world.encoded(png()))
     frontend.entered.wait(10)
-    world.core.stop("r")
-    world.core.stop("r")
+    world.core.stop(RequestKey("r"))
+    world.core.stop(RequestKey("r"))
     begun, done = world.of("r")
     assert isinstance(begun, Started)
     assert isinstance(done, Done)
@@ -63,20 +64,20 @@ def test_stop_while_preparing(gated):
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stop_after_any_step(assembly, num_steps, depth):
-    """Stopped at any step, a request ends with what it had said until then, and holds nothing."""
+    """A request stopped after any step ends with the text it had sent, and frees everything."""
     world = World(assembly, pipeline_depth=depth)
     world.submit("other", QueryTask(question="hello"))
     world.submit("r", QueryTask(question="hello"))
     for _ in range(num_steps):
         world.core.step()
-    world.core.stop("r")
-    world.core.stop("r")
-    reports = [report for report in world.of("r") if not isinstance(report, Queued)]
-    begun, *deltas, done = reports
+    world.core.stop(RequestKey("r"))
+    world.core.stop(RequestKey("r"))
+    outputs = [output for output in world.of("r") if not isinstance(output, Queued)]
+    begun, *deltas, done = outputs
     assert isinstance(begun, Started)
     assert isinstance(done, Done)
     assert done.finish_reason is FinishReason.CANCELLED
-    said = "".join(event.text for report in deltas for event in report.events)
+    said = "".join(event.text for output in deltas for event in output.events)
     assert isinstance(done.result, QueryResult)
     assert done.result.answer.startswith(said)
     assert 0 <= done.timings.first_token <= done.timings.total
@@ -88,14 +89,14 @@ def test_stop_after_any_step(assembly, num_steps, depth):
 @pytest.mark.parametrize("num_steps", range(8))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_after_any_step(assembly, num_steps, depth):
-    """Abort at any step ends the reports and gives everything back; others are untouched."""
+    """An abort after any step ends the outputs and frees everything; other requests go on."""
     world = World(assembly, pipeline_depth=depth)
     world.submit("other", QueryTask(question="hello"))
     world.submit("r", QueryTask(question="hello"))
     for _ in range(num_steps):
         world.core.step()
-    world.core.abort("r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
+    world.core.abort(RequestKey("r"))
     seen = len(world.of("r"))
     world.run("other")
     assert len(world.of("r")) == seen
@@ -103,9 +104,9 @@ def test_abort_after_any_step(assembly, num_steps, depth):
 
 
 def test_abort_of_unknown_and_ended(world):
-    """Aborting what is not there does nothing."""
-    world.core.abort("never")
+    """Aborting an unknown or finished request does nothing."""
+    world.core.abort(RequestKey("never"))
     world.submit("r", QueryTask(question="hello"))
     world.run("r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     assert isinstance(world.of("r")[-1], Done)

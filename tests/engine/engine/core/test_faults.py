@@ -1,4 +1,4 @@
-"""Requests and pictures that are wrong fail alone, and say why."""
+"""Invalid requests and images fail alone, with an error that says why."""
 
 import dataclasses
 
@@ -34,15 +34,15 @@ def test_one_bad_request(world, fields, kind):
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a", png()[:200]])
-def test_bad_picture(world, data):
-    """A picture that cannot be decoded fails its request alone."""
+def test_bad_image(world, data):
+    """An image that cannot be decoded fails only its request."""
     world.submit("bad", CaptionTask(), world.encoded(data))
     world.run("bad")
     assert type(world.error("bad")).__name__ == "ImageUndecodable"
 
 
-def test_blob_of_a_stranger(world):
-    """A blob outside of the namespace is an internal error, and is not opened."""
+def test_blob_outside_of_the_namespace(world):
+    """A blob outside of the namespace is an internal error and is not opened."""
     other = BlobStore(new_namespace())
     ref = other.put(png())
     world.submit("bad", CaptionTask(), EncodedImage(blob=ref, mime_type="image/png"))
@@ -52,7 +52,7 @@ def test_blob_of_a_stranger(world):
 
 
 def test_bug_in_the_frontend_is_internal(assembly):
-    """An exception nobody foresaw becomes InternalError without its text."""
+    """An unexpected exception becomes InternalError without its text."""
 
     class Broken(GatedFrontend):
         def prepare_image(self, *arguments):
@@ -66,8 +66,8 @@ def test_bug_in_the_frontend_is_internal(assembly):
     world.close()
 
 
-def test_a_wrong_request_does_not_wait_for_its_picture(gated):
-    """What can be said of a request without its picture is said at once."""
+def test_a_wrong_request_does_not_wait_for_its_image(gated):
+    """An error that does not depend on the image is sent at once."""
     world, frontend = gated
     world.submit("r", QueryTask(question="word " * 1000), world.encoded(png()))
     assert type(world.error("r")).__name__ == "PromptTooLong"
@@ -76,19 +76,19 @@ def test_a_wrong_request_does_not_wait_for_its_picture(gated):
 
 
 class BlindFrontend(GatedFrontend):
-    """A frontend that takes no pictures, and would wait for ever if it were given one."""
+    """A frontend that takes no images, and blocks if it gets one."""
 
     takes_images = False
 
     def make_task(self, request):
-        """Refuse what brings a picture."""
+        """Refuse a request with an image."""
         if request.image is not None:
             raise TaskUnsupported("blind")
         return self._frontend.make_task(request)
 
 
-def test_a_blind_model_is_spared_pictures(assembly):
-    """No picture is prepared for a model that takes none: its frontend refuses the request."""
+def test_no_image_is_prepared_for_a_model_without_images(assembly):
+    """For a model without images none is prepared; its frontend refuses the request."""
     frontend = BlindFrontend(assembly.frontend)
     world = World(dataclasses.replace(assembly, frontend=frontend))
     world.submit("bytes", CaptionTask(), world.encoded(png()))

@@ -1,4 +1,4 @@
-"""What requests are answered, whoever else is there."""
+"""Results of every task, whatever other requests run."""
 
 import random
 
@@ -38,8 +38,8 @@ from tests.engine.engine.core.world import EITHER_KIND, World, png
     ],
     ids=lambda task: type(task).__name__,
 )
-def test_every_task_on_a_picture(world, task):
-    """A request reports Started, deltas and Done, in that order, with usage and timings."""
+def test_every_task_on_an_image(world, task):
+    """A request sends Started, deltas and Done, in that order, with usage and timings."""
     world.submit("r", task, world.encoded(png()))
     (done,) = world.run("r")
     assert isinstance(done, Done)
@@ -60,7 +60,7 @@ def test_every_task_on_a_picture(world, task):
 
 
 def test_text_deltas_add_up_to_the_result(world):
-    """The deltas of a caption spell its result."""
+    """The deltas of a caption add up to its result."""
     world.submit("r", CaptionTask(), world.encoded(png()))
     (done,) = world.run("r")
     texts = [e.text for d in world.of("r", Delta) for e in d.events if isinstance(e, TextDelta)]
@@ -68,42 +68,40 @@ def test_text_deltas_add_up_to_the_result(world):
     assert "".join(texts) == done.result.caption
 
 
-def test_question_without_a_picture(world):
-    """A question needs no image; its Started names none."""
+def test_query_without_an_image(world):
+    """A query needs no image; its `Started` names none."""
     world.submit("r", QueryTask(question="hello"))
     (done,) = world.run("r")
     assert done.image is None
     assert done.usage.image_tokens == 0
 
 
-def test_deltas_only_for_those_who_read_them(world):
-    """A request without deltas gets the same result, told by its end alone."""
+def test_deltas_are_optional(world):
+    """A request without deltas gets the same result in its `Done`."""
     world.submit("a", CaptionTask(), world.encoded(png()))
     world.submit("b", CaptionTask(), world.encoded(png()), deltas=False)
     first, second = world.run("a", "b")
     assert world.of("a", Delta)
-    assert [type(report) for report in world.of("b") if not isinstance(report, Queued)] == [
+    assert [type(output) for output in world.of("b") if not isinstance(output, Queued)] == [
         Started,
         Done,
     ]
     assert second.result == first.result
 
 
-def test_progress_only_for_those_who_read_it(world):
-    """A request whose caller reads its end alone is told that and nothing else."""
+def test_progress_is_optional(world):
+    """A request without deltas and progress gets only its `Done`."""
     names = [f"r{number}" for number in range(5)]  # more than run at a time
     for name in names:
         question = QueryTask(question="What is it?")
         world.submit(name, question, deltas=False, progress=False)
     world.run(*names)
-    assert {type(report) for name in names for report in world.of(name)} == {Done}
+    assert {type(output) for name in names for output in world.of(name)} == {Done}
 
 
 @EITHER_KIND
 def test_answers_do_not_depend_on_depth_or_order(assembly):
-    """Blocking or pipelined, in any order of arrival, the prefix its own or another's: every
-    request gets the same answer.
-    """
+    """Every result is the same at any pipeline depth, order of arrival and prefix sharing."""
     refs = (Point(x=0.25, y=0.5), Box(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
     requests = {
         "q": (QueryTask(question="hello"), None),
@@ -120,8 +118,8 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
         world = World(assembly, pipeline_depth=depth)
         order = random.Random(len(answers)).sample(sorted(requests), len(requests))
         for name in order:
-            task, picture = requests[name]
-            image = None if picture is None else world.encoded(png(picture))
+            task, seed = requests[name]
+            image = None if seed is None else world.encoded(png(seed))
             world.submit(name, task, image, sampling=SamplingParams(temperature=0.7, max_tokens=20))
             for _ in range(len(answers)):
                 world.core.step()
@@ -135,11 +133,11 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
 
 
 def test_seed_comes_from_the_request_id(world):
-    """A retried request id answers the same, another id may not, and a given seed wins."""
+    """The same request id gives the same result, another id need not, and a given seed decides."""
     warm = SamplingParams(temperature=1.0, max_tokens=24)
     world.submit("same", QueryTask(question="hello"), sampling=warm)
     (first,) = world.run("same")
-    world.reports.clear()
+    world.outputs.clear()
     world.submit("same", QueryTask(question="hello"), sampling=warm)
     (second,) = world.run("same")
     assert first.result == second.result
@@ -149,15 +147,15 @@ def test_seed_comes_from_the_request_id(world):
 
 
 def test_max_objects_ends_a_detection(world):
-    """A detection ends for max_objects exactly when it has found that many."""
+    """A detection ends with MAX_OBJECTS exactly when it has found that many."""
     world.submit("r", DetectTask(object="cat", max_objects=1), world.encoded(png()))
     (done,) = world.run("r")
     assert isinstance(done.result, DetectResult)
     assert (len(done.result.objects) == 1) == (done.finish_reason is FinishReason.MAX_OBJECTS)
 
 
-def test_the_load_says_what_was_found_and_what_is_kept(world):
-    """Of two equal questions the second finds all of its prompt but the end; both leave pages."""
+def test_the_load_has_cache_hits_and_cached_pages(world):
+    """The second of two equal queries hits all of its prompt but the end; both cache pages."""
     world.submit("a", QueryTask(question="what is to be seen in this picture?"))
     world.run("a")
     world.submit("b", QueryTask(question="what is to be seen in this picture?"))

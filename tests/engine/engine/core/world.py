@@ -1,4 +1,4 @@
-"""An engine without its process, what it reads and what it reports."""
+"""An engine without its process, its blobs and its outputs."""
 
 import dataclasses
 import io
@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, Request, SamplingParams
+from legato_engine.core import EncodedImage, Request, RequestKey, SamplingParams
 from legato_engine.errors import from_value
-from legato_engine.ipc.messages import Done, Failed, HoldImage, ImageHeld, Load, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
@@ -33,55 +33,56 @@ def png(seed=0, size=(40, 30), **options):
 
 
 class World:
-    """A core, the blobs it reads and the reports it sent."""
+    """An engine, the blobs it reads and the outputs it sent."""
 
     def __init__(self, assembly, **changes):
         config = msgspec.structs.replace(assembly.config, **changes)
         assembly = dataclasses.replace(assembly, config=config)
-        self.reports: list[Report] = []
+        self.outputs: list[EngineMessage] = []
         self.woken = threading.Event()
         self.blobs = BlobStore(new_namespace())
         self.core = assembly.core(
-            blobs=BlobReader(self.blobs.namespace), send=self.reports.append, wake=self.woken.set
+            blobs=BlobReader(self.blobs.namespace), send=self.outputs.append, wake=self.woken.set
         )
 
     def encoded(self, data):
-        """A picture file in a blob."""
+        """Put an image file into a blob."""
         return EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
 
-    def submit(self, name, task, image=None, **fields):
-        """Hand a request to the core."""
+    def submit(self, name, task, image=None, tenant="", **fields):
+        """Submit a request."""
+        key = RequestKey(name, tenant)
         sampling = fields.pop("sampling", SamplingParams(max_tokens=12))
         self.core.submit(
-            Request(request_id=name, task=task, image=image, sampling=sampling, **fields)
+            Request(request_id=key, task=task, image=image, sampling=sampling, **fields)
         )
 
     def of(self, name, kind=object):
-        """Reports of one request."""
-        return [
-            r for r in self.reports if getattr(r, "request_id", "") == name and isinstance(r, kind)
-        ]
+        """Return the outputs of a request."""
+        return [r for r in self.outputs if isinstance(r, kind) and r.request_id.caller_id == name]
 
     def run(self, *names):
-        """Step until every named request has ended."""
+        """Step until every named request has ended; return their final outputs."""
         while not all(self.of(name, Done | Failed) for name in names):
             self._step()
         return [self.of(name, Done | Failed)[-1] for name in names]
 
     def hold(self, data, name="h", ttl=60.0):
-        """How holding a picture ended."""
-        command = HoldImage(request_id=name, image=self.encoded(data), owner="me", ttl=ttl)
+        """Lease an image; return the final output."""
+        command = HoldImage(
+            request_id=RequestKey(name), image=self.encoded(data), owner="me", ttl=ttl
+        )
         self.core.hold(command)
         while not self.of(name, ImageHeld | Failed):
             self._step()
         return self.of(name, ImageHeld | Failed)[-1]
 
     def error(self, name):
-        """A failed request's error."""
+        """Return a failed request's error."""
         return from_value(self.of(name, Failed)[-1].error)
 
     def close(self):
-        """Finish; everything must have been given back."""
+        """Finish; everything must have been freed."""
         while self.core.busy:
             self.core.step()
         load = self.core.load()
@@ -95,7 +96,7 @@ class World:
         self.blobs.close()
 
     def _step(self):
-        """One step, when there is something to do."""
+        """Wait for work if there is none, then step."""
         if not self.core.busy:
             self.woken.wait(10)
             self.woken.clear()
@@ -103,7 +104,7 @@ class World:
 
 
 class GatedFrontend:
-    """A frontend whose pictures are prepared only once `gate` is set."""
+    """A frontend whose images are prepared only once `gate` is set."""
 
     def __init__(self, frontend):
         self._frontend = frontend

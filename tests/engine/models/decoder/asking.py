@@ -1,8 +1,8 @@
-"""What a question is to a text model, for tests: the task that its frontend makes of it."""
+"""Tasks and prompts of a text model's questions."""
 
 from __future__ import annotations
 
-from legato_engine.core import QueryTask, Request
+from legato_engine.core import QueryTask, Request, RequestKey
 from legato_engine.models.registry import resolve
 from transformers import PreTrainedTokenizerFast
 
@@ -10,9 +10,9 @@ from tests.engine.models import hub_folder
 
 
 def task_of(folder, spec, **fields):
-    """What the frontend makes of a request."""
+    """The frontend's task for a request."""
     frontend = resolve("phi", weights=str(folder)).frontend
-    return frontend.make_task(Request(request_id="r", task=spec, **fields))
+    return frontend.make_task(Request(request_id=RequestKey("r"), task=spec, **fields))
 
 
 def prompt_of(folder, question):

@@ -1,4 +1,4 @@
-"""One tiny Phi for all tests that only read it, and copies for those that change it."""
+"""One tiny Phi for tests that read it, and copies for tests that change it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.models import hub_folder
 
 @pytest.fixture(scope="package")
 def phi_folder(tmp_path_factory):
-    """A Phi that is asked in turns of a chat, and ends at either of two tokens."""
+    """A Phi with a chat template and two EOS tokens."""
     folder = tmp_path_factory.mktemp("phi")
     generation = {"eos_token_id": [0, 2]}
     hub_folder.write(

@@ -1,4 +1,4 @@
-"""A text model through the whole engine: batches, both depths, ends of answers, bfloat16."""
+"""A text model in the engine: batches, both depths, ends of answers, bfloat16."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from legato_engine.core import FinishReason, PromptToken, QueryTask, Request
+from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.models.capabilities import Capabilities
 from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
@@ -31,7 +32,7 @@ def engine(phi_folder):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_neither_batch_nor_depth_changes_an_answer(engine, temperature):
-    """Token for token the same alone, in company, pipelined or not; greedy or sampled."""
+    """Tokens are the same alone, in a batch, pipelined or not; greedy or sampled."""
     sampling = {"max_tokens": 12, "temperature": temperature, "top_p": 0.95}
     answers = [
         engine.ask(QUESTIONS, depth, together, **sampling).tokens
@@ -42,7 +43,7 @@ def test_neither_batch_nor_depth_changes_an_answer(engine, temperature):
 
 
 def test_deltas_spell_the_answer(engine):
-    """The tokens' texts add up to the result, whatever bytes they are."""
+    """The tokens' texts add up to the result, whatever their bytes."""
     answers = engine.ask(QUESTIONS, max_tokens=30, temperature=1.5)
     pieces = engine.assembly.frontend._setup.pieces
     for name, tokens in answers.tokens.items():
@@ -51,7 +52,7 @@ def test_deltas_spell_the_answer(engine):
 
 
 def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
-    """Of each token, an EOS's too, at temperature 1 whatever it was sampled at."""
+    """Each token has transformers' log-probability at temperature 1, EOS included."""
     theirs = AutoModelForCausalLM.from_pretrained(phi_folder, dtype=torch.float32)
     answers = engine.ask(QUESTIONS, logprobs=True, max_tokens=40, temperature=2.5)
     assert FinishReason.STOP in answers.reasons.values()
@@ -70,8 +71,10 @@ def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
 
 @pytest.mark.parametrize("eos", [0, 2])
 def test_every_eos_ends_an_answer(engine, eos):
-    """Each of the folder's two, and it is no part of the text."""
-    request = Request(request_id="r", task=QueryTask(question="why?"), return_tokens=True)
+    """Each of the folder's two EOS ends an answer without text."""
+    request = Request(
+        request_id=RequestKey("r"), task=QueryTask(question="why?"), return_tokens=True
+    )
     task = engine.assembly.frontend.make_task(request)
     (told,) = tokens_of(task.consume(SampledToken(100, (0.0, 0.0))))
     assert told.token_id == 100
@@ -82,7 +85,7 @@ def test_every_eos_ends_an_answer(engine, eos):
 
 
 def test_sampled_answers_end_at_an_eos(engine):
-    """An engine that samples wildly meets one before the budget ends, and nothing behind it."""
+    """An engine at a high temperature samples an EOS before the budget ends, and stops there."""
     answers = engine.ask(same.questions(30), max_tokens=200, temperature=3.0)
     assert FinishReason.STOP in answers.reasons.values()
     for name, tokens in answers.tokens.items():
@@ -91,7 +94,7 @@ def test_sampled_answers_end_at_an_eos(engine):
 
 
 def test_a_stop_string_ends_an_answer(engine):
-    """Before it, wherever tokens are cut."""
+    """The answer ends before it, however tokens split it."""
     (whole,) = engine.ask(QUESTIONS[:1], max_tokens=20, temperature=1.0).results.values()
     stop = whole[len(whole) // 2 :][:2]
     answers = engine.ask(QUESTIONS[:1], max_tokens=20, temperature=1.0, stop=(stop,))
@@ -116,23 +119,23 @@ def test_bfloat16_answers(phi_folder):
 
 
 def test_the_engine_is_told_what_it_serves(engine):
-    """Name, the one skill, and a context without a picture in it."""
+    """The info has the name, the one skill, and a context without an image."""
     info = engine.assembly.info
     assert (info.name, info.tasks, info.max_context_tokens) == ("phi", ("query",), 256)
     assert info.max_output_tokens == 255
 
 
 def test_a_folder_of_adapters_is_refused(phi_folder, tmp_path):
-    """At start, not with every request that names one."""
+    """It is refused at start rather than by each request."""
     with pytest.raises(InvalidField, match="phi takes no adapters") as caught:
         same.Engine("phi", phi_folder, adapters=str(tmp_path))
     assert caught.value.metadata["field"] == "adapters"
 
 
 def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
-    """So it can be captured: on a GPU no operation of a step waits for a value.
+    """No operation of a decode step waits for a value, so that it can be captured.
 
-    The GPU is torch's imitation, which knows shapes and devices and refuses to know values.
+    Torch's fake GPU knows shapes and devices, and refuses to give values.
     """
     bundle = resolve("phi", weights=str(phi_folder))
     assert isinstance(bundle, DecoderBundle)
@@ -149,6 +152,6 @@ def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
         )
         assert model.logits(hidden_BD).shape == (4, model.vocab_size)
         assert model.logits(hidden_BD).device.type == "cuda"
-        assert model.payload(hidden_BD, tokens_B).device.type == "cuda"
+        assert model.capabilities == Capabilities(), "nor is there a value head that could read one"
         with pytest.raises(DataDependentOutputException):
             hidden_BD.sum().item()

@@ -1,4 +1,4 @@
-"""What is asked for with a question, and what is refused."""
+"""Questions that a text model takes, and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from legato_engine.models.registry import resolve
 from tests.engine.models import hub_folder
 from tests.engine.models.decoder.asking import prompt_of, task_of
 
-PICTURE = CachedImage(image_id="any")
+IMAGE = CachedImage(image_id="any")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ PICTURE = CachedImage(image_id="any")
         (SegmentTask(object="cat"), "segment"),
     ],
 )
-def test_skills_that_need_pictures_are_unsupported(phi_folder, spec, skill):
-    """By their names, with a picture or without."""
-    for image in (None, PICTURE):
+def test_skills_that_need_images_are_unsupported(phi_folder, spec, skill):
+    """They are refused by name, with an image or without."""
+    for image in (None, IMAGE):
         with pytest.raises(TaskUnsupported, match=f"no {skill} skill") as caught:
             task_of(phi_folder, spec, image=image)
         assert caught.value.metadata["task"] == skill
@@ -44,20 +44,20 @@ def test_skills_that_need_pictures_are_unsupported(phi_folder, spec, skill):
 @pytest.mark.parametrize(
     ("spec", "image"),
     [
-        (QueryTask(question="what is it?"), PICTURE),
+        (QueryTask(question="what is it?"), IMAGE),
         (QueryTask(question="?", spatial_refs=(Box(x_min=0, y_min=0, x_max=1, y_max=1),)), None),
         (QueryTask(question="why?", reasoning=True), None),
     ],
-    ids=["picture", "places", "reasoning"],
+    ids=["image", "references", "reasoning"],
 )
 def test_questions_that_it_cannot_take_are_unsupported(phi_folder, spec, image):
-    """A picture is not passed over in silence, nor are places in one."""
+    """An image, and spatial references in one, are not ignored."""
     with pytest.raises(TaskUnsupported):
         task_of(phi_folder, spec, image=image)
 
 
 def test_a_prompt_that_is_too_long_names_the_limit(phi_folder):
-    """And the longest that fits has one token of an answer."""
+    """The error names the limit, and the longest prompt that fits leaves one token."""
     room = 256 - len(prompt_of(phi_folder, "0")) + 1
     task = task_of(phi_folder, QueryTask(question="0" * room))
     assert (len(task.prompt), task.max_tokens) == (256, 1)
@@ -67,7 +67,7 @@ def test_a_prompt_that_is_too_long_names_the_limit(phi_folder):
 
 
 def test_sampling_is_what_the_authors_say(folder):
-    """Of generation_config.json, where the request says nothing; greedy where nobody does."""
+    """Defaults are those of generation_config.json, and greedy without it."""
     sampling = task_of(folder, QueryTask(question="why?")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, None)
     path = folder / "generation_config.json"
@@ -98,14 +98,14 @@ def test_sampling_is_what_the_authors_say(folder):
     ],
 )
 def test_settings_that_make_no_sense_are_refused(folder, file, content, message):
-    """With the file's name or the field's."""
+    """The error names the file or the field."""
     (folder / file).write_text(json.dumps(content))
     with pytest.raises(InvalidField, match=message):
         resolve("phi", weights=str(folder))
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder):
-    """Its ids would lie outside of the embeddings."""
+    """Its ids would lie outside the embeddings."""
     other = hub_folder.byte_level_tokenizer()
     other.add_tokens([f"word {index}" for index in range(200)])
     other.save(str(folder / "tokenizer.json"))

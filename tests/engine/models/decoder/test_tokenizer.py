@@ -1,4 +1,4 @@
-"""Text to ids as the tokenizer's own library does it, and ids back to the same bytes."""
+"""Text to ids as the tokenizer's own library encodes it, and ids back to the same bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
-    """A tokenizer and the library's own."""
+    """Our tokenizer and the library's."""
     theirs = KINDS[request.param]()
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     theirs.save(str(path))
@@ -31,7 +31,7 @@ def pair(request, tmp_path_factory):
 
 @given(text=TEXTS)
 def test_text_comes_back(pair, text):
-    """Pieces join to the text, whole characters at a time, whatever the vocabulary's letters."""
+    """Pieces join to the text, whatever the vocabulary's letters."""
     tokenizer, theirs = pair
     ids = tokenizer.encode(text)
     assert list(ids) == theirs.encode(text, add_special_tokens=False).ids
@@ -42,7 +42,7 @@ def test_text_comes_back(pair, text):
 
 
 def test_special_tokens_in_a_text_are_text(pair):
-    """Only what is marked on purpose is recognised."""
+    """They are recognised only on request."""
     tokenizer, _ = pair
     for text in (hub_folder.EOS, f"a{hub_folder.TURN}b"):
         assert tokenizer.has_special(text)
@@ -55,7 +55,7 @@ def test_special_tokens_in_a_text_are_text(pair):
 
 
 def test_a_sequence_opens_as_the_tokenizer_says(tmp_path):
-    """With a BOS where there is one, and without where there is none."""
+    """It has a BOS if the tokenizer adds one."""
     for adds in (True, False):
         hub_folder.byte_level_tokenizer(adds_bos=adds).save(str(tmp_path / "tokenizer.json"))
         tokenizer = TextTokenizer(tmp_path / "tokenizer.json")
@@ -64,7 +64,7 @@ def test_a_sequence_opens_as_the_tokenizer_says(tmp_path):
 
 
 def test_added_words_keep_their_text(tmp_path):
-    """Tokens added without being special are read as their text, unused ids as nothing."""
+    """Added tokens that are not special decode to their text, unused ids to nothing."""
     theirs = hub_folder.byte_level_tokenizer()
     theirs.add_tokens(["      ", "<think>"])
     theirs.save(str(tmp_path / "tokenizer.json"))
@@ -84,14 +84,14 @@ def test_added_words_keep_their_text(tmp_path):
     ],
 )
 def test_other_files_are_refused(tmp_path, data, message):
-    """With what is wrong."""
+    """The error says what is wrong."""
     (tmp_path / "tokenizer.json").write_text(data)
     with pytest.raises(InvalidField, match=message):
         TextTokenizer(tmp_path / "tokenizer.json")
 
 
 def test_other_decoders_are_refused_by_name(tmp_path):
-    """Ids that cannot be read as bytes would come out as other text."""
+    """Other decoders would give other text."""
     data = json.loads(hub_folder.byte_level_tokenizer().to_str())
     data["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))

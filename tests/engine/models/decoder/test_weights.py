@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face load whole, or not at all, and every defect is named."""
+"""Hugging Face checkpoints load completely or are refused, with every defect named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rewrite(folder, change):
 
 
 def refusal(folder, name="phi"):
-    """What loading says."""
+    """The error of loading."""
     with pytest.raises(InvalidField) as caught:
         same.load(name, folder)
     assert caught.value.metadata["field"] == "weights"
@@ -39,7 +39,7 @@ def refusal(folder, name="phi"):
 
 
 def test_shards_load_as_one_file_does(tmp_path):
-    """Where a checkpoint is cut changes nothing."""
+    """How a checkpoint is sharded changes nothing."""
     logits = []
     for name, shards in (("one", 1), ("many", 4)):
         (tmp_path / name).mkdir()
@@ -53,20 +53,20 @@ def test_shards_load_as_one_file_does(tmp_path):
 
 
 def test_a_missing_tensor_is_named(folder):
-    """A part of a joint layer, too."""
+    """A missing part of a packed layer is named too."""
     rewrite(folder, lambda tensors: [tensors.pop(f"{ATTENTION}.k_proj.weight")])
     assert "layers.0.self_attn.qkv.weight: 64 of its 192 rows are missing" in refusal(folder)
 
 
 def test_an_unknown_tensor_is_named_with_the_nearest(folder):
-    """Nothing in a file is passed over."""
+    """No tensor of a file is ignored."""
     rewrite(folder, lambda tensors: tensors.update({f"{ATTENTION}.dense.scale": torch.ones(1)}))
     message = refusal(folder)
     assert f"{ATTENTION}.dense.scale: unknown, the nearest expected name is " in message
 
 
 def test_old_rope_tables_are_passed_over(folder):
-    """Checkpoints of older versions hold what is computed."""
+    """Tables of old checkpoints are ignored, because they are computed."""
     name = f"{ATTENTION}.rotary_emb.inv_freq"
     rewrite(folder, lambda tensors: tensors.update({name: torch.ones(4)}))
     same.load("phi", folder)
@@ -81,7 +81,7 @@ def test_old_rope_tables_are_passed_over(folder):
     ],
 )
 def test_a_wrong_shape_is_named(folder, name, shape, message):
-    """Of a part of a joint layer with the rows that it should have."""
+    """The error of a part of a packed layer gives its expected rows."""
     rewrite(folder, lambda tensors: tensors.update({name: torch.ones(shape)}))
     found = refusal(folder)
     assert message in found
@@ -89,14 +89,14 @@ def test_a_wrong_shape_is_named(folder, name, shape, message):
 
 
 def test_integers_are_no_weights(folder):
-    """A quantised tensor is not read as if it were a plain one."""
+    """A quantised tensor is not read as a plain one."""
     name = "model.embed_tokens.weight"
     rewrite(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     assert "stored as int8" in refusal(folder)
 
 
 def test_files_that_are_missing_are_named(folder, tmp_path):
-    """Of the weights, of the configuration, of the tokenizer; and the folder itself."""
+    """Missing weights, configuration, tokenizer and folder are named."""
     (folder / "model.safetensors").unlink()
     assert f"no safetensors weights at {folder}" in refusal(folder)
     (folder / "config.json").unlink()
@@ -128,13 +128,13 @@ def test_files_that_are_missing_are_named(folder, tmp_path):
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.45}},
-            "7 dimensions of a head turn, which is odd",
+            "7 rotary dimensions of a head; the number must be even",
         ),
         ({"hidden_size": "wide"}, "hidden_size"),
     ],
 )
 def test_configurations_that_are_not_implemented_are_refused(folder, fields, message):
-    """By the name of the field."""
+    """The error names the field."""
     hub_folder.change(folder / "config.json", **fields)
     with pytest.raises(InvalidField) as caught:
         resolve("phi", weights=str(folder))
@@ -143,13 +143,13 @@ def test_configurations_that_are_not_implemented_are_refused(folder, fields, mes
 
 
 def test_a_configuration_must_be_json(folder):
-    """Anything else is named."""
+    """Other content is an error."""
     (folder / "config.json").write_text("{")
     assert "config.json: it is not JSON" in refusal(folder)
 
 
 def test_random_weights_need_no_checkpoint(folder):
-    """A configuration and a tokenizer make a model of seeded noise, of finite logits."""
+    """Configuration and tokenizer suffice for random weights with finite logits."""
     (folder / "model.safetensors").unlink()
     first, again = (same.load("phi", folder, random_weights=True) for _ in range(2))
     x_TD = first.embed(torch.arange(5), torch.zeros(5, 2))
@@ -158,14 +158,14 @@ def test_random_weights_need_no_checkpoint(folder):
     assert torch.equal(logits_TV, again.logits(again.embed(torch.arange(5), torch.zeros(5, 2))))
 
 
-def test_there_is_no_vision_tower(folder):
-    """A dtype for one is refused."""
-    with pytest.raises(InvalidField, match="phi has no vision tower"):
+def test_there_is_no_vision_encoder(folder):
+    """A dtype for a vision encoder is refused."""
+    with pytest.raises(InvalidField, match="phi has no vision encoder"):
         resolve("phi", weights=str(folder)).load(same.CPU, torch.float32, vision_fp8=True)
 
 
 def test_the_context_is_bounded(tmp_path):
-    """By what is asked for; else by what memory is likely to hold of a longer one."""
+    """By the setting, or by the default context of a model with a longer one."""
     hub_folder.write(tmp_path, hub_folder.phi(max_position_embeddings=20_000))
     assert resolve("phi", weights=str(tmp_path)).max_context == 8192
     assert resolve("phi", weights=str(tmp_path), max_context=12_000).max_context == 12_000
@@ -176,7 +176,7 @@ def test_the_context_is_bounded(tmp_path):
 
 
 def test_an_index_must_name_its_files(tmp_path):
-    """A folder of shards without one of them is refused before anything is read."""
+    """A folder with a missing shard is refused before anything is read."""
     hub_folder.write(tmp_path, hub_folder.phi(), shards=3)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     (tmp_path / sorted(set(index["weight_map"].values()))[1]).unlink()

@@ -1,4 +1,4 @@
-"""Llama as transformers computes it, and what of it is refused."""
+"""Llama as transformers computes it, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 45, 150])
 def test_logits_are_those_of_transformers(tmp_path, kind, length):
-    """Prefill and decode, within a page, across pages, and behind the first context."""
+    """Prefill and decode, within a page, across pages, and after the first context."""
     theirs = hub_folder.write(tmp_path, config(**KINDS[kind]))
     same.check_prefill_and_decode(same.load("llama", tmp_path), theirs, length=length)
 
 
 def test_greedy_answers_are_those_of_transformers(tmp_path):
-    """A hundred prompts in a vocabulary of letters and bytes, behind a BOS."""
+    """A hundred prompts in a vocabulary of letters and bytes, with a BOS."""
     tokenizer = hub_folder.byte_fallback_tokenizer()
     eos = tokenizer.token_to_id(hub_folder.EOS)
     theirs = hub_folder.write(
@@ -72,7 +72,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path):
 
 
 def test_neither_batch_nor_depth_changes_an_answer(tmp_path):
-    """Grouped queries and RMS norms give a row the same bits in any company."""
+    """With grouped queries and RMS norms, a row has the same bits in any batch."""
     hub_folder.write(tmp_path, config(num_attention_heads=16), chat=hub_folder.CHAT)
     asked = same.questions(9, seed=4)
     with same.Engine("llama", tmp_path) as engine:
@@ -83,7 +83,7 @@ def test_neither_batch_nor_depth_changes_an_answer(tmp_path):
 
 
 def test_a_tied_head_may_be_there_twice(tmp_path):
-    """With the same values; another one would be lost, and is refused."""
+    """A stored copy of a tied head must have the same values."""
     theirs = hub_folder.write(tmp_path, config(tie_word_embeddings=True))
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -98,7 +98,7 @@ def test_a_tied_head_may_be_there_twice(tmp_path):
 
 
 def test_a_tied_model_is_counted_once(tmp_path):
-    """As many parameters as transformers counts."""
+    """The number of parameters is transformers'."""
     theirs = hub_folder.write(tmp_path, config(tie_word_embeddings=True))
     assert same.load("llama", tmp_path).num_parameters == theirs.num_parameters()
 
@@ -130,7 +130,7 @@ def test_bfloat16_follows_float32(tmp_path):
     ],
 )
 def test_fields_that_are_not_implemented_are_named(tmp_path, fields, message):
-    """What would change the answers and is not done is refused at load."""
+    """Fields that would change answers and are not implemented are refused at load."""
     hub_folder.write(tmp_path, config())
     hub_folder.change(tmp_path / "config.json", **fields)
     with pytest.raises(InvalidField) as caught:

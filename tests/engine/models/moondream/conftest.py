@@ -1,4 +1,4 @@
-"""Small models and pictures."""
+"""Small models and images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def tiny3_config():
-    """The same of Moondream 3's kind."""
+    """The same with Moondream 3's parts."""
     return tiny_random3_config()
 
 
@@ -71,7 +71,7 @@ def tiny3_model(tiny3_config, make_model):
 
 @pytest.fixture(scope="session")
 def narrow3_model(tiny3_config):
-    """The model of `tiny3_config` with keys and values in e4m3, some of them saturated."""
+    """The model of `tiny3_config` with e4m3 keys and values, some of them saturated."""
     network = random_weights(tiny3_config, 0, CPU, torch.float32)
     network.text.use_fp8_kv()
     state = network.state_dict()
@@ -83,7 +83,7 @@ def narrow3_model(tiny3_config):
 
 @pytest.fixture(scope="session", params=["tiny_model", "tiny3_model", "narrow3_model"])
 def either_model(request):
-    """Each of both kinds, and one with keys and values in e4m3."""
+    """One model of each kind, and one with e4m3 keys and values."""
     return request.getfixturevalue(request.param)
 
 
@@ -94,8 +94,8 @@ def frontend(tiny_config):
 
 
 @pytest.fixture(scope="session")
-def picture():
-    """A random picture by width and height."""
+def noise_image():
+    """A random image by width and height."""
 
     def make(width, height, seed=0):
         noise = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
@@ -105,12 +105,12 @@ def picture():
 
 
 @pytest.fixture(scope="session")
-def prepare(picture):
-    """A prepared random picture by frontend, width and height."""
+def prepare(noise_image):
+    """Prepare a random image by frontend, width and height."""
 
     def make(frontend, width, height, seed=0):
         info = ImageInfo(image_id="img", width=width, height=height, cache_hit=False)
         key = f"{width}x{height}:{seed}"
-        return frontend.prepare_image(picture(width, height, seed), key, info)
+        return frontend.prepare_image(noise_image(width, height, seed), key, info)
 
     return make

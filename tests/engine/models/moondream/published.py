@@ -1,7 +1,7 @@
-"""Checkpoints as they are published, made from a network's tensors, name by name.
+"""Published checkpoints, made from a network's tensors name by name.
 
-A checkpoint is a dict of tensors by stored name. Experts are quantised as published files have
-them: e4m3 with a float32 scale for each output.
+A checkpoint is a dict of tensors by stored name. Quantised experts are e4m3 with a float32 scale
+for each output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TOWER = "vision_encoder.encoder.model.visual"
 
 
 def layout_a(state, heads):
-    """`model.` in front of the network's names, tau's weights apart."""
+    """The network's names after `model.`, tau's weights separate."""
     stored = {}
     for name, tensor in state.items():
         if name.endswith("tau.wqwv"):
@@ -106,7 +106,7 @@ def region_names(config):
 
 
 def tau_of(state, ours, theirs, heads, *, fused):
-    """One layer's gains."""
+    """One layer's tau."""
     both, alpha = state[f"{ours}.attn.tau.wqwv"], state[f"{ours}.attn.tau.alpha"]
     stored = {f"{theirs}.tau_alpha": alpha}
     if fused:
@@ -116,7 +116,7 @@ def tau_of(state, ours, theirs, heads, *, fused):
 
 
 def experts_of(state, ours, theirs):
-    """One layer's experts, with their scales if they have some."""
+    """One layer's experts, with scales if they have any."""
     names = {
         f"{theirs}.mlp.experts.weight": f"{ours}.mlp.fc1.weight",
         f"{theirs}.mlp.output_experts.weight": f"{ours}.mlp.fc2.weight",

@@ -1,4 +1,4 @@
-"""Adapters: files are read strictly, and the slots compute what merged weights would."""
+"""Adapter files are read strictly, and adapter slots compute what merged weights would."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FED = [40, 5, 120, 6, 77]
 
 
 def parse(data, config, max_rank=MAX_RANK, dtype=torch.float32):
-    """A file's weights."""
+    """Parse a file."""
     return parse_adapter(data, config, max_rank, dtype)
 
 
 class AdaptedModel:
-    """A model with adapters in every call: `slots` of the rows, one alone in a prefill."""
+    """A model whose calls use the rows' adapter slots."""
 
     def __init__(self, model, bank, slots):
         self.model, self.bank, self.slots = model, bank, torch.tensor(slots)
@@ -44,40 +44,40 @@ class AdaptedModel:
         return getattr(self.model, name)
 
     def rows(self, slots):
-        """The launch's rows at the highest rank."""
+        """The launch's rows, at the highest rank."""
         return self.bank.rows(slots, self.bank.ranks[-1])
 
     def prefill(self, x_TD, span, kv):
-        """With the adapter of the row that is prefilled."""
+        """Use the adapter of the row in prefill."""
         span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
         return self.model.prefill(x_TD, span, kv)
 
     def cache_span(self, x_TD, span, kv):
-        """With the adapter of the row that is prefilled."""
+        """Use the adapter of the row in prefill."""
         span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
         self.model.cache_span(x_TD, span, kv)
 
     def decode(self, x_BD, batch, kv):
-        """With everybody's."""
+        """Use all rows' adapters."""
         batch.adapters = self.rows(self.slots)
         return self.model.decode(x_BD, batch, kv)
 
 
 class AdaptedSession(PagedSession):
-    """A session whose rows read adapter slots."""
+    """A session whose rows have adapter slots."""
 
     def __init__(self, model, bank, slots, **options):
         super().__init__(AdaptedModel(model, bank, slots), num_rows=len(slots), **options)
 
     def prefill(self, row, image, prompt):
-        """As ever; a prefix is computed under the row's own adapter, and not shared."""
+        """Compute the prefix under the row's own adapter, without sharing it."""
         self.prefixes.clear()
         self.model.prefilled = row
         return super().prefill(row, image, prompt)
 
 
 def walk(session, rows, image):
-    """The logits of some rows over a prefill and decode steps, [steps, V] by row."""
+    """The logits of rows over a prefill and decode steps, [steps, V] by row."""
     model = session.model
     seen = {row: [session.prefill(row, image, PROMPT)] for row in rows}
     for step, token in enumerate(FED):
@@ -90,7 +90,7 @@ def walk(session, rows, image):
 
 
 def merged(config, tensors, seed=0):
-    """A model whose weights hold the adapter."""
+    """A model with the adapter merged into its weights."""
     network = random_weights(config, seed, CPU, torch.float32)
     for layer, block in enumerate(network.text.blocks):
         for name in ("fc1", "fc2"):
@@ -100,7 +100,7 @@ def merged(config, tensors, seed=0):
 
 
 def bank_of(model, *adapters, num_slots=4):
-    """A bank whose slots, from 1 on, hold these."""
+    """A bank with these adapters from slot 1 on."""
     bank = model.adapter_bank(num_slots, MAX_RANK)
     for slot, data in enumerate(adapters, start=1):
         bank.write(slot, model.read_adapter(data, "", MAX_RANK).weights)
@@ -109,7 +109,7 @@ def bank_of(model, *adapters, num_slots=4):
 
 @pytest.fixture(params=["tiny_config", "tiny3_config"])
 def config(request):
-    """Of both kinds: with an MLP in every layer, and with experts behind the first."""
+    """Either kind: MLPs in every layer, or experts after the first."""
     return request.getfixturevalue(request.param)
 
 
@@ -132,7 +132,7 @@ def test_slots_compute_what_merged_weights_do(
 
 
 def test_a_row_decides_its_own_bits(config, make_model, frontend, prepare):
-    """A row has the same bits beside rows of any adapters or none as it has alone."""
+    """A row's bits do not depend on the adapters of other rows."""
     model, _ = make_model(config)
     image = prepare(frontend, 60, 50)
     files = [safetensors_file(random_adapter(config.text, rank, seed=rank)) for rank in (2, 16, 6)]
@@ -147,7 +147,7 @@ def test_a_row_decides_its_own_bits(config, make_model, frontend, prepare):
 
 
 def test_a_slot_is_written_over_whole(config, make_model):
-    """Nothing of the adapter before it is left in a slot, also when that had a higher rank."""
+    """A slot keeps nothing of an earlier adapter, even of a higher rank."""
     model, _ = make_model(config)
     small = safetensors_file(random_adapter(config.text, 4, seed=1))
     large = safetensors_file(random_adapter(config.text, 16, seed=2))
@@ -176,7 +176,7 @@ def test_both_formats_hold_the_same(config):
 
 
 def test_layers_may_be_left_out(tiny_config, make_model):
-    """A layer that a file does not name is as the model has it."""
+    """A layer that a file omits is unchanged."""
     tensors = random_adapter(tiny_config.text, 4)
     last = {place: each for place, each in tensors.items() if place[0] == 1}
     model, _ = make_model(tiny_config)
@@ -187,7 +187,7 @@ def test_layers_may_be_left_out(tiny_config, make_model):
 
 
 def changed(tensors, place, tensor):
-    """The adapter with one tensor replaced, or dropped when there is none."""
+    """The adapter with one tensor replaced, or dropped."""
     rest = {each: value for each, value in tensors.items() if each != place}
     return rest if tensor is None else {**rest, place: tensor}
 
@@ -234,7 +234,7 @@ A, B = (0, "fc1.lora_a"), (1, "fc2.lora_b")
     ],
 )
 def test_what_is_no_adapter_of_the_model_is_told(tiny_config, make, says):
-    """A file that is malformed, or another model's, is refused with what is wrong."""
+    """A malformed file, or another model's, is refused with the reason."""
     with pytest.raises(AdapterUnusable) as caught:
         parse(make(random_adapter(tiny_config.text, 4)), tiny_config)
     assert says in caught.value.message
@@ -260,7 +260,7 @@ MOE_A, MOE_B = (1, "fc1.lora_a"), (2, "fc2.lora_b")
     ],
 )
 def test_what_is_no_adapter_of_experts_is_told(tiny3_config, make, says):
-    """Experts' tensors are as strictly read as an MLP's."""
+    """Experts' tensors are checked like an MLP's."""
     with pytest.raises(AdapterUnusable) as caught:
         parse(safetensors_file(make(random_adapter(tiny3_config.text, 4))), tiny3_config)
     assert says in caught.value.message
@@ -274,14 +274,14 @@ def test_what_is_no_adapter_of_experts_is_told(tiny3_config, make, says):
     ],
 )
 def test_published_layers_are_counted_by_kind(tiny3_config, name, says):
-    """`dense` and `moe` have numbers of their own, and ends of their own."""
+    """`dense` and `moe` are counted separately."""
     with pytest.raises(AdapterUnusable) as caught:
         parse(torch_file({"lora_state_dict": {name: torch.zeros(2, 2)}}), tiny3_config)
     assert says in caught.value.message
 
 
 def test_a_rank_is_shared_evenly(tiny3_config):
-    """The experts of a token have equal shares of the rank, also where no MLP tells it."""
+    """Active experts have equal parts of the rank, which no MLP need state."""
     experts = {p: each for p, each in random_adapter(tiny3_config.text, 6).items() if p[0]}
     assert parse(safetensors_file(experts), tiny3_config).rank == 6
     dense = {p: each for p, each in random_adapter(tiny3_config.text, 5).items() if not p[0]}
@@ -297,14 +297,14 @@ class Bomb:
 
 
 def test_a_checkpoint_runs_no_code(tiny_config, capsys):
-    """What a pickle wants to call is never called."""
+    """A pickle's call is never made."""
     with pytest.raises(AdapterUnusable):
         parse(torch_file({"lora_state_dict": Bomb()}), tiny_config)
     assert "boom" not in capsys.readouterr().out
 
 
 def test_ranks_have_a_limit(tiny_config):
-    """The highest rank passes; one more is refused with the limit and what was there."""
+    """The highest rank passes; one more is refused with limit and actual rank."""
     parse(safetensors_file(random_adapter(tiny_config.text, MAX_RANK)), tiny_config)
     with pytest.raises(AdapterUnusable) as caught:
         parse(safetensors_file(random_adapter(tiny_config.text, MAX_RANK + 1)), tiny_config)
@@ -312,7 +312,7 @@ def test_ranks_have_a_limit(tiny_config):
 
 
 def test_another_size_of_model_is_refused(tiny_config, mid_config):
-    """An adapter of a wider model does not fit, and the sizes are told."""
+    """The error of an adapter for a wider model names the sizes."""
     named = msgspec.structs.replace(mid_config, name=tiny_config.name)
     data = safetensors_file(random_adapter(named.text, 4))
     with pytest.raises(AdapterUnusable, match=r"shape \[4, 128\], expected \[4, 64\]"):
@@ -323,7 +323,7 @@ def test_another_size_of_model_is_refused(tiny_config, mid_config):
     ("most", "ranks"), [(4, (4,)), (8, (8,)), (64, (8, 16, 32, 64)), (48, (8, 16, 32, 48))]
 )
 def test_ranks_are_captured_doubling(most, ranks):
-    """A launch pays for less than twice the rank of its adapters, or for the least."""
+    """A launch runs at less than twice the rank of its adapters, or at the least rank."""
     like = torch.zeros(1)
     bank = AdapterBank(BankSizes(1, 2, 2), num_slots=1, max_rank=most, like=like)
     assert bank.ranks == ranks
@@ -331,7 +331,7 @@ def test_ranks_are_captured_doubling(most, ranks):
 
 
 def test_without_adapters_nothing_is_asked(tiny_model):
-    """A batch and a span are without adapters unless somebody says otherwise."""
+    """A batch and a span have no adapters by default."""
     positions, pages = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     assert DecodeBatch(positions, pages).adapters is None
     assert PrefillSpan(0, pages[0], bidirectional=False).adapters is None

@@ -1,4 +1,4 @@
-"""config.json in and out."""
+"""Reading and writing of config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from legato_engine.models.moondream.presets import (
 
 
 def as_json(config):
-    """A config.json as a training run writes it: unset templates and sampling left out."""
+    """A config.json as training writes it, without unset templates and sampling."""
     data = msgspec.to_builtins(config)
     data["templates"] = {k: v for k, v in data["templates"].items() if v is not None}
     data.pop("sampling")
@@ -32,7 +32,7 @@ def as_json(config):
 
 
 def test_a_config_reads_back():
-    """What is written is what is read, and text is greedy unless the file says otherwise."""
+    """What is written is read, and text is greedy by default."""
     config = legato_tiny_config()
     parsed = parse_config(json.dumps(as_json(config)).encode())
     assert parsed == config
@@ -46,7 +46,7 @@ def test_sampling_may_be_given():
 
 
 def test_sizes_of_moondream2():
-    """A picture is 729 embeddings behind BOS, heads are 64 wide, tiles are 266 pixels apart."""
+    """An image has 729 embeddings after BOS, heads are 64 wide, tiles are 266 pixels apart."""
     config = moondream2_config()
     assert config.prefix_length == 730
     assert config.text.head_dim == 64
@@ -54,7 +54,7 @@ def test_sizes_of_moondream2():
 
 
 def test_a_config_of_moondream3_reads_back():
-    """Gains, experts, heads without an inner layer and every switch go through config.json."""
+    """Tau, experts, heads without an inner layer and all switches survive config.json."""
     config = tiny_random3_config()
     text = msgspec.structs.replace(config.text, tau=TauConfig(gelu=Gelu.EXACT))
     region = msgspec.structs.replace(config.region, coord_reaches_one=True)
@@ -63,7 +63,7 @@ def test_a_config_of_moondream3_reads_back():
 
 
 def test_moondream3_differs_as_published():
-    """The shared sizes are Moondream 2's; the preview and 3.1 differ in their weights alone."""
+    """Shared sizes are Moondream 2's; the preview and 3.1 differ only in weights."""
     two, three = moondream2_config(), moondream3_config()
     assert three.vision == two.vision
     assert three.tokens == two.tokens
@@ -93,7 +93,7 @@ def test_moondream3_opens_an_answer_once():
     [("first_layer", 3), ("first_layer", -1), ("num_active", 0), ("num_active", 7)],
 )
 def test_experts_that_do_not_fit_are_named(field, value):
-    """Experts begin at a layer that is there, and no more are active than there are."""
+    """Experts begin at an existing layer, and no more are active than there are."""
     data = msgspec.to_builtins(tiny_random3_config())
     data["text"]["moe"][field] = value
     with pytest.raises(InvalidField, match=field):

@@ -1,4 +1,4 @@
-"""Which tokens each state of a skill may sample."""
+"""The tokens that each state of a skill may sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 
 @pytest.fixture
 def table():
-    """Moondream 2's table, with other suppression rules if given."""
+    """Moondream 2's table, or one with other suppression rules."""
 
     def make(suppression=None):
         config = msgspec.structs.replace(moondream2_config(), suppression=suppression)
@@ -29,8 +29,8 @@ def test_every_state_has_its_row(table):
     assert table()[Allow.FREE] == Constraint()
 
 
-def test_places_come_in_their_order(table):
-    """Between objects only a coord or EOS may come, inside them only what is due."""
+def test_values_come_in_their_order(table):
+    """Between objects only a coord or EOS is allowed, within them only the next value."""
     made = table()
     assert made[Allow.COORD] == Constraint(allowed=(COORD,))
     assert made[Allow.SIZE] == Constraint(allowed=(SIZE,))
@@ -39,16 +39,16 @@ def test_places_come_in_their_order(table):
 
 
 def test_moondream2_suppresses(table):
-    """An answer holds no second opener and no values, thoughts hold no end and no size."""
+    """An answer has no answer id and no values, reasoning no EOS and no size."""
     made = table()
     assert set(made[Allow.TEXT].suppressed) == {ANSWER, COORD, SIZE}
-    assert set(made[Allow.THOUGHT].suppressed) == {EOS, SIZE}
+    assert set(made[Allow.REASONING].suppressed) == {EOS, SIZE}
 
 
 def test_a_model_may_suppress_nothing(table):
-    """A config that names no ids leaves text and thoughts free."""
+    """A config without ids leaves text and reasoning free."""
     made = table(Suppression())
-    assert made[Allow.TEXT] == made[Allow.THOUGHT] == Constraint()
+    assert made[Allow.TEXT] == made[Allow.REASONING] == Constraint()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_model_may_suppress_nothing(table):
     [((), True), ((ANSWER,), True), ((ANSWER, COORD), True), ((COORD, SIZE), False)],
 )
 def test_text_rows_read_values_only_where_there_may_be_some(answer, has_values):
-    """Text needs no payload where its constraint keeps both coords and sizes out."""
+    """Text needs no payload if its constraint excludes coords and sizes."""
     suppression = Suppression(answer=answer)
     config = msgspec.structs.replace(moondream2_config(), suppression=suppression)
     assert config.has_values_in_text == has_values

@@ -1,4 +1,4 @@
-"""The draft behind a model's last layer: what it says, and which files it comes from.
+"""The draft layer after a model's last: its draft tokens, and its files.
 
 Shape legend: R rows, D width, H heads, E head dim, L positions.
 """
@@ -22,14 +22,14 @@ PAGE, PAGES, BLOCK, INNER, LAYER = 4, 8, 5, 24, 1
 
 
 def random_draft(seed=0):
-    """A layer that has something to say, by name."""
+    """Random tensors of a draft layer, by name."""
     torch.manual_seed(seed)
     layer = DraftLayer(TEXT.dim, INNER, TEXT.num_heads)
     return {name: torch.randn_like(each) / 4 for name, each in layer.state_dict().items()}
 
 
 def draft_file(path, tensors, **notes):
-    """A file of it."""
+    """Write them to a file."""
     save_file(tensors, path, metadata={"model": CONFIG.name, "layer": str(LAYER)} | notes)
     return path
 
@@ -43,14 +43,14 @@ def model():
 
 
 def prefilled(model, kv, tokens, pages):
-    """The residual streams of a sequence whose keys and values are in these pages."""
+    """The hidden states of a sequence whose keys and values are in these pages."""
     x_TD = model.embed(torch.tensor(tokens), torch.zeros(len(tokens), 2))
     span = PrefillSpan(0, torch.tensor(pages), bidirectional=False)
     return model.prefill(x_TD, span, kv)
 
 
 def rolled(model, tensors, kv, pages, state_D, token, newest, count):
-    """By hand, a head after the other, what the draft says from one row's stream and token."""
+    """The draft tokens of one row, computed head by head."""
     text, width = model._network.text, TEXT.dim // TEXT.num_heads
     norm = torch.nn.functional.layer_norm
 
@@ -88,7 +88,7 @@ def rolled(model, tensors, kv, pages, state_D, token, newest, count):
 
 
 def test_rows_say_what_each_says_by_hand(model, tmp_path):
-    """Rows of different lengths and pages, a free one among them: each its own continuation."""
+    """Rows of different lengths and pages, a free one among them, have their own draft tokens."""
     tensors = random_draft()
     shape = (TEXT.num_layers, 2 * PAGES, TEXT.num_heads, PAGE, TEXT.dim // TEXT.num_heads)
     kv = KVCache(torch.zeros(shape), torch.zeros(shape))
@@ -120,7 +120,7 @@ def test_rows_say_what_each_says_by_hand(model, tmp_path):
 
 
 def test_the_end_of_the_context_is_no_place_to_fail(model, tmp_path):
-    """Behind the last position there is nothing to say, and nobody reads it."""
+    """After the last position any draft token is fine, because none is read."""
     shape = (TEXT.num_layers, 2, TEXT.num_heads, PAGE, TEXT.dim // TEXT.num_heads)
     kv = KVCache(torch.zeros(shape), torch.zeros(shape))
     proposer = model.draft_proposer(draft_file(tmp_path / "d.safetensors", random_draft()), kv)
@@ -143,7 +143,7 @@ def test_the_end_of_the_context_is_no_place_to_fail(model, tmp_path):
     ],
 )
 def test_files_for_others_are_refused(model, tmp_path, change, problem):
-    """A draft says whose it is and what it reads."""
+    """A draft names its model and the layer that it reads."""
     path = draft_file(tmp_path / "d.safetensors", random_draft(), **change)
     with pytest.raises(InvalidField, match=problem) as error:
         model.draft_proposer(path, None)
@@ -151,7 +151,7 @@ def test_files_for_others_are_refused(model, tmp_path, change, problem):
 
 
 def test_files_that_do_not_fit_are_refused(model, tmp_path):
-    """Missing, wrong and unreadable ones, by name."""
+    """Missing, wrong and unreadable tensors are named."""
     short = random_draft()
     del short["query.bias"]
     short["fc2.weight"] = torch.zeros(TEXT.dim, INNER + 1)

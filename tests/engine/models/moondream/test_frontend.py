@@ -1,4 +1,4 @@
-"""Requests to tasks: what is refused, what is filled in, what fits."""
+"""Requests to tasks: refusals, defaults and budgets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from legato_engine.core import (
     PointTask,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     Turn,
@@ -31,16 +32,21 @@ SPECS = [
     SegmentTask(object="cup"),
 ]
 
+KEY = RequestKey("r")
 
-def request(task, image=IMAGE, request_id="r", **sampling):
+
+def request(task, image=IMAGE, key=KEY, **sampling):
     """A request for a task."""
     return Request(
-        request_id=request_id, task=task, image=image, sampling=SamplingParams(**sampling)
+        request_id=key,
+        task=task,
+        image=image,
+        sampling=SamplingParams(**sampling),
     )
 
 
 def field_of(frontend, bad):
-    """The field that a refused request is blamed on."""
+    """The field that the refusal names."""
     with pytest.raises(InvalidField) as caught:
         frontend.make_task(bad)
     return caught.value.metadata["field"]
@@ -49,13 +55,13 @@ def field_of(frontend, bad):
 @pytest.mark.parametrize(
     "task", [*SPECS[1:], QueryTask(question="?", spatial_refs=(Point(x=0, y=0),))]
 )
-def test_spatial_skills_and_captions_need_a_picture(frontend, task):
-    """The missing picture is named."""
+def test_spatial_skills_and_captions_need_an_image(frontend, task):
+    """The error names the image."""
     assert field_of(frontend, request(task, image=None)) == "image"
 
 
-def test_a_conversation_needs_the_picture_that_it_shows(frontend):
-    """A message that shows a picture needs one; a conversation by itself does not."""
+def test_a_conversation_needs_the_image_that_it_shows(frontend):
+    """A message that shows an image needs one; a conversation alone does not."""
     turn = Turn(question="a", answer="b")
     assert field_of(frontend, request(QueryTask(question="?", shows_image=True), None)) == "image"
     chat = frontend.make_task(request(QueryTask(question="?", history=(turn,)), None))
@@ -64,8 +70,8 @@ def test_a_conversation_needs_the_picture_that_it_shows(frontend):
     assert chat.max_tokens == alone.max_tokens - len(alone.prompt) - 1
 
 
-def test_a_question_needs_no_picture(frontend):
-    """A query without picture stands behind BOS alone and gets the room that the picture leaves."""
+def test_a_question_needs_no_image(frontend):
+    """A query without image follows BOS, and may use the positions that an image would take."""
     with_image = frontend.make_task(request(SPECS[0]))
     without = frontend.make_task(request(SPECS[0], image=None))
     assert frontend.prefix_length(False) == 1
@@ -75,7 +81,7 @@ def test_a_question_needs_no_picture(frontend):
 
 @pytest.mark.parametrize("task", SPECS)
 def test_sampling_is_resolved(frontend, task):
-    """No field but top_k stays open, and what was asked for stays."""
+    """All fields but top_k are set, and requested values stay."""
     sampling = frontend.make_task(request(task)).sampling
     fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
     assert [name for name, value in fields.items() if value is None] == ["top_k"]
@@ -92,9 +98,9 @@ def test_sampling_is_resolved(frontend, task):
 
 
 def test_the_seed_follows_the_request_id(frontend):
-    """A retried request samples the same by whatever process it comes, another one differently."""
-    ids = ("a", "3@a", "b")
-    seeds = [frontend.make_task(request(SPECS[0], request_id=i)).sampling.seed for i in ids]
+    """A retried request samples the same through any process, another one differently."""
+    ids = (RequestKey("a"), RequestKey("a", worker=3), RequestKey("b"))
+    seeds = [frontend.make_task(request(SPECS[0], key=i)).sampling.seed for i in ids]
     assert seeds[0] == seeds[1] != seeds[2]
 
 
@@ -119,7 +125,7 @@ def test_moondream2_samples_text_and_not_coordinates():
     ],
 )
 def test_sampling_out_of_range_is_named(frontend, sampling, field):
-    """The field at fault is named."""
+    """The error names the field."""
     assert field_of(frontend, request(SPECS[0], **sampling)) == field
 
 
@@ -127,7 +133,7 @@ def test_sampling_out_of_range_is_named(frontend, sampling, field):
     "task", [DetectTask(object="c", max_objects=0), PointTask(object="c", max_objects=-1)]
 )
 def test_max_objects_is_positive(frontend, task):
-    """No skill looks for nothing."""
+    """A bound below 1 is refused."""
     assert field_of(frontend, request(task)) == "max_objects"
 
 
@@ -142,14 +148,14 @@ def test_budgets_of_spatial_skills():
 
 @pytest.mark.parametrize("asked", [None, 5000])
 def test_max_tokens_is_cut_to_the_context(frontend, tiny_config, asked):
-    """Every token but the last is fed back, and all positions fit the context."""
+    """Every token but the last needs a position of the context."""
     task = frontend.make_task(request(SPECS[0], max_tokens=asked))
     used = frontend.prefix_length(True) + len(task.prompt) + task.max_tokens - 1
     assert used == tiny_config.text.max_context
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(frontend, tiny_config):
-    """The error carries the limit and the actual length; one position less still fits."""
+    """The error has the limit and the actual length; one position less fits."""
     room = tiny_config.text.max_context - frontend.prefix_length(True) - 5
     task = frontend.make_task(request(QueryTask(question="x" * room)))
     assert task.max_tokens == 1
@@ -160,7 +166,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(frontend, tiny_config):
 
 
 def test_reasoning_needs_its_template(frontend):
-    """A model without reasoning template says so."""
+    """A model without reasoning template refuses it."""
     config = legato_tiny_config()
     templates = msgspec.structs.replace(config.templates, query_reasoning=None)
     plain = MoondreamFrontend(
@@ -170,8 +176,8 @@ def test_reasoning_needs_its_template(frontend):
         plain.make_task(request(QueryTask(question="?", reasoning=True)))
 
 
-def test_a_prepared_picture_says_what_it_weighs(prepare, frontend):
-    """`num_bytes` is the size of the pixels, and the key is the caller's."""
+def test_a_prepared_image_says_what_it_weighs(prepare, frontend):
+    """`num_bytes` is the size of the pixels, and the key is the given one."""
     image = prepare(frontend, 150, 150)
     assert image.num_bytes == image.pixels.pixels_NHWC.nbytes == 5 * 56 * 56 * 3
     assert image.key == "150x150:0"

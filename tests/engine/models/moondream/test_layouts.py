@@ -29,20 +29,20 @@ def state(tiny3_config):
 
 
 def stored_as(layout, state, config, **options):
-    """A checkpoint in layout a or b."""
+    """A checkpoint in layout A or B."""
     if layout == "a":
         return layout_a(state, config.text.num_heads)
     return layout_b(state, config, **options)
 
 
 def write_single(tensors, folder):
-    """One file."""
+    """Write one file."""
     save_file(tensors, folder / "weights.safetensors")
     return folder / "weights.safetensors"
 
 
 def write_shards(tensors, folder):
-    """Three files and their index; what belongs together is apart."""
+    """Write three files and their index, with related tensors apart."""
     names = sorted(tensors)
     for shard in range(3):
         part = {name: tensors[name] for name in names[shard::3]}
@@ -54,18 +54,18 @@ def write_shards(tensors, folder):
 
 
 def write_pickled(tensors, folder):
-    """A dict of tensors as torch saves it."""
+    """Write a dict of tensors with torch."""
     torch.save(tensors, folder / "weights.pt")
     return folder / "weights.pt"
 
 
 def load(config, path, dtype=torch.float32):
-    """The loaded tensors by name."""
+    """Load and return the tensors by name."""
     return load_weights(config, path, CPU, dtype).state_dict()
 
 
 def same(loaded, expected):
-    """Whether two networks are one, dtypes included; bits of e4m3 are compared as numbers."""
+    """Whether two networks are equal, dtypes included; e4m3 is compared as numbers."""
     return loaded.keys() == expected.keys() and all(
         tensor.dtype is expected[name].dtype and torch.equal(tensor.float(), expected[name].float())
         for name, tensor in loaded.items()
@@ -76,7 +76,7 @@ def same(loaded, expected):
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("layout", ["a", "b"])
 def test_what_is_written_is_what_is_loaded(tiny3_config, state, tmp_path, layout, e4m3, write):
-    """Either layout, plain or e4m3 experts, in one file or shards, gives the tensors to the bit."""
+    """Either layout, plain or e4m3 experts, in one file or shards, loads exactly."""
     expected = quantised(state) if e4m3 else state
     path = write(stored_as(layout, expected, tiny3_config), tmp_path)
     assert same(load(tiny3_config, path), expected)
@@ -102,7 +102,7 @@ def with_kv_scales(state, config):
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "model"])
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_scales_of_keys_and_values(tiny3_config, state, tmp_path, e4m3, kv_dtype, write):
-    """Of either shape they are loaded beside experts of either kind, unless they are not wanted."""
+    """Scales of either shape are loaded with experts of either kind, unless switched off."""
     expected = quantised(state) if e4m3 else state
     path = write(layout_b(expected, tiny3_config, kv_scales=True), tmp_path)
     network = load_weights(tiny3_config, path, CPU, torch.bfloat16, kv_dtype=kv_dtype)
@@ -122,7 +122,7 @@ def test_scales_of_keys_and_values(tiny3_config, state, tmp_path, e4m3, kv_dtype
 def test_some_scales_of_keys_and_values_are_an_error(
     tiny3_config, state, tmp_path, lacking, kv_dtype
 ):
-    """The first that is missing is named, and the setting that does without; which then loads."""
+    """The error names the first missing scale and the setting that loads without."""
     tensors = layout_b(state, tiny3_config, kv_scales=True)
     for layer, kind in lacking:
         del tensors[KV_SCALE.format(layer, kind)]
@@ -138,7 +138,7 @@ def test_some_scales_of_keys_and_values_are_an_error(
 
 @pytest.mark.parametrize("layout", ["a", "b"])
 def test_fp8_without_scales_is_an_error(tiny3_config, state, tmp_path, layout):
-    """Asked for, it names the setting and a tensor; by itself the model's dtype is taken."""
+    """The error names the setting and a tensor; auto takes the model's dtype."""
     path = write_single(stored_as(layout, state, tiny3_config), tmp_path)
     with pytest.raises(InvalidField, match="kv_dtype fp8 needs scales") as caught:
         load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="fp8")
@@ -149,7 +149,7 @@ def test_fp8_without_scales_is_an_error(tiny3_config, state, tmp_path, layout):
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
 def test_a_scale_is_a_positive_number(tiny3_config, state, tmp_path, scale):
-    """What nothing can be divided by is refused."""
+    """A scale must be finite and positive."""
     tensors = layout_b(state, tiny3_config, kv_scales=True)
     tensors[KV_SCALE.format(1, "v")] = torch.tensor([scale])
     with pytest.raises(InvalidField, match=r"text\.blocks\.1\.attn\.v_scale"):
@@ -157,7 +157,7 @@ def test_a_scale_is_a_positive_number(tiny3_config, state, tmp_path, scale):
 
 
 def test_a_scale_is_one_number(tiny3_config, state, tmp_path):
-    """One for each head is another kind of checkpoint."""
+    """A scale for each head is refused."""
     tensors = layout_b(state, tiny3_config, kv_scales=True)
     tensors[KV_SCALE.format(1, "k")] = torch.full((3,), 0.5)
     (problem,) = problems(tiny3_config, tensors, tmp_path)
@@ -167,14 +167,14 @@ def test_a_scale_is_one_number(tiny3_config, state, tmp_path):
 
 @pytest.mark.parametrize("layout", ["a", "b"])
 def test_moondream2_in_either_layout(tiny_config, tmp_path, layout):
-    """A Moondream 2 loads from both layouts, its heads under the names of their time."""
+    """Moondream 2 loads from both layouts, with its own names of heads."""
     state = random_weights(tiny_config, 3, CPU, torch.float32).state_dict()
     path = write_single(stored_as(layout, state, tiny_config), tmp_path)
     assert same(load(tiny_config, path), state)
 
 
 def test_bfloat16_leaves_experts_and_scales(tiny3_config, state, tmp_path):
-    """A dtype is for what is cast: e4m3 experts stay, and their scales stay float32."""
+    """e4m3 experts are not cast, and their scales stay float32."""
     path = write_single(layout_b(quantised(state), tiny3_config), tmp_path)
     for name, tensor in load(tiny3_config, path, torch.bfloat16).items():
         is_expert = ".mlp.fc" in name and tensor.dim() == 3
@@ -183,7 +183,7 @@ def test_bfloat16_leaves_experts_and_scales(tiny3_config, state, tmp_path):
 
 
 def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
-    """A network with e4m3 experts computes what one with the same numbers as plain weights does."""
+    """A network with e4m3 experts computes what plain weights of the same values do."""
     packed = quantised(state)
     plain = {name: tensor for name, tensor in packed.items() if not name.endswith("scale")}
     for name in packed.keys() - plain.keys():
@@ -216,7 +216,7 @@ DEFECTS = {
 
 
 def problems(config, tensors, folder):
-    """What the error says, but for its head."""
+    """The problems that the error lists."""
     with pytest.raises(InvalidField) as caught:
         load(config, write_single(tensors, folder))
     return [line.strip() for line in caught.value.message.splitlines()[1:]]
@@ -225,7 +225,7 @@ def problems(config, tensors, folder):
 @pytest.mark.parametrize("layout", ["a", "b"])
 @pytest.mark.parametrize("which", ["router", "norm"])
 def test_a_missing_tensor_is_named(tiny3_config, state, tmp_path, layout, which):
-    """The old preview without region.ln is refused like anything incomplete."""
+    """The old preview without region.ln is refused."""
     tensors = stored_as(layout, state, tiny3_config)
     stored, name = DEFECTS[layout][which]
     shape = list(tensors.pop(stored).shape)
@@ -242,7 +242,7 @@ def test_a_missing_tensor_is_named(tiny3_config, state, tmp_path, layout, which)
     ],
 )
 def test_an_extra_tensor_is_named(tiny3_config, state, tmp_path, layout, stored, nearest):
-    """What nobody expects is an error that tells the nearest of the network's own names."""
+    """The error of an unknown tensor gives the nearest of the network's names."""
     tensors = stored_as(layout, state, tiny3_config) | {stored: torch.zeros(3)}
     (problem,) = problems(tiny3_config, tensors, tmp_path)
     assert stored.removeprefix("model.") in problem
@@ -261,7 +261,7 @@ def test_an_extra_tensor_is_named(tiny3_config, state, tmp_path, layout, stored,
     ],
 )
 def test_a_shape_that_is_wrong_is_named(tiny3_config, state, tmp_path, layout, stored, shape):
-    """Both shapes are told, by the stored name; a feature table of layout A is no table of B."""
+    """The error has both shapes and the stored name; layout A's table is not layout B's."""
     tensors = stored_as(layout, state, tiny3_config) | {stored: torch.zeros(shape)}
     (problem,) = problems(tiny3_config, tensors, tmp_path)
     assert stored.removeprefix("model.") in problem
@@ -286,7 +286,7 @@ def test_a_dtype_that_is_wrong_is_named(tiny3_config, state, tmp_path, stored, d
 
 
 def test_e4m3_experts_need_their_scales(tiny3_config, state, tmp_path):
-    """A file that lost one scale is refused, and so is one that has scales and plain experts."""
+    """A missing scale, and scales of plain experts, are refused."""
     tensors = layout_b(quantised(state), tiny3_config)
     del tensors[f"{LAYER}.2.moe_quant.down_scale"]
     expected = ["text.blocks.2.mlp.fc2.scale: missing, expected [6, 64]"]
@@ -339,7 +339,7 @@ def test_moondream3_has_the_published_tensors():
 
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
-    """At full size the names of layout B cover the network, with 10.5 GB of tensors in e4m3."""
+    """At full size, layout B covers the network with 10.5 GB of tensors in e4m3."""
     config = moondream3_config()
     network, state = meta_state(config, e4m3=e4m3)
     stored = headers_of(layout_b(state, config, kv_scales=True))

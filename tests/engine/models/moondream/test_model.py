@@ -1,4 +1,4 @@
-"""The paged model computes what the dense reference does, and a row decides its own bits."""
+"""The paged model equals the dense reference, and results are batch-invariant."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def check_against_reference(model, reference, image, image_embeddings, prompt, c
     ("size", "tiling"), [((50, 40), (1, 1)), ((230, 60), (1, 4)), ((150, 150), (2, 2))]
 )
 def test_detect_matches_the_reference(
-    tiny_config, make_model, frontend, prepare, picture, size, tiling
+    tiny_config, make_model, frontend, prepare, noise_image, size, tiling
 ):
-    """Prefix, prompt and coordinates fed back give the reference's logits, for every tiling."""
+    """Prefix, prompt and fed-back coordinates have the reference's logits, for every tiling."""
     model, weights = make_model(tiny_config)
     reference = ReferenceMoondream(tiny_config, weights)
     image = prepare(frontend, *size)
     assert image.pixels.tiling == tiling
-    expected_TD = reference.image_embeddings(picture(*size), tiling)
+    expected_TD = reference.image_embeddings(noise_image(*size), tiling)
     embeddings_PD = model.prefix_embeddings(image)
     assert relative_error(embeddings_PD[1:], expected_TD) < 1e-4
     prompt = Prompts(tiny_config, StandInTokenizer()).detect("red cup")
@@ -77,21 +77,21 @@ def test_detect_matches_the_reference(
     assert chosen == [COORD, COORD, SIZE, COORD, COORD, SIZE]
 
 
-def test_point_with_references_matches_the_reference(mid_config, make_model, prepare, picture):
+def test_point_with_references_matches_the_reference(mid_config, make_model, prepare, noise_image):
     """Exact reference values enter the prompt as the reference encodes them; greedy text agrees."""
     model, weights = make_model(mid_config, seed=1)
     reference = ReferenceMoondream(mid_config, weights)
     frontend = MoondreamFrontend(mid_config, StandInTokenizer())
     image = prepare(frontend, 300, 260)
     assert image.pixels.tiling != (1, 1)
-    expected_TD = reference.image_embeddings(picture(300, 260), image.pixels.tiling)
+    expected_TD = reference.image_embeddings(noise_image(300, 260), image.pixels.tiling)
     prompt = Prompts(mid_config, StandInTokenizer()).point("cup", REFS)
     constraints = [Allow.COORD, Allow.COORD, Allow.TEXT, Allow.TEXT, Allow.TEXT]
     check_against_reference(model, reference, image, expected_TD, prompt, constraints)
 
 
 def test_text_only_matches_the_reference(mid_config, make_model):
-    """Without a picture everything is causal from BOS on."""
+    """Without an image everything is causal from BOS on."""
     model, weights = make_model(mid_config, seed=2)
     reference = ReferenceMoondream(mid_config, weights)
     prompt = Prompts(mid_config, StandInTokenizer()).query("why?", (), reasoning=False)
@@ -99,7 +99,7 @@ def test_text_only_matches_the_reference(mid_config, make_model):
 
 
 def test_context_across_many_pages_matches_the_reference(tiny_config, make_model):
-    """A prompt of several pages and decoding over a page border agree with the dense model."""
+    """A prompt of several pages, and decoding over a page boundary, equal the dense model."""
     model, weights = make_model(tiny_config, seed=3)
     reference = ReferenceMoondream(tiny_config, weights)
     prompt = Prompts(tiny_config, StandInTokenizer()).query("x" * 52, (), reasoning=False)
@@ -107,7 +107,7 @@ def test_context_across_many_pages_matches_the_reference(tiny_config, make_model
 
 
 def run_row(model, image, prompt, row, others, num_rows=6, steps=5):
-    """Logits and payload bits of one row for some steps, `others` rows beside it."""
+    """Logits and payload bits of one row over some steps, with `others` in the batch."""
     session = PagedSession(model, num_rows=num_rows, seed=row)
     for other, other_prompt in others.items():
         session.prefill(other, image if other % 2 else None, other_prompt)
@@ -126,7 +126,7 @@ def run_row(model, image, prompt, row, others, num_rows=6, steps=5):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(either_model, frontend, prepare):
-    """A row's bits are the same alone, in company, at another place, and in a larger batch."""
+    """A row's bits are the same alone, in any batch and at any index."""
     image = prepare(frontend, 150, 140)
     prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
     company = {
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_neighbours(either_model, frontend, prepare
 
 
 def test_a_prompt_is_its_tokens_one_by_one(either_model, frontend, prepare):
-    """A prompt behind a picture gives what a step for each of its tokens gives, over pages."""
+    """A prompt after an image gives what a step for each of its tokens gives, over pages."""
     image = prepare(frontend, 150, 140)
     prompt = tuple(PromptToken(token) for token in range(30, 60))
     whole = PagedSession(either_model).prefill(0, image, prompt)
@@ -157,7 +157,7 @@ def test_a_prompt_is_its_tokens_one_by_one(either_model, frontend, prepare):
 
 
 def test_a_cached_prefix_gives_the_same_bits(either_model, frontend, prepare):
-    """A prompt behind a prefix that another row computed gives the bits of a fresh prefix."""
+    """A prompt after another row's prefix has the bits of one after a fresh prefix."""
     image = prepare(frontend, 150, 140)
     prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
     fresh = PagedSession(either_model).prefill(0, image, prompt)
@@ -169,7 +169,7 @@ def test_a_cached_prefix_gives_the_same_bits(either_model, frontend, prepare):
 
 
 def test_padding_rows_are_finite(either_model):
-    """Rows without a sequence give finite values whatever the cache holds."""
+    """Rows without a sequence are finite, whatever the cache holds."""
     session = PagedSession(either_model)
     hidden_RD = session.step()
     assert torch.isfinite(either_model.logits(hidden_RD)).all()
@@ -187,7 +187,7 @@ def test_payload_belongs_to_the_sampled_token(either_model):
 
 
 def test_values_have_the_probability_of_their_bins(tiny_model):
-    """The probabilities of all values add up to 1, and the value that is read is the likeliest."""
+    """The probabilities of all values add up to 1, and the decoded value is the likeliest."""
     hidden_1D = torch.randn(1, tiny_model.width, generator=torch.Generator().manual_seed(2))
     bins_N = torch.arange(1024)
     steps_N = torch.exp2(bins_N / 1023 * 10 - 10)
@@ -214,7 +214,7 @@ def test_values_have_the_probability_of_their_bins(tiny_model):
 
 
 def test_plain_tokens_have_no_value_to_measure(tiny_model):
-    """Text adds nothing, whatever payload is left beside it."""
+    """Plain tokens add nothing, whatever their payload."""
     hidden_BD = torch.randn(2, tiny_model.width)
     left_over = torch.tensor([[0.0, 0.0], [7.0, -1.0]])
     seen = tiny_model.payload_logprobs(hidden_BD, torch.tensor([40, 41]), left_over)
@@ -222,7 +222,7 @@ def test_plain_tokens_have_no_value_to_measure(tiny_model):
 
 
 def test_payload_of_plain_tokens_is_ignored(tiny_model):
-    """A value left over from an earlier token does not change a plain token's embedding."""
+    """A stale payload does not change a plain token's embedding."""
     ids = torch.tensor([30, 40])
     left_over = tiny_model.embed(ids, torch.full((2, 2), 0.7))
     assert torch.equal(left_over, tiny_model.embed(ids, torch.zeros(2, 2)))
@@ -251,7 +251,7 @@ def _bfloat16(config, weights):
 
 
 def test_decode_writes_where_the_position_says(either_model):
-    """A decode step touches one slot of one page of its row and nothing else."""
+    """A decode step writes one position of one page of its row, and nothing else."""
     session = PagedSession(either_model)
     session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
     before = session.kv.k_LNHSE.clone().float()
@@ -268,7 +268,7 @@ def test_decode_writes_where_the_position_says(either_model):
 
 
 def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
-    """Changing the end of the picture changes the keys at its start."""
+    """A change at the end of the image changes keys at its start."""
     start = []
     for seed in (0, 1):
         session = PagedSession(tiny_model)
@@ -280,8 +280,8 @@ def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
     assert not torch.equal(*start)
 
 
-def test_pictures_in_one_pass_have_the_bytes_of_one_by_one(either_model):
-    """Each goes into its own pages and sees nothing of the others; on the CPU to the bit."""
+def test_images_in_one_pass_have_the_bytes_of_one_by_one(either_model):
+    """Images in one pass fill their own pages, on the CPU with the same bits."""
     together, apart = PagedSession(either_model), PagedSession(either_model)
     generator = torch.Generator().manual_seed(3)
     x_CPD = torch.randn(3, 15, either_model.width, generator=generator).to(either_model.dtype)
@@ -296,7 +296,7 @@ def test_pictures_in_one_pass_have_the_bytes_of_one_by_one(either_model):
 
 
 def test_caching_writes_what_a_prefill_writes(either_model):
-    """Every byte of keys and values, of a prefix and of text behind it."""
+    """Every byte of keys and values is the same, of a prefix and of text after it."""
     cached, prefilled = PagedSession(either_model), PagedSession(either_model)
     generator = torch.Generator().manual_seed(3)
     x_TD = torch.randn(20, either_model.width, generator=generator).to(either_model.dtype)

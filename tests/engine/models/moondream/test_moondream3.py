@@ -1,4 +1,4 @@
-"""What Moondream 3 does differently, from its weights by hand."""
+"""What Moondream 3 computes differently, checked from its weights by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from legato_engine.core import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
-from legato_engine.models.moondream import fused_sizes
+from legato_engine.models.moondream import step_sizes
 from legato_engine.models.moondream.config import Gelu, TauConfig
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
@@ -23,7 +23,7 @@ DTYPE = torch.bfloat16
 
 
 def first_values(weights, x_TD, start, heads):
-    """[T, H, E] of the first layer's gained values, by the formula."""
+    """[T, H, E] values of the first layer after tau, by the formula."""
     normed = torch.nn.functional.layer_norm(
         x_TD, x_TD.shape[1:], weights["text.blocks.0.ln.weight"], weights["text.blocks.0.ln.bias"]
     )
@@ -38,13 +38,13 @@ def first_values(weights, x_TD, start, heads):
 
 
 def cached(cache_NHSE, pages_M, start, stop):
-    """[T, H, E] of positions."""
+    """[T, H, E] cached at positions."""
     places = range(start, stop)
     return torch.stack([cache_NHSE[pages_M[p // PAGE_SIZE], :, p % PAGE_SIZE] for p in places])
 
 
-def test_values_are_gained_before_they_are_cached(tiny3_config, make_model):
-    """A suffix behind a shared prefix counts its positions from the sequence's start."""
+def test_tau_scales_values_before_they_are_cached(tiny3_config, make_model):
+    """A suffix after a shared prefix counts positions from the sequence's start."""
     model, weights = make_model(tiny3_config)
     weights = {name: tensor.double() for name, tensor in weights.items()}
     session = PagedSession(model)
@@ -61,13 +61,13 @@ def test_values_are_gained_before_they_are_cached(tiny3_config, make_model):
 
 
 def test_experts_begin_at_their_layer(tiny3_model):
-    """Layers before the first of the mixture have a plain MLP."""
+    """Layers before the first with experts have an MLP."""
     kinds = [type(block.mlp) for block in tiny3_model._network.text.blocks]
     assert kinds == [MLP, MoE, MoE]
 
 
 def test_heads_read_the_normed_residual(tiny3_config, make_model):
-    """Coord and size bins are single linear maps of the region's own norm."""
+    """Coord and size bins are linear layers after the region's own norm."""
     model, weights = make_model(tiny3_config)
     weights = {name: tensor.double() for name, tensor in weights.items()}
     hidden_BD = 5 + 3 * torch.randn(4, model.width, generator=torch.Generator().manual_seed(1))
@@ -99,8 +99,8 @@ def test_the_divisor_of_coords_is_a_switch(tiny3_config, make_model, reaches_one
     assert payload[0, 0].item() == pytest.approx(1023 / divisor, abs=1e-7)
 
 
-def test_the_gelu_of_gains_is_a_switch(tiny3_config, make_model):
-    """The same weights answer a little differently with the exact gelu."""
+def test_the_gelu_of_tau_is_a_switch(tiny3_config, make_model):
+    """The exact gelu changes results slightly."""
     prompt = tuple(PromptToken(token) for token in range(30, 60))
     hidden = []
     for gelu in Gelu:
@@ -111,7 +111,7 @@ def test_the_gelu_of_gains_is_a_switch(tiny3_config, make_model):
 
 
 def test_a_decode_step_needs_no_data(tiny3_config):
-    """Off the CPU a whole step runs on tensors without data, so a graph can capture it."""
+    """A whole step runs on fake tensors, so a graph can capture it."""
     with torch.device("meta"):
         network = Network(tiny3_config).requires_grad_(False)
         model = MoondreamModel(tiny3_config, network)
@@ -126,8 +126,8 @@ def test_a_decode_step_needs_no_data(tiny3_config):
 
 
 def test_kernels_refuse_what_they_do_not_know(monkeypatch):
-    """The fused step runs Moondream 2 and 3; what it does not compute keeps a model out."""
-    monkeypatch.setattr(fused_sizes, "supported", lambda sizes, device, dtype: True)
+    """Step kernels run Moondream 2 and 3, and refuse what they do not compute."""
+    monkeypatch.setattr(step_sizes, "supports_decoder", lambda sizes, device, dtype: True)
     replace = msgspec.structs.replace
     two, three = moondream2_config(), moondream3_config()
     moe = three.text.moe
@@ -135,7 +135,7 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
     kv = KVCache(empty, empty)
     for known in (two, three, replace(two, region=three.region), replace(three, region=two.region)):
-        assert fused_sizes.can_fuse(known, kv, DTYPE)
+        assert step_sizes.has_kernels(known, kv, DTYPE)
     for text in (
         replace(two.text, tau=three.text.tau),
         replace(two.text, moe=moe),
@@ -143,14 +143,14 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
         replace(three.text, moe=replace(moe, num_active=16)),
         replace(three.text, moe=replace(moe, inner_dim=1000)),
     ):
-        assert not fused_sizes.can_fuse(replace(three, text=text), kv, DTYPE)
+        assert not step_sizes.has_kernels(replace(three, text=text), kv, DTYPE)
     for inner_dim in (48, 100):
         region = replace(two.region, inner_dim=inner_dim)
-        assert not fused_sizes.can_fuse(replace(two, region=region), kv, DTYPE)
+        assert not step_sizes.has_kernels(replace(two, region=region), kv, DTYPE)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):
-    """With every expert at work no route can flip, and bfloat16 rounds but does no more."""
+    """With every expert active no route can change, so bfloat16 only rounds."""
     text = tiny3_config.text
     everyone = msgspec.structs.replace(text.moe, num_active=text.moe.num_experts)
     config = msgspec.structs.replace(tiny3_config, text=msgspec.structs.replace(text, moe=everyone))

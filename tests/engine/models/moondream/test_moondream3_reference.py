@@ -1,6 +1,6 @@
-"""Moondream 3 against float64 numbers by somebody who has not read the engine.
+"""Moondream 3 compared with an independent float64 reference.
 
-The weights travel as a published checkpoint does: a file in layout A, read by the loader.
+The weights go through a published checkpoint: a file in layout A, read by the loader.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from legato_engine.core import (
     PointTask,
     PromptToken,
     Request,
+    RequestKey,
 )
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
@@ -54,7 +55,7 @@ TOKENIZER = StandInTokenizer()
 
 
 def described(config):
-    """The same model in the reference's words."""
+    """The same model as the reference's configuration."""
     vision, text, region, words = config.vision, config.text, config.region, config.templates
     return sizes.Config(
         vision=sizes.VisionConfig(
@@ -113,9 +114,9 @@ class Both:
 
 
 def stored(weights):
-    """A checkpoint in layout A; experts that are codes are e4m3.
+    """A checkpoint in layout A; experts given as codes are e4m3.
 
-    Scales of keys and values have names in layout B alone.
+    Only layout B has names for scales of keys and values.
     """
     tensors = {}
     for name, array in weights.items():
@@ -131,7 +132,7 @@ def stored(weights):
 
 @pytest.fixture(scope="module")
 def make_both(tiny3_config, tmp_path_factory):
-    """Both by seed: coord, size and EOS are likely, so that all that can happen does."""
+    """Both from a seed; coord, size and EOS are likely, so that every case occurs."""
 
     def make(seed, change=lambda _config, weights: weights):
         words = described(tiny3_config)
@@ -143,17 +144,17 @@ def make_both(tiny3_config, tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [(50, 40), (230, 60), (60, 230), (150, 150), (97, 203)])
-def test_a_pictures_embeddings_are_the_references(make_both, prepare, picture, size):
-    """Resize, crops, tower, stitching, pooling, projection: for every tiling."""
+def test_an_images_embeddings_are_the_references(make_both, prepare, noise_image, size):
+    """Resize, crops, encoder, stitching, pooling and projection agree for every tiling."""
     both = make_both(0)
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), *size)
-    expected_PD = encode_image(np.asarray(picture(*size)), both.described, both.weights)
+    expected_PD = encode_image(np.asarray(noise_image(*size)), both.described, both.weights)
     actual_PD = both.model.prefix_embeddings(image)[1:]
     assert relative_error(actual_PD, torch.from_numpy(expected_PD)) < 1e-4
 
 
 def ids(text, skill):
-    """A name or question as the reference takes it."""
+    """A name or question in the reference's ids."""
     return TOKENIZER.encode(object_text(skill, text))
 
 
@@ -178,7 +179,7 @@ SKILLS = {
             ids("why?", "query"), c, w, image, reasoning=True, max_tokens=BUDGET
         ),
     ),
-    "query without a picture": (
+    "query without an image": (
         lambda p: p.query("why?", (), reasoning=False),
         lambda _image, c, w: skills.query(ids("why?", "query"), c, w, max_tokens=BUDGET),
     ),
@@ -198,7 +199,7 @@ SKILLS = {
 
 
 def value_of(token):
-    """A reference's token as an id and the value that goes with it."""
+    """A reference's token as an id and its value."""
     match token:
         case Text(token_id):
             return token_id, (0.0, 0.0)
@@ -209,7 +210,7 @@ def value_of(token):
 
 
 def check_steps(both, image, prompt, steps, tolerance=1e-4, session=None):
-    """The engine's states, logits, choices and values at each of the reference's choices."""
+    """Compare states, logits, choices and values at each of the reference's choices."""
     model, session = both.model, session or PagedSession(both.model)
     hidden_1D = session.prefill(2, image, prompt)
     for step in steps:
@@ -226,25 +227,25 @@ def check_steps(both, image, prompt, steps, tolerance=1e-4, session=None):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("skill", SKILLS)
-def test_every_skill_takes_the_references_steps(make_both, prepare, picture, skill, seed):
-    """States, logits, tokens, coordinates and sizes, at every step of a greedy run."""
+def test_every_skill_takes_the_references_steps(make_both, prepare, noise_image, skill, seed):
+    """States, logits, tokens, coordinates and sizes agree at every step of a greedy run."""
     both = make_both(seed)
     prompt, run = SKILLS[skill]
     size = (150, 150)
-    embeddings_PD = encode_image(np.asarray(picture(*size)), both.described, both.weights)
+    embeddings_PD = encode_image(np.asarray(noise_image(*size)), both.described, both.weights)
     steps = run(embeddings_PD, both.described, both.weights).steps
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), *size)
-    if skill == "query without a picture":
+    if skill == "query without an image":
         image = None
     check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps)
 
 
-def test_the_cases_see_everything_that_can_happen(make_both, picture):
-    """Text, values, an early end and a full budget are among the runs that are compared."""
+def test_the_cases_see_everything_that_can_happen(make_both, noise_image):
+    """The compared runs include text, values, an early end and a full budget."""
     kinds, reasons = set(), set()
     for seed in (0, 1, 2):
         both = make_both(seed)
-        image = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+        image = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
         for _, run in SKILLS.values():
             done = run(image, both.described, both.weights)
             kinds |= {type(step.token) for step in done.steps}
@@ -253,11 +254,11 @@ def test_the_cases_see_everything_that_can_happen(make_both, picture):
     assert reasons == {"stop", "length"}
 
 
-def test_experts_in_e4m3_are_those_of_the_reference(make_both, prepare, picture):
-    """Codes and scales of a file give what the reference makes of them."""
+def test_experts_in_e4m3_are_those_of_the_reference(make_both, prepare, noise_image):
+    """Codes and scales of a file give the reference's numbers."""
     both = make_both(4, quantise_experts)
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
-    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    embeddings_PD = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
     prompt, run = SKILLS["query"]
     steps = run(embeddings_PD, both.described, both.weights).steps
     check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps)
@@ -266,9 +267,9 @@ def test_experts_in_e4m3_are_those_of_the_reference(make_both, prepare, picture)
 @pytest.mark.parametrize("rank", [2, 8])
 @pytest.mark.parametrize("skill", ["query", "detect"])
 def test_an_adapter_changes_what_it_changes_in_the_reference(
-    make_both, prepare, picture, skill, rank
+    make_both, prepare, noise_image, skill, rank
 ):
-    """A published fine-tune of MLPs and experts, from its file through a slot, at every step."""
+    """A published fine-tune of MLPs and experts agrees through file and slot, at every step."""
     both = make_both(5)
     adapter = random_adapter(both.described, rank, seed=rank)
     tensors = {f"a.lora.{name}": torch.from_numpy(array) for name, array in adapter.items()}
@@ -276,7 +277,7 @@ def test_an_adapter_changes_what_it_changes_in_the_reference(
     bank = both.model.adapter_bank(num_slots=2, max_rank=8)
     bank.write(1, both.model.read_adapter(file, "", 8).weights)
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
-    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    embeddings_PD = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
     prompt, run = SKILLS[skill]
     prompt = prompt(Prompts(both.config, TOKENIZER))
     steps = run(embeddings_PD, both.described, {**both.weights, **adapter}).steps
@@ -298,24 +299,24 @@ def both_changes(config, weights):
 
 @pytest.mark.parametrize("seed", [0, 1, 4])
 @pytest.mark.parametrize("change", [quantise_cache, both_changes])
-@pytest.mark.parametrize("skill", ["query", "detect", "query without a picture"])
+@pytest.mark.parametrize("skill", ["query", "detect", "query without an image"])
 def test_keys_and_values_in_e4m3_are_those_of_the_reference(
-    make_both, prepare, picture, skill, seed, change
+    make_both, prepare, noise_image, skill, seed, change
 ):
-    """With scales in the file every reader sees what was stored, in a prefill and in a step."""
+    """With scales in the file, prefill and steps read what was stored."""
     both = make_both(seed, change)
     assert both.model.kv_scale_L2 is not None
     prompt, run = SKILLS[skill]
     image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
-    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    embeddings_PD = encode_image(np.asarray(noise_image(150, 150)), both.described, both.weights)
     steps = run(embeddings_PD, both.described, both.weights).steps
-    if skill == "query without a picture":
+    if skill == "query without an image":
         image = None
     check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps, FLIPS)
 
 
-def test_e4m3_leaves_its_mark(make_both, prepare, picture):
-    """The scales change states by more than the comparison lets pass."""
+def test_e4m3_leaves_its_mark(make_both, prepare, noise_image):
+    """The scales change states by more than the tolerance."""
     states = []
     for change in (lambda _config, weights: weights, quantise_cache):
         both = make_both(0, change)
@@ -326,7 +327,7 @@ def test_e4m3_leaves_its_mark(make_both, prepare, picture):
 
 
 def solved(model, task, image):
-    """The result of a task, each token the likeliest that its constraint allows."""
+    """The result of a task that takes the likeliest allowed tokens."""
     session = PagedSession(model)
     hidden_1D = session.prefill(2, image, task.prompt)
     for _ in range(task.max_tokens):
@@ -341,12 +342,12 @@ def solved(model, task, image):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_boxes_and_points_are_the_references(make_both, prepare, picture, seed):
-    """The tasks' own state machines, greedy, end where the reference does with its regions."""
+def test_boxes_and_points_are_the_references(make_both, prepare, noise_image, seed):
+    """The tasks' state machines, greedy, have the reference's results."""
     both = make_both(seed)
     frontend = MoondreamFrontend(both.config, TOKENIZER)
     image = prepare(frontend, 230, 60)
-    embeddings_PD = encode_image(np.asarray(picture(230, 60)), both.described, both.weights)
+    embeddings_PD = encode_image(np.asarray(noise_image(230, 60)), both.described, both.weights)
     name, common = "cup", (both.described, both.weights)
     boxes = skills.detect(embeddings_PD, ids(name, "detect"), *common, max_objects=4).boxes
     task = frontend.make_task(request(DetectTask(object=name, max_objects=4)))
@@ -359,8 +360,8 @@ def test_boxes_and_points_are_the_references(make_both, prepare, picture, seed):
 
 
 def request(task):
-    """A request whose picture is given by hand."""
-    return Request(request_id="r", task=task, image=CachedImage(image_id="img_0"))
+    """A request with a given image."""
+    return Request(request_id=RequestKey("r"), task=task, image=CachedImage(image_id="img_0"))
 
 
 def edges(box):
@@ -369,7 +370,7 @@ def edges(box):
 
 
 def test_prompts_are_the_references(make_both):
-    """Template words, places and text stand in the same order."""
+    """Template ids, references and text are in the same order."""
     both = make_both(0)
     ours, theirs = Prompts(both.config, TOKENIZER), both.described.ids
     pairs = [

@@ -38,7 +38,7 @@ def test_caption_of_moondream2(moondream2, length, word):
 
 
 def test_prompts_of_moondream2(moondream2):
-    """The doubled answer token, the space before an object, and outer whitespace dropped."""
+    """The doubled answer token, the space before an object, and stripped text."""
     assert ids(moondream2.query(" cup\n", (), reasoning=False)) == (1, 15381, 2, *CUP, 3, 3)
     assert ids(moondream2.query("cup", (), reasoning=True)) == (1, 15381, 2, *CUP, 3, 4)
     assert ids(moondream2.detect("cup ")) == (1, 7235, 476, 2, *SPACE_CUP, 3)
@@ -46,7 +46,7 @@ def test_prompts_of_moondream2(moondream2):
 
 
 def test_lengths_of_moondream3():
-    """Prefix and prompt are as long as published; a point adds two positions, a box three."""
+    """Prefix and prompt have the published lengths; a point adds two positions, a box three."""
     prompts, prefix = Prompts(moondream3_config(), TOKENIZER), moondream3_config().prefix_length
     n, spaced = len(CUP), len(SPACE_CUP)
     refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
@@ -59,7 +59,7 @@ def test_lengths_of_moondream3():
 
 
 def test_a_conversation_of_moondream2(moondream2):
-    """Each turn is a whole query with its answer behind it, without EOS; the last one is open."""
+    """Each turn is a whole query and its answer, without EOS; the last one is open."""
     history = (Turn(question=" cup", answer=" a\n"), Turn(question="cup", answer="b"))
     a, b = TOKENIZER.encode("a"), TOKENIZER.encode("b")
     query = (1, 15381, 2, *CUP)
@@ -71,7 +71,7 @@ def test_a_conversation_of_moondream2(moondream2):
 
 
 def test_the_system_speaks_in_the_first_question(moondream2):
-    """Its text stands before the first question of all, a blank line between, whichever that is."""
+    """Its text precedes the first question, with a blank line between."""
     short = TOKENIZER.encode("Be short.\n\ncup")
     alone = moondream2.query("cup", (), reasoning=False, system=" Be short.\n")
     assert ids(alone) == (1, 15381, 2, *short, 3, 3)
@@ -81,7 +81,7 @@ def test_the_system_speaks_in_the_first_question(moondream2):
 
 
 def test_references_belong_to_the_last_question(moondream2):
-    """Places in a conversation stand behind the prefix of the question that is asked now."""
+    """References in a conversation follow the prefix of its last question."""
     turn = Turn(question="cup", answer="cup")
     prompt = moondream2.query("cup", (Point(x=0.5, y=0.5),), reasoning=False, history=(turn,))
     assert ids(prompt)[-(4 + len(CUP)) - 3 :] == (1, 15381, 2, 5, 5, *CUP, 3, 3)
@@ -90,14 +90,14 @@ def test_references_belong_to_the_last_question(moondream2):
 
 @pytest.mark.parametrize("turn", [Turn(question=" ", answer="a"), Turn(question="a", answer="")])
 def test_empty_messages_are_refused(moondream2, turn):
-    """An earlier message without text is named."""
+    """The error names the messages."""
     with pytest.raises(InvalidField) as caught:
         moondream2.query("cup", (), reasoning=False, history=(turn,))
     assert caught.value.metadata["field"] == "messages"
 
 
 def test_a_gaze_is_a_point_with_an_eye(moondream2):
-    """Where somebody looks is asked as a point at "gaze" behind the eye's own two coords."""
+    """A gaze is a point at "gaze" with the eye as reference."""
     prompt = moondream2.point("gaze", (Point(x=0.25, y=0.125),))
     gaze = [PromptToken(token_id) for token_id in TOKENIZER.encode(" gaze")]
     assert prompt[3:] == (
@@ -115,7 +115,7 @@ def test_moondream2_cannot_segment(moondream2):
 
 
 def test_references_stand_before_the_text():
-    """A point is two coords, a box its centre and size, exact values, right behind the prefix."""
+    """A point is two coords, a box centre and size, exact, right after the prefix."""
     prompts = Prompts(tiny_random_config(), TOKENIZER)
     refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
     prompt = prompts.segment("cup", refs)
@@ -141,7 +141,7 @@ def test_references_stand_before_the_text():
         Box(x_min=0.1, y_min=0.1, x_max=1.4, y_max=0.2),
     ],
 )
-def test_references_outside_the_picture_are_refused(moondream2, ref):
+def test_references_outside_the_image_are_refused(moondream2, ref):
     """Values are finite, within 0..1, and ordered."""
     with pytest.raises(InvalidField) as caught:
         moondream2.query("cup", (ref,), reasoning=False)
@@ -150,7 +150,7 @@ def test_references_outside_the_picture_are_refused(moondream2, ref):
 
 @pytest.mark.parametrize("empty", ["", "  \n"])
 def test_empty_text_is_refused(moondream2, empty):
-    """Question and object are named when nothing but whitespace is given."""
+    """Whitespace as question or object is an error."""
     with pytest.raises(InvalidField) as caught:
         moondream2.query(empty, (), reasoning=False)
     assert caught.value.metadata["field"] == "question"

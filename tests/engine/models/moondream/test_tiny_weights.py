@@ -1,4 +1,4 @@
-"""The weights that ship: the engine computes what they mean, and they see what the samples show."""
+"""The shipped weights: the engine computes them exactly, and they detect the samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCE = 1e-3
 
 
 class Step(NamedTuple):
-    """A token, its value, and what it was chosen from."""
+    """A token, its value, and the logits it was chosen from."""
 
     token: int
     payload: tuple[float, ...]
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class TurningReference(ReferenceMoondream):
-    """The reference, its rotation written without loops: these sequences are long."""
+    """The reference with a rotation without loops, because these sequences are long."""
 
     def turn(self, x):
         """Pairs (i, i + half) as complex numbers, turned by position."""
@@ -56,13 +56,13 @@ class TurningReference(ReferenceMoondream):
 
 @pytest.fixture(scope="module")
 def bundle():
-    """What the registry finds under the name."""
+    """The registry's bundle of the name."""
     return resolve("legato-tiny")
 
 
 @pytest.fixture(scope="module")
 def model(bundle):
-    """The shipped weights in float32; a picture is encoded once."""
+    """The shipped weights in float32; an image is encoded once."""
     loaded = bundle.load(CPU, torch.float32)
     encode = loaded.prefix_embeddings
     seen = {}
@@ -90,16 +90,16 @@ def reference(bundle):
 
 
 @functools.cache
-def picture(file):
+def sample_image(file):
     """A decoded sample."""
     return Image.open(SAMPLES / file).convert("RGB")
 
 
 def prepared(bundle, file):
-    """A sample as the engine takes it."""
-    width, height = picture(file).size
+    """A sample, prepared by the frontend."""
+    width, height = sample_image(file).size
     info = ImageInfo(image_id=file, width=width, height=height, cache_hit=False)
-    return bundle.frontend.prepare_image(picture(file), file, info)
+    return bundle.frontend.prepare_image(sample_image(file), file, info)
 
 
 def best(model, logits_V, allow):
@@ -115,7 +115,7 @@ def best(model, logits_V, allow):
 
 
 def greedy(model, image, prompts, cycle):
-    """Each prompt's answer up to and with EOS, all rows at once: its steps as `Step`."""
+    """Each prompt's answer up to EOS, all rows together, as `Step`s."""
     session = PagedSession(model, len(prompts))
     hidden_RD = torch.cat([session.prefill(r, image, p) for r, p in enumerate(prompts)])
     answers: list[list[Step]] = [[] for _ in prompts]
@@ -157,9 +157,9 @@ def relative_error(actual, expected):
 
 
 def test_the_engine_computes_what_the_weights_mean(bundle, model, prompts, reference):
-    """Picture, logits and greedy answers are those of the dense float64 reference."""
+    """Image, logits and greedy answers equal the dense float64 reference."""
     image = prepared(bundle, "scene.jpg")
-    embeddings_TD = reference.image_embeddings(picture("scene.jpg"), image.pixels.tiling)
+    embeddings_TD = reference.image_embeddings(sample_image("scene.jpg"), image.pixels.tiling)
     assert relative_error(model.prefix_embeddings(image)[1:], embeddings_TD) < TOLERANCE
     asked = (
         (prompts.detect("apple"), DETECT_CYCLE, 7),
@@ -192,10 +192,10 @@ def test_samples_are_seen_rightly(bundle, model, prompts, file):
 
 
 def test_samples_are_small_and_explained():
-    """Pictures stay small, and each has its truth; the demo's script has every part."""
-    pictures = {p.name for p in SAMPLES.iterdir() if p.suffix in (".jpg", ".png", ".webp")}
-    assert pictures == set(TRUTH)
-    assert all((SAMPLES / name).stat().st_size <= 150_000 for name in pictures)
+    """Images stay small, each has its truth, and the demo's script has every part."""
+    images = {p.name for p in SAMPLES.iterdir() if p.suffix in (".jpg", ".png", ".webp")}
+    assert images == set(TRUTH)
+    assert all((SAMPLES / name).stat().st_size <= 150_000 for name in images)
     script = json.loads((SAMPLES / "scene.json").read_text())
     assert script.keys() == {"caption_length", "detect", "point", "segment", "query"}
     assert "Fluent" in (SAMPLES / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Text survives the way to ids and back, and never turns into special ids."""
+"""Text survives encoding and decoding, and never becomes special ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPECIAL = ["<|endoftext|>", *(f"<|reserved_{index}|>" for index in range(1, NUM_
 
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory):
-    """A byte-level tokenizer with merges, whose specials are partly flagged as such."""
+    """A byte-level tokenizer with merges, some of whose special tokens are flagged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,14 +52,14 @@ def test_pieces_add_up_to_the_text(tokenizer, text):
 
 @pytest.mark.parametrize("literal", [SPECIAL[0], SPECIAL[3], f"a{SPECIAL[5]}b {SPECIAL[0]}"])
 def test_literal_special_tokens_are_text(tokenizer, literal):
-    """A text that spells a special token is encoded letter by letter, to plain ids."""
+    """Text that spells a special token is encoded to plain ids."""
     ids = tokenizer.encode(literal)
     assert min(ids) >= NUM_SPECIAL
     assert b"".join(map(tokenizer.piece, ids)) == literal.encode()
 
 
 def test_special_ids_carry_no_text(tokenizer):
-    """No special id shows up in text."""
+    """No special id has text."""
     assert all(tokenizer.piece(token_id) == b"" for token_id in range(NUM_SPECIAL))
 
 
@@ -75,7 +75,7 @@ def test_unknown_ids_have_no_text(tokenizer_json):
 
 @pytest.mark.parametrize("text", ["{}", "no json", '{"decoder": {"type": "WordPiece"}}'])
 def test_other_files_are_refused(tmp_path, text):
-    """What is not a byte-level tokenizer.json is an error that names the file."""
+    """The error of a file of another kind names it."""
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(InvalidField, match=r"tokenizer\.json"):
@@ -83,6 +83,6 @@ def test_other_files_are_refused(tmp_path, text):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """The error of a missing tokenizer says where it was looked for."""
+    """The error of a missing tokenizer names its path."""
     with pytest.raises(InvalidField, match="nowhere"):
         BytePairTokenizer(tmp_path / "nowhere.json")

@@ -21,7 +21,7 @@ def test_patch_values_run_by_channel_row_column():
 
 @pytest.mark.parametrize("tiling", [(1, 2), (2, 1), (2, 3), (3, 4)])
 def test_stitching_drops_inner_margins(tiling):
-    """Every place of the grid comes from the one tile that owns it."""
+    """Every cell of the grid comes from the one tile that owns it."""
     rows, columns = tiling
     grid, margin = 9, 2
     core = grid - 2 * margin
@@ -38,7 +38,7 @@ def test_stitching_drops_inner_margins(tiling):
 
 @pytest.mark.parametrize("tiling", [(2, 2), (1, 4), (3, 1)])
 def test_reconstruction_pools_the_stitched_grid(tiny_model, tiny_config, tiling):
-    """Pooling to the size of a crop takes windows from floor to ceiling."""
+    """Pooling windows go from floor to ceiling."""
     vision = tiny_model._network.vision
     grid, dim = tiny_config.vision.grid, tiny_config.vision.dim
     tiles_NTD = torch.randn(tiling[0] * tiling[1], grid * grid, dim)
@@ -49,7 +49,7 @@ def test_reconstruction_pools_the_stitched_grid(tiny_model, tiny_config, tiling)
 
 
 def test_crops_never_mix(tiny_model):
-    """A crop's features are its own, whatever crops are encoded with it."""
+    """A crop's features do not depend on other crops."""
     pixels = torch.randint(0, 256, (3, 56, 56, 3), dtype=torch.uint8)
     together = tiny_model._network.vision.encode(pixels)
     torch.testing.assert_close(together[1:2], tiny_model._network.vision.encode(pixels[1:2]))

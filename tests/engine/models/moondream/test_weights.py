@@ -1,4 +1,4 @@
-"""Moondream's checkpoints, and random weights in their place."""
+"""Moondream's checkpoints and random weights."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_file_loads_under_each_naming(tiny_config, tensors, tmp_path, rename):
 
 
 def test_weights_take_the_dtype_asked_for(tiny_config, tensors, tmp_path):
-    """A float32 file loads as bfloat16, all of it."""
+    """A float32 file loads completely as bfloat16."""
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = load(tiny_config, tmp_path, torch.bfloat16)
     assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
 
 
 def test_a_wrong_name_is_answered_with_the_right_one(tiny_config, tensors, tmp_path):
-    """Problems are told in the names of the published checkpoints."""
+    """Problems are reported in the names of the published checkpoints."""
     bad = {f"model.{name}": tensor for name, tensor in tensors.items()}
     bad["model.text.blocks.0.attn.qvk.weight"] = bad.pop("model.text.blocks.0.attn.qkv.weight")
     save_file(bad, tmp_path / "model.safetensors")

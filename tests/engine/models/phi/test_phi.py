@@ -1,4 +1,4 @@
-"""Phi as transformers computes it, and what of it is refused."""
+"""Phi as transformers computes it, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, length):
 
 
 def test_far_positions_are_those_of_transformers(tmp_path):
-    """The turn is exact at the end of Phi's context, too."""
+    """The rotation is exact at the end of Phi's context, too."""
     theirs = hub_folder.write(
         tmp_path, hub_folder.phi(max_position_embeddings=2048, num_hidden_layers=1)
     )
@@ -44,7 +44,7 @@ def test_far_positions_are_those_of_transformers(tmp_path):
 
 
 def test_a_prompt_in_two_spans_is_the_same_prompt(tmp_path):
-    """The second sees the first through its pages, wherever the prompt is cut."""
+    """The second span reads the first through its pages, wherever the prompt is cut."""
     theirs = hub_folder.write(tmp_path, hub_folder.phi(num_key_value_heads=2))
     for cut in (1, 16, 37):
         same.check_two_spans(same.load("phi", tmp_path), theirs, length=45, cut=cut)
@@ -61,7 +61,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path):
     [("hidden_act", "gelu"), ("qk_layernorm", True), ("tie_word_embeddings", True)],
 )
 def test_fields_that_are_not_implemented_are_named(tmp_path, field, value):
-    """What would change the answers and is not done is refused at load."""
+    """Fields that would change answers and are not implemented are refused at load."""
     hub_folder.write(tmp_path, hub_folder.phi())
     hub_folder.change(tmp_path / "config.json", **{field: value})
     with pytest.raises(InvalidField, match=f"{field} is {value!r}"):

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3 as transformers computes them, and what of them is refused."""
+"""Qwen 2 and 3 as transformers computes them, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_logits_are_those_of_transformers(tmp_path, kind, length):
 
 @pytest.mark.parametrize("version", CONFIGS)
 def test_greedy_answers_are_those_of_transformers(tmp_path, version):
-    """A hundred prompts each, asked in turns of a chat."""
+    """A hundred prompts each, in the turns of a chat."""
     theirs = hub_folder.write(tmp_path, config(version), chat=hub_folder.CHAT)
     same.check_greedy("qwen", tmp_path, theirs, count=100)
 
 
 @pytest.mark.parametrize("version", CONFIGS)
 def test_neither_batch_nor_depth_changes_an_answer(tmp_path, version):
-    """Norms of heads give a row the same bits in any company."""
+    """With normed heads, a row has the same bits in any batch."""
     hub_folder.write(tmp_path, config(version))
     asked = same.questions(9, seed=5)
     with same.Engine("qwen", tmp_path) as engine:
@@ -71,7 +71,7 @@ def test_neither_batch_nor_depth_changes_an_answer(tmp_path, version):
 
 
 def test_thinking_is_switched_off(tmp_path):
-    """Templates of models that may think are told that this is not asked for."""
+    """Templates with a thinking switch have it off."""
     thinks = "{{ messages[0]['content'] }}{% if enable_thinking is false %} at once{% endif %}"
     hub_folder.write(tmp_path, config("qwen3"), chat=thinks)
     with same.Engine("qwen", tmp_path) as engine:
@@ -90,7 +90,7 @@ def test_thinking_is_switched_off(tmp_path):
     ],
 )
 def test_fields_that_are_not_implemented_are_named(tmp_path, version, fields, message):
-    """What would change the answers and is not done is refused at load."""
+    """Fields that would change answers and are not implemented are refused at load."""
     hub_folder.write(tmp_path, config(version))
     hub_folder.change(tmp_path / "config.json", **fields)
     with pytest.raises(InvalidField) as caught:

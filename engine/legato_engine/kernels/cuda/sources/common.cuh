@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see unpacked.cuh
+constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see row_major_gemm.cuh
 
 #define INFINITY __int_as_float(0x7f800000)
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ bf16 to_bf16(float x) { return (bf16)pack(x, 0.f); }
 __device__ __forceinline__ float rounded(float x) { return low_float(pack(x, 0.f)); }
 
-// 16 bytes that no running kernel writes, read once: they pass by L1 and leave L2 first.
+// 16 bytes that no running kernel writes, read once: they bypass L1 and are evicted from L2 first.
 __device__ __forceinline__ u64 stream_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -59,7 +59,7 @@ __device__ __forceinline__ float load_fresh_f32(const float* address) {
   return v;
 }
 
-#ifdef DELAYS  // a build for tests: warps come late to where they wait for others, or others for them
+#ifdef DELAYS  // a build for tests: warps arrive late wherever they wait for each other
 __device__ __forceinline__ void dawdle(u32 where) {
   u32 luck;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(luck));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void wait_previous() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// Its two halves where no writes need an order: who arrives has used what it read of its peers.
+// The two halves of a cluster barrier without ordering of writes: an arriving block has used what it read of its peers.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ u32 cluster_rank() {
@@ -120,13 +120,13 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Numbers in global memory by which thread blocks of running kernels tell each other that something is written.
+// Counters in global memory by which thread blocks of running kernels signal writes to each other.
 constexpr u32 MOST_POLLS = 1 << 22;
 __device__ __forceinline__ void signal(u32* count) {
   dawdle(4);
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// What never comes is an error of the launch; nothing here takes seconds.
+// A signal that does not come within seconds is a launch error.
 __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   for (u32 polls = 0;; polls++) {
     u32 seen;

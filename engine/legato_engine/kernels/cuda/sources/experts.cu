@@ -5,12 +5,12 @@
 // and a float32 scale of each row). B tokens, `batch` of them real; `stages` is how many stages of weights shared
 // memory holds.
 //
-// Only experts with tokens are read, as the checkpoint has them, a row after another. A thread block has 16 rows
-// of every expert, so that all have the same work whoever is chosen. A token's sum runs in the order of its own
-// ranking: it has the same bits whoever is beside it.
+// Only experts with tokens are read, row by row in the checkpoint's layout. A thread block has 16 rows of every
+// expert, so the choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking,
+// so it has the same bits in every batch.
 #include "low_rank.cuh"
-#include "routes.cuh"
-#include "unpacked.cuh"
+#include "expert_routes.cuh"
+#include "row_major_gemm.cuh"
 
 using Up = Rows<DIM, EXPERT_BYTES>;
 using Down = Rows<INNER, EXPERT_BYTES>;
@@ -29,7 +29,7 @@ struct Number {
 // The tile that this warp adds up of block number `i`, if that is one of NT.
 template <int NT>
 __device__ __forceinline__ int tile_of(int i) {
-  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // another warp each time: none falls behind
+  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // another warp each time, to balance the work
 }
 
 // The workers: the warps' sums of block number `i` are added up, a warp a tile, and given to finish(tile, sum).
@@ -59,12 +59,12 @@ __device__ __forceinline__ void by_tiles(int count, One one) {
 // inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map;
 // `weights` [EXPERTS, 2 INNER, DIM], `scales` [EXPERTS, 2 INNER]. `normed_x` and `inner` are in UNIT. Chooses the
 // experts and leaves that in `experts` and `shares` [B, ACTIVE].
-// `change` [B * ACTIVE, 2 INNER] float32, unless it is null, is added to what the first map gives for tokens that
-// have a slot. The kernel in front, which makes it, has then let this one begin only after all else was there.
+// `change` [B * ACTIVE, 2 INNER] float32, unless null, is added to the first map's result for tokens with a slot. The
+// preceding kernel, which computes it, lets this one begin only after all other inputs were written.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const bf16* normed_x, const float* logits, const unsigned char* weights, const float* scales, bf16* inner,
     int* experts, float* shares, const float* change, const i64* slots, const i64* rows, int batch, int stages) {
-  constexpr int STRIDE = DIM + Up::BEHIND;
+  constexpr int STRIDE = DIM + Up::PADDING;
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, Up::STAGE / 2), inputs(shared, 1, batch * STRIDE);
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   __syncthreads();
   if (!change) wait_previous();
-  launch_dependents();  // so late that those behind find ended what this one waited for
+  launch_dependents();  // late, so that for later kernels everything this one waited for has ended
   if (warp > WARPS) {
     produce_tokens(inputs, batch, DIM, STRIDE, keep_policy(), [&](int token) { return normed_x + (i64)token * DIM; });
   } else if (warp < WARPS) {
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       const bf16* from[NT];
 #pragma unroll
       for (int tile = 0; tile < NT; tile++) {
-        const int slot = min(tile * 8 + g, count - 1);  // columns without a token are nobody's
+        const int slot = min(tile * 8 + g, count - 1);  // columns without a token are not used
         from[tile] = inputs.data + routes.pairs[e][slot] / ACTIVE * STRIDE;
       }
-      // What is added by this warp's tile, asked for ahead: of u and of the gate, for two tokens.
+      // The change for this warp's tile, prefetched: of u and of the gate, for two tokens.
       float more[2][2] = {};
       const int own = tile_of<NT>(block);
       const auto fetch = [&] {
@@ -156,17 +156,17 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
 // Tokens of one stage of inputs in `experts_out`; where there are more, several stages meet a stage of weights.
 constexpr int STEP = TILES < 2 ? 8 : 16;
 
-// One warp: `count` tokens beside all stages of rows; at(i, token) points at the i-th stage's inputs of it.
+// One warp: `count` tokens for all stages of rows; at(i, token) points at a token's inputs of the i-th stage.
 template <class R, class At>
 __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy, At at) {
   for (int i = 0; i < R::CHUNKS; i++)
     for (int first = 0; first < count; first += STEP)
-      produce_tokens(ring, min(STEP, count - first), R::CHUNK, R::CHUNK + R::BEHIND, policy, [&](int token) {
+      produce_tokens(ring, min(STEP, count - first), R::CHUNK, R::CHUNK + R::PADDING, policy, [&](int token) {
         return at(i, first + token);
       });
 }
 
-// The workers: all stages of 16 rows times `count` tokens, which come beside them.
+// The workers: all stages of 16 rows times `count` tokens.
 template <class R, int SIZE, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
   constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
       float4 part[FEW];
 #pragma unroll
       for (int tile = 0; tile < FEW; tile++) {
-        from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::BEHIND);
+        from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::PADDING);
         part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
       }
       multiply_rows<R, SIZE>(part, stage, from);
@@ -201,15 +201,15 @@ struct Terms {
 
 // x [B, DIM] += mixed * `proj` + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER], `scales`
 // [EXPERTS, DIM], `proj` [DIM, DIM].
-// The kernels in front have let this one begin only after `experts_up` had ended; only `mixed` has to be waited for,
-// and `change` [B, DIM] float32, unless it is null: it is added for tokens that have a slot.
+// The preceding kernels let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for
+// `change` [B, DIM] float32, which unless null is added for tokens with a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
     const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,
     const i64* slots, const i64* rows, int batch, int stages) {
   constexpr int MOST = Proj::STAGE > Down::STAGE ? Proj::STAGE : Down::STAGE;
-  constexpr int MOST_INPUTS = Proj::CHUNK + Proj::BEHIND > Down::CHUNK + Down::BEHIND ? Proj::CHUNK + Proj::BEHIND
-                                                                                      : Down::CHUNK + Down::BEHIND;
+  constexpr int MOST_INPUTS = Proj::CHUNK + Proj::PADDING > Down::CHUNK + Down::PADDING ? Proj::CHUNK + Proj::PADDING
+                                                                                      : Down::CHUNK + Down::PADDING;
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, MOST / 2), inputs(shared, INPUT_STAGES, min(batch, STEP) * MOST_INPUTS);

@@ -9,14 +9,14 @@
 // short one first: the softmax of a block runs while the tensor cores multiply the values of the one before it. A
 // query's result depends on its own sequence alone: blocks are the same and in the same order for every tile.
 //
-// In shared memory the first 64 dimensions of a row are 128 bytes. What is behind them (TAIL) stands elsewhere: of
-// queries and keys as 16 dimensions in 32 bytes, of values as 64 in 128; those that the head does not have are zero.
+// In shared memory the first 64 dimensions of a row are 128 bytes. The rest (TAIL) is stored apart: of queries and keys
+// as 16 dimensions in 32 bytes, of values as 64 in 128; dimensions that the head does not have are zero.
 #include "wgmma.cuh"
 
 constexpr int WIDE = 128, NARROW = 32;                                // bytes of a row
 constexpr int CHUNKS = HEAD / 8;                                      // of 16 bytes, in a row of the result
 constexpr bool TAIL = HEAD > 64;
-constexpr int QUERIES = 64 * GROUPS, BLOCKS = (TOKENS - 1) / KEYS;    // full ones behind the first
+constexpr int QUERIES = 64 * GROUPS, BLOCKS = (TOKENS - 1) / KEYS;    // full ones after the first
 constexpr int REST = TOKENS - BLOCKS * KEYS;                          // keys of the first
 constexpr int FIRST = (REST + 15) / 16 * 16;                          // that are multiplied: the last not counted
 constexpr int COPIED = (REST + BOX - 1) / BOX * BOX;                  // and copied
@@ -33,7 +33,7 @@ struct Shared {
   u64 query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
 };
 
-// A place in a ring, and how often it came round.
+// An index into a ring, and the number of its rounds.
 struct Place {
   int slot = 0;
   u32 phase = 0;
@@ -60,7 +60,7 @@ struct Tile {
   }
 };
 
-// What the copy engine knows of a tensor [sequences, TOKENS, HEADS, HEAD].
+// The copy engine's map of a tensor [sequences, TOKENS, HEADS, HEAD].
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -70,7 +70,7 @@ struct Maps {
   const TensorMap &query, &query_tail, &key, &key_tail, &value;
 };
 
-// The thread that has everything copied.
+// The thread that issues all copies.
 struct Copier {
   Shared& shared;
   const Maps& maps;
@@ -177,7 +177,7 @@ struct Softmax {
   }
 };
 
-// Four words of each of four lanes, changed places: lane i gets word i of all of them.
+// Transposes four words of four lanes: lane i gets word i of each.
 __device__ __forceinline__ void transpose(u32 (&words)[4]) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit <<= 1)
@@ -204,7 +204,7 @@ struct Group {
   __device__ __forceinline__ void leave(u64* barrier) {
     if (lane == 0) barrier_arrive(barrier);
   }
-  // The warpgroups begin their products in turn, so that one has its softmax while others multiply.
+  // The warpgroups start their products in turn, so that one computes its softmax while others multiply.
   __device__ __forceinline__ void take_turn() {
     asm volatile("bar.sync %0, 256;" ::"r"(TURN + index) : "memory");
   }
@@ -250,7 +250,7 @@ struct Group {
     for (int i = 0; i < HEAD / 2; i++) mixed[i] *= by[i % 4 / 2];
   }
 
-  // The keys, or the values, of this block are not needed any more.
+  // Releases the keys, or the values, of this block.
   __device__ __forceinline__ void leave_keys() {
     leave(shared.keys_empty + keys.slot);
     keys.next();

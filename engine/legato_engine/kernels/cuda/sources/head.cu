@@ -2,7 +2,7 @@
 //
 // Constants: DIM width, VOCAB outputs, TILES groups of 8 tokens. B tokens, `batch` of them real; `stages` is how
 // many stages of weights shared memory holds.
-#include "normed.cuh"
+#include "norm_gemm.cuh"
 
 // logits [B, VOCAB] of x [B, DIM]; `weights` hold the norm's scale, `folded` as in `normed`.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) head(

@@ -1,20 +1,20 @@
-// What low-rank changes of a few tokens read: each token's slot, and rows of A times its inputs, a warp each.
+// Shared by the kernels of low-rank adapters: tokens' slots, and rows of A times inputs, one warp each.
 #pragma once
 #include "common.cuh"
 
-// The slot of a token; none behind the batch.
+// The slot of a token; none beyond the batch.
 __device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int token, int batch) {
   return token < batch ? (int)slots[rows[token]] : 0;
 }
 
-// A bit for each of at most 32 tokens that has a slot; a whole warp asks.
+// A bit for each of at most 32 tokens with a slot; called by whole warps.
 __device__ __forceinline__ u32 adapted_tokens(const i64* slots, const i64* rows, int batch) {
   return __ballot_sync(~0u, slot_of(slots, rows, threadIdx.x % 32, batch) != 0);
 }
 
 __device__ __forceinline__ uint4 load_constant(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// What a lane has of a warp's SHARE values.
+// A lane's part of a warp's SHARE values.
 template <int SHARE>
 struct LaneValues {
   static constexpr int STEPS = (SHARE + 255) / 256;

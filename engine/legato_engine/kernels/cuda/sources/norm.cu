@@ -1,9 +1,9 @@
 // A residual sum and its layer norm: x becomes x + y, rounded once, and the norm of that is the result, as
 // bf16 or as e4m3 with one float32 scale per row.
 //
-// Constants as in rows.cuh. x is [count, DIM]; y [terms, DIM] repeats over it, or is null and x stays as it is; weight
+// Constants as in row_ops.cuh. x is [count, DIM]; y [terms, DIM] repeats over it, or is null and x stays as it is; weight
 // and bias are [DIM].
-#include "rows.cuh"
+#include "row_ops.cuh"
 
 __device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, const bf16* y, int terms,
                                                   const bf16* weight, const bf16* bias, float epsilon) {

@@ -1,11 +1,11 @@
-// Many tokens of some sequences at once: what torch would do in many passes over the same memory.
+// Rotation, page writes, sums and page copies for many tokens, each in one pass over memory.
 //
 // Constants: HEADS heads of 64, PAGE positions per page, KV_BYTES of a key's or value's element. T tokens, P positions.
 //
 // Memory: qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [P, 16] float32.
-#include "element.cuh"
+#include "kv_element.cuh"
 
-constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and pairs of them that turn
+constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and rotated pairs of them
 constexpr int WIDTH = 8;             // values of a 16-byte access
 constexpr int LANES = HEAD / WIDTH;  // threads of a head
 constexpr int TURNED = 2 * HALF / WIDTH, GAP = HALF / WIDTH;  // those that turn; from one of a pair to the other
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) 
 #if KV_BYTES == 1
 typedef uint2 Kept;  // eight elements
 
-// Eight values as they are kept, which become what is read back.
+// Rounds eight values to their stored form, in place, and returns that form.
 __device__ __forceinline__ Kept kept(uint4& v, float scale) {
   Kept out = {0, 0};
 #pragma unroll
@@ -71,10 +71,10 @@ typedef uint4 Kept;
 __device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
 #endif
 
-// Queries and keys turn in place, and keys and values go to their slots of `pages`: token t of `count` stands at
-// position start + t. Of several sequences each is a row of blocks, and the pages of the next are `apart`. Those of e4m3 go in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a
-// head's query, key and value; at four blocks per processor there are registers for all of them to be on their way at
-// once.
+// Rotates queries and keys in place, and writes keys and values to their slots of `pages`: token t of `count` has
+// position start + t. Each of several sequences is a row of blocks, with its pages `apart` from the last one's. e4m3 is
+// stored in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a head's query, key and
+// value; at four blocks per multiprocessor its registers hold all three loads in flight.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
                      const float* scales, int start, int count, int apart) {

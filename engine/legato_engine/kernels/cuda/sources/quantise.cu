@@ -1,7 +1,7 @@
 // Rows of bf16 to e4m3 with one float32 scale each; what comes before is done on the way, in float32.
 //
-// Constants as in rows.cuh.
-#include "rows.cuh"
+// Constants as in row_ops.cuh.
+#include "row_ops.cuh"
 
 // x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal, which are what
 // limits it, and small results keep their relative precision.

@@ -3,7 +3,7 @@
 // Constants: VOCAB (a multiple of 4, at most 65536), CLUSTER thread blocks that share a row, SHARED their bytes of
 // memory. B rows of a batch, R rows of the state, C constraints. A row's logits are read once, and every sum is of
 // integers, so that a token depends neither on the rows beside it nor on the order of threads.
-#include "best.cuh"
+#include "argmax.cuh"
 
 constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
 constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thread's
@@ -96,7 +96,7 @@ __device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
 
 __device__ __forceinline__ u64 mass_of(float x, float peak) { return __float2ull_rn(expf(x - peak) * MASS_ONE); }
 
-// Added by halves: the sum of what carries does not depend on the order.
+// Adds 32 bits at a time, with carry; the sum does not depend on the order.
 __device__ __forceinline__ void add(Bin& bin, u64 mass) {
   const u32 low = (u32)mass, before = atomicAdd(&bin.mass[0], low);
   const u32 high = (u32)(mass >> 32) + (before + low < low);
@@ -196,7 +196,7 @@ __device__ __forceinline__ float rough_noise(u64 bits) {
 }
 
 // This thread's best by score among `kept`. Only tokens whose rough score is near the block's highest are scored
-// exactly: double logarithms are dear.
+// exactly, because double logarithms are expensive.
 __device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 key, int rank) {
   float rough = -INFINITY;
   for (u32 left = kept; left; left &= left - 1) {
@@ -289,5 +289,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     row_token[row] = broken ? 0 : best.id;
     tokens[batch] = broken ? -1 : (i64)best.id;
   }
-  sync_row();  // no block leaves while a peer reads its memory
+  sync_row();  // no block exits while a peer reads its memory
 }

@@ -1,9 +1,9 @@
 // Matrix products of a warpgroup (4 warps, 128 threads): D[64 x N] += A[64 x 16] B[16 x N], bf16 in, float32 out.
 //
-// A product runs on its own from `products_commit` on. Until `products_wait` nobody may touch its registers, nor
-// write its shared memory.
+// A product runs asynchronously from `products_commit` on. Until `products_wait` its registers must not be touched, nor
+// its shared memory written.
 //
-// Of D a thread holds rows r and r + 8, r = warp * 16 + lane / 4: d[4 i + j], j in 0..3, stands in row r + j / 2 * 8
+// Of D a thread holds rows r and r + 8, r = warp * 16 + lane / 4: d[4 i + j], j in 0..3, is in row r + j / 2 * 8
 // and column 8 i + lane % 4 * 2 + j % 2. A in registers is held in the same way, as pairs: a[i] = (d[2 i], d[2 i + 1]).
 #pragma once
 #include "common.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ void settle(float (&values)[COUNT]) {
 #define WGMMA_OUT_40(d) WGMMA_OUT_32(d), WGMMA_8(d, 32)
 #define WGMMA_OUT_48(d) WGMMA_OUT_40(d), WGMMA_8(d, 40)
 
-// N columns are COUNT = N / 2 registers; the operands behind them are numbered from there on.
+// N columns are COUNT = N / 2 registers; the operands after them are numbered from there on.
 #define WGMMA_SHARED(N, COUNT, A, B, ADD)                                                             \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                 \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_NAMES_##COUNT "}, %" #A ", %" #B \
@@ -64,7 +64,7 @@ __device__ __forceinline__ void settle(float (&values)[COUNT]) {
                : WGMMA_OUT_##COUNT(d)                                                                 \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// D = A B, or added to what stands there; both operands K-major in shared memory.
+// D = A B, or D += A B; both operands K-major in shared memory.
 template <int N, bool add>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 a, u64 b) {
   if constexpr (N == 16) WGMMA_SHARED(16, 8, 8, 9, 10);

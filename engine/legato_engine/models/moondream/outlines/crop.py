@@ -1,6 +1,6 @@
-"""What of a picture and of an outline the refiner looks at, and what becomes of its answer.
+"""The refiner's input from an image and an outline, and the outline of its result.
 
-Shape legend: H, W pixels of the picture or its crop, S a side of what the refiner sees.
+Shape legend: H, W pixels of the image or its crop, S side of the refiner's input.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Values = npt.NDArray[np.float32]
 
 _MARGIN = 0.25  # of the box, on each side
 _SAMPLES = 3  # of a pixel, along each side of it
-_FINENESS = 2  # places at most that are traced for one of the answer, along each side
-_MIN_SHARE = 0.0015  # of the picture: smaller islands and holes are left out
-_TOLERANCE = 0.75  # pixels, of what the refiner sees if that is coarser than the picture
+_FINENESS = 2  # traced pixels, at most, per pixel of the result along each side
+_MIN_SHARE = 0.0015  # of the image; smaller islands and holes are dropped
+_TOLERANCE = 0.75  # pixels of the crop, or of the refiner's input if that is coarser
 _DIGITS = 4
 
 
 class NotRefinable(Exception):
-    """There is nothing to refine, or nothing came of it."""
+    """The outline cannot be refined, or the refined mask has no outline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop:
-    """A part of a picture of `size` (height, width), from (`left`, `top`), `extent` pixels large.
+    """A part of an image: `extent` (height, width) pixels from (`left`, `top`), of `size` in all.
 
-    `pixels_SSC` uint8 RGB and `mask_SS` uint8 0 or 1 are what the refiner sees of it.
+    `pixels_SSC` (uint8 RGB) and `mask_SS` (uint8, 0 or 1) are the refiner's input.
     """
 
     size: tuple[int, int]
@@ -44,24 +44,25 @@ class Crop:
     mask_SS: Pixels
 
 
-def cut(outline: Outline, picture_HWC: Pixels, side: int) -> Crop:
-    """The outline's box with a margin, and in it its mask, both `side` by `side`.
+def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
+    """Cut out the outline's box with a margin, and draw its mask, both `side` by `side`.
 
-    Raises `NotRefinable` where it encloses no pixel.
+    Raises:
+        NotRefinable: the outline encloses no pixel.
     """
-    height, width = picture_HWC.shape[:2]
+    height, width = image_HWC.shape[:2]
     box = outline.box
     left, right = _grown(box.x_min, box.x_max, width)
     top, bottom = _grown(box.y_min, box.y_max, height)
     extent = (bottom - top, right - left)
     if min(extent) < 1:
         raise NotRefinable("the outline's box is empty")
-    # Of the crop's pixels those that are seen.
+    # The crop's pixels that the input samples.
     rows, columns = (np.arange(side) * count // side for count in extent)
     mask_SS = _drawn(outline, (height, width), rows + top, columns + left)
     if not mask_SS.any():
         raise NotRefinable("the outline encloses nothing")
-    part_HWC = picture_HWC[top:bottom, left:right]
+    part_HWC = image_HWC[top:bottom, left:right]
     return Crop(
         size=(height, width),
         left=left,
@@ -73,17 +74,20 @@ def cut(outline: Outline, picture_HWC: Pixels, side: int) -> Crop:
 
 
 def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
-    """The outline of what the refiner answered: how sure it is that a place belongs to it.
+    """Trace the outline of the refiner's result, the probability of each pixel.
 
-    Raises `NotRefinable` where that is nothing, or no number.
+    Raises:
+        NotRefinable: the mask is empty or not finite.
     """
     if not np.isfinite(share_SS).all():
         raise NotRefinable("the refiner's mask is not finite")
     height, width = crop.size
     side = share_SS.shape[0]
-    # Pixels of the crop, unless it has many more than the refiner has told apart.
+    # Traced at the crop's resolution, up to `_FINENESS` times the result's.
     traced = tuple(min(count, _FINENESS * side) for count in crop.extent)
-    pixels = np.array([crop.extent[1] / traced[1], crop.extent[0] / traced[0]])  # in each, x and y
+    pixels = np.array(
+        [crop.extent[1] / traced[1], crop.extent[0] / traced[0]]
+    )  # per traced pixel, x and y
     mask_HW = resized(share_SS, traced) > 0.5
     mask_HW = rings.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width / pixels.prod()))
     ys, xs = (np.flatnonzero(mask_HW.any(axis=axis)) for axis in (1, 0))
@@ -102,16 +106,16 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
 
 
 def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
-    """Rows and columns by linear interpolation between the middles of neighbours, nothing more."""
+    """Resize by linear interpolation between pixel centres, without antialiasing."""
     result = values
     for axis in range(2):
         count = values.shape[axis]
-        place = (np.arange(size[axis]) + 0.5) * (count / size[axis]) - 0.5
-        place = np.clip(place, 0, count - 1)
-        first = np.minimum(place.astype(np.int64), max(count - 2, 0))
+        position = (np.arange(size[axis]) + 0.5) * (count / size[axis]) - 0.5
+        position = np.clip(position, 0, count - 1)
+        first = np.minimum(position.astype(np.int64), max(count - 2, 0))
         shape = [1] * values.ndim
         shape[axis] = -1
-        share = (place - first).astype(np.float32).reshape(shape)
+        share = (position - first).astype(np.float32).reshape(shape)
         near = np.take(result, first, axis).astype(np.float32)
         far = np.take(result, np.minimum(first + 1, count - 1), axis).astype(np.float32)
         result = near + (far - near) * share
@@ -119,7 +123,7 @@ def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
 
 
 def _grown(low: float, high: float, count: int) -> tuple[int, int]:
-    """First and last pixel, one past it, of a range with its margins."""
+    """Return a range with its margins as a half-open interval of pixels."""
     low, high = low * count, high * count
     margin = (high - low) * _MARGIN
     return max(0, int(low - margin)), min(count, int(high + margin))
@@ -131,7 +135,7 @@ def _drawn(
     rows: npt.NDArray[np.int64],
     columns: npt.NDArray[np.int64],
 ) -> Mask:
-    """Of the pixels in some rows and columns, those that the outline covers by more than half."""
+    """Mark the pixels of some rows and columns that the outline covers by more than half."""
     box, extent = outline.box, (size[1], size[0])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low
@@ -144,14 +148,14 @@ def _drawn(
 
 
 def _text(curve: curves.Curve, corner: npt.NDArray[np.int64], extent: npt.NDArray[np.int64]) -> str:
-    def place(points: curves.Points) -> str:
+    def written(points: curves.Points) -> str:
         shares = (points - corner) / extent
         return " ".join(f"{_number(x)},{_number(y)}" for x, y in shares.tolist())
 
     strokes = (
-        f"{'L' if stroke.is_line else 'C'} {place(stroke.points)}" for stroke in curve.strokes
+        f"{'L' if stroke.is_line else 'C'} {written(stroke.points)}" for stroke in curve.strokes
     )
-    return " ".join([f"M {place(curve.start[None])}", *strokes, "z"])
+    return " ".join([f"M {written(curve.start[None])}", *strokes, "z"])
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Rings of pixel borders to lines and curves, by least squares (Schneider's way of fitting).
+"""Lines and curves fitted to rings of pixel borders, by Schneider's least-squares method.
 
 Shape legend: N points, 4 control points of a curve.
 """
@@ -17,19 +17,19 @@ from legato_engine.models.moondream.outlines.rings import Ring
 Points = npt.NDArray[np.float64]
 
 _CORNER = np.cos(np.radians(50))  # a sharper turn is a corner
-_REACH = 6  # steps along the ring that a turn and a tangent look
+_REACH = 6  # steps along the ring that define a turn or a tangent
 _REFITS = 4
 _WORTH_REFITTING = 4.0  # times the tolerance
 
 
 class Stroke(NamedTuple):
-    """From where the last one ended: a line to one point, or a curve to the last of three."""
+    """A line to one point, or a curve of three points, from the end of the last stroke."""
 
     points: Points
 
     @property
     def is_line(self) -> bool:
-        """Whether it is straight."""
+        """Whether it is a line."""
         return len(self.points) == 1
 
 
@@ -41,10 +41,10 @@ class Curve(NamedTuple):
 
 
 def fit(ring: Ring, tolerance: float) -> Curve:
-    """A curve within `tolerance` pixels of a ring without its staircase.
+    """Fit a curve within `tolerance` pixels of a ring, without its staircase.
 
-    The middles of a ring's steps lie within half a pixel of whatever shape the mask was drawn from,
-    and the mean of three nearer.
+    The midpoints of a ring's steps are within half a pixel of the shape that the mask was drawn
+    from, and means of three midpoints are nearer.
     """
     middles = (ring + np.roll(ring, -1, axis=0)) / 2
     points = (middles + np.roll(middles, 1, axis=0) + np.roll(middles, -1, axis=0)) / 3
@@ -63,12 +63,12 @@ def fit(ring: Ring, tolerance: float) -> Curve:
 
 
 def _corners(points: Points) -> npt.NDArray[np.int64]:
-    """Where the ring turns sharply, and more so than anywhere near."""
+    """Find where the ring turns sharply, and most sharply in its neighbourhood."""
     reach = _reach(len(points))
     before = _unit(points - np.roll(points, reach, axis=0))
-    behind = _unit(np.roll(points, -reach, axis=0) - points)
-    straight = (before * behind).sum(axis=1)
-    # Of several that turn alike, the middle one: the mean over the neighbours tells them apart.
+    after = _unit(np.roll(points, -reach, axis=0) - points)
+    straight = (before * after).sum(axis=1)
+    # Of equal turns the middle one: the neighbours break the tie.
     turn = -(straight + 1e-3 * (np.roll(straight, 1) + np.roll(straight, -1)))
     sharpest = np.max([np.roll(turn, n) for n in range(-reach, reach + 1)], axis=0)
     found = np.flatnonzero((straight < _CORNER) & (turn >= sharpest))
@@ -80,7 +80,7 @@ def _reach(count: int) -> int:
 
 
 def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tuple[Points, Points]]:
-    """For each piece the direction it leaves in, and the one it is looked back along."""
+    """Return each piece's directions from its start, and back from its end."""
     pairs = []
     for begin, end in pairwise(cuts):
         reach = min(_reach(len(closed)), end - begin)
@@ -90,7 +90,7 @@ def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tupl
                 _unit(closed[end - reach] - closed[end]),
             )
         )
-    if smooth:  # one way through at both cuts
+    if smooth:  # the same tangent on both sides of a cut
         (out, middle_back), (middle_out, back) = pairs
         through, across = _unit(out - back), _unit(middle_out - middle_back)
         pairs = [(through, -across), (across, -through)]
@@ -98,7 +98,6 @@ def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tupl
 
 
 def _strokes(points: Points, out: Points, back: Points, tolerance: float) -> list[Stroke]:
-    """Strokes along some points, both ends hit."""
     chord = points[-1] - points[0]
     offset = points - points[0]
     length = np.hypot(*chord)
@@ -122,24 +121,24 @@ def _strokes(points: Points, out: Points, back: Points, tolerance: float) -> lis
 def _fitted(
     points: Points, out: Points, back: Points, tolerance: float
 ) -> tuple[Points, int, float]:
-    """The best curve found, which inner point is farthest from it, and how far."""
+    """Return the best curve found, the index of the farthest inner point, and its distance."""
     steps = np.hypot(*np.diff(points, axis=0).T)
-    where_N = np.concatenate([[0.0], np.cumsum(steps)]) / steps.sum()
+    u_N = np.concatenate([[0.0], np.cumsum(steps)]) / steps.sum()
     for _ in range(_REFITS):
-        control = _least_squares(points, where_N, out, back)
-        away = _bernstein(where_N) @ control - points
+        control = _least_squares(points, u_N, out, back)
+        away = _bernstein(u_N) @ control - points
         distance_N = np.hypot(*away.T)
         worst = int(distance_N[1:-1].argmax()) + 1
         error = float(distance_N[worst])
         if error <= tolerance or error > _WORTH_REFITTING * tolerance:
             break
-        where_N = _nearer(control, where_N, away)
+        u_N = _nearer(control, u_N, away)
     return control, worst, error
 
 
-def _least_squares(points: Points, where_N: Points, out: Points, back: Points) -> Points:
-    """Control points [4, 2] of the curve with these ends and tangents that is nearest."""
-    weights_N4 = _bernstein(where_N)
+def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Points:
+    """Return control points [4, 2] of the nearest curve with these ends and tangents."""
+    weights_N4 = _bernstein(u_N)
     first, last = points[0], points[-1]
     ends = np.outer(weights_N4[:, :2].sum(1), first) + np.outer(weights_N4[:, 2:].sum(1), last)
     rest = points - ends
@@ -155,20 +154,20 @@ def _least_squares(points: Points, where_N: Points, out: Points, back: Points) -
     return np.stack([first, first + handles[0] * out, last + handles[1] * back, last])
 
 
-def _nearer(control: Points, where_N: Points, away: Points) -> Points:
-    """A Newton step of each point's place on the curve towards the nearest."""
+def _nearer(control: Points, u_N: Points, away: Points) -> Points:
+    """Move each point's parameter by a Newton step towards the nearest point of the curve."""
     edges = 3 * np.diff(control, axis=0)
     bends = 2 * np.diff(edges, axis=0)
-    u, v = where_N[:, None], 1 - where_N[:, None]
+    u, v = u_N[:, None], 1 - u_N[:, None]
     speed = v * v * edges[0] + 2 * u * v * edges[1] + u * u * edges[2]
     bend = v * bends[0] + u * bends[1]
     slope = (speed * speed).sum(1) + (away * bend).sum(1)
     step = np.where(np.abs(slope) > 1e-9, (away * speed).sum(1) / np.where(slope, slope, 1), 0.0)
-    return np.clip(where_N - step, 0.0, 1.0)
+    return np.clip(u_N - step, 0.0, 1.0)
 
 
-def _bernstein(where_N: Points) -> Points:
-    u, v = where_N, 1 - where_N
+def _bernstein(u_N: Points) -> Points:
+    u, v = u_N, 1 - u_N
     return np.stack([v * v * v, 3 * u * v * v, 3 * u * u * v, u * u * u], axis=1)
 
 

@@ -1,12 +1,12 @@
-"""The refiner's network: a mask and features of a picture to a better mask.
+"""The refiner's network, a mask decoder like SAM-HQ's: a mask and image features to a better mask.
 
-A decoder like SAM-HQ's. Tokens, one for each of several masks and one that rates these, look at
-the features of the last and of an early layer, to which the mask so far is added; features that
-have looked back are brought to eight times the grid, and each mask's token, multiplied with them,
-is a mask. The best rated one is the next mask so far.
+Features of an early and of the last vision block are fused, and the current mask is added to them.
+Mask tokens and an IoU token exchange attention with these features. The features are upsampled to
+eight times the grid; their product with each mask token is a mask. The mask with the highest
+predicted IoU becomes the current mask of the next iteration.
 
-Shape legend: B crops, T places of the grid (G by G), V vision width, E width, Q tokens, M masks,
-P places of the grown grid, S a side of the mask.
+Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks,
+P cells of the upsampled grid, S side of the mask.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NUM_HEADS = 8
 _NUM_LAYERS = 2
 _MLP_RATIO = 8
 _GROUPS = 32
-_GROWN_HEADS = 4
-_MASK_CHANNELS = ((16, 1), (8, 8), (4, 16), (1, 32))  # parts of the width, groups of its norm
+_UPSAMPLED_HEADS = 4
+_MASK_CHANNELS = ((16, 1), (8, 8), (4, 16), (1, 32))  # divisor of the width, groups of the norm
 
 
-class Looking(nn.Module):
-    """Attention; parameters are laid out and named as in `nn.MultiheadAttention`."""
+class Attention(nn.Module):
+    """Attention with the parameters of `nn.MultiheadAttention`."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -46,41 +46,41 @@ class Looking(nn.Module):
                 (query_BQE, key_BTE, value_BTE), weights, biases, strict=True
             )
         )
-        # Few queries over many keys: torch's fused attention would give a head one block for all.
+        # Not torch's fused attention: with few queries, it has one thread block per head.
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
         seen = scores.softmax(-1).to(v.dtype) @ v
-        looked: torch.Tensor = self.out_proj(seen.transpose(1, 2).flatten(-2))
-        return looked
+        out: torch.Tensor = self.out_proj(seen.transpose(1, 2).flatten(-2))
+        return out
 
 
-class Exchange(nn.Module):
-    """Tokens look at each other and at the image, and the image looks back."""
+class TwoWayBlock(nn.Module):
+    """Self-attention of tokens, cross-attention to the image, an MLP, and cross-attention back."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.output_self_attn = Looking(dim, _NUM_HEADS)
-        self.cross_attn_token_to_image = Looking(dim, _NUM_HEADS)
-        self.cross_attn_image_to_token = Looking(dim, _NUM_HEADS)
-        self.mlp = _perceptron(dim, _MLP_RATIO * dim, dim)
+        self.output_self_attn = Attention(dim, _NUM_HEADS)
+        self.cross_attn_token_to_image = Attention(dim, _NUM_HEADS)
+        self.cross_attn_image_to_token = Attention(dim, _NUM_HEADS)
+        self.mlp = _mlp(dim, _MLP_RATIO * dim, dim)
         self.norm1, self.norm2, self.norm3, self.norm4 = (nn.LayerNorm(dim) for _ in range(4))
 
     def forward(
         self,
         tokens_BQE: torch.Tensor,
         image_BTE: torch.Tensor,
-        token_places: torch.Tensor,
-        image_places: torch.Tensor,
+        token_pe: torch.Tensor,
+        image_pe: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and image behind it."""
-        placed = tokens_BQE + token_places
-        tokens_BQE = self.norm1(tokens_BQE + self.output_self_attn(placed, placed, tokens_BQE))
+        """Return updated tokens and image; `*_pe` are positional embeddings."""
+        query = tokens_BQE + token_pe
+        tokens_BQE = self.norm1(tokens_BQE + self.output_self_attn(query, query, tokens_BQE))
         seen = self.cross_attn_token_to_image(
-            tokens_BQE + token_places, image_BTE + image_places, image_BTE
+            tokens_BQE + token_pe, image_BTE + image_pe, image_BTE
         )
         tokens_BQE = self.norm2(tokens_BQE + seen)
         tokens_BQE = self.norm3(tokens_BQE + self.mlp(tokens_BQE))
         seen = self.cross_attn_image_to_token(
-            image_BTE + image_places, tokens_BQE + token_places, tokens_BQE
+            image_BTE + image_pe, tokens_BQE + token_pe, tokens_BQE
         )
         return tokens_BQE, self.norm4(image_BTE + seen)
 
@@ -93,13 +93,13 @@ class ChannelNorm(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape."""
+        """Keep the shape."""
         normed: torch.Tensor = self.norm(x.movedim(1, -1)).movedim(-1, 1)
         return normed
 
 
 class GroupNorm(nn.GroupNorm):
-    """The same by sums that a whole device shares, where a group is large and there are few."""
+    """Group norm whose sums use the whole device even for few, large groups."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, C, Y, X]."""
@@ -112,7 +112,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Fusion(nn.Module):
-    """Early features beside late ones."""
+    """Fuses early and late features."""
 
     def __init__(self, vision_dim: int, dim: int) -> None:
         super().__init__()
@@ -135,10 +135,7 @@ class Fusion(nn.Module):
 
 
 class Head(nn.Module):
-    """All weights; parameters are named as in the published file.
-
-    `dim` is a multiple of 32.
-    """
+    """All weights, named as in the published file; `dim` is a multiple of 32."""
 
     def __init__(self, vision_dim: int, grid: int, dim: int, num_masks: int) -> None:
         super().__init__()
@@ -150,31 +147,31 @@ class Head(nn.Module):
         self.mask_tokens = nn.Parameter(torch.empty(num_masks, dim))
         self.iou_token = nn.Parameter(torch.empty(1, dim))
         self.output_pe = nn.Parameter(torch.empty(num_masks + 1, dim))
-        self.transformer_blocks = nn.ModuleList(Exchange(dim) for _ in range(_NUM_LAYERS))
-        self.final_token_to_image = Looking(dim, _NUM_HEADS)
+        self.transformer_blocks = nn.ModuleList(TwoWayBlock(dim) for _ in range(_NUM_LAYERS))
+        self.final_token_to_image = Attention(dim, _NUM_HEADS)
         self.final_norm = nn.LayerNorm(dim)
-        self.upsample = _growing(dim)
-        grown = dim // 8
-        self.final_q_proj = nn.Linear(dim, grown)
-        self.final_attn_up = Looking(grown, _GROWN_HEADS)
-        self.final_norm_up = nn.LayerNorm(grown)
-        self.mask_mlps = nn.ModuleList(_perceptron(*[grown] * 4) for _ in range(num_masks))
-        self.iou_head = _perceptron(dim, dim, dim, num_masks)
+        self.upsample = _upsampling(dim)
+        up_dim = dim // 8
+        self.final_q_proj = nn.Linear(dim, up_dim)
+        self.final_attn_up = Attention(up_dim, _UPSAMPLED_HEADS)
+        self.final_norm_up = nn.LayerNorm(up_dim)
+        self.mask_mlps = nn.ModuleList(_mlp(*[up_dim] * 4) for _ in range(num_masks))
+        self.iou_head = _mlp(dim, dim, dim, num_masks)
 
     def refine(
         self, late_BTV: torch.Tensor, early_BTV: torch.Tensor, mask_BSS: torch.Tensor, times: int
     ) -> torch.Tensor:
-        """[B, S, S], 0 to 1; each time from what came of the last."""
+        """[B, S, S], 0 to 1, after `times` iterations from this mask."""
         image_BEGG = self.fused(late_BTV, early_BTV)
         for _ in range(times):
-            logits_BMSS, rating_BM = self(image_BEGG, mask_BSS)
-            best_B1 = rating_BM.argmax(-1)[:, None, None, None]
+            logits_BMSS, iou_BM = self(image_BEGG, mask_BSS)
+            best_B1 = iou_BM.argmax(-1)[:, None, None, None]
             best_BSS = logits_BMSS.take_along_dim(best_B1, dim=1)[:, 0]
             mask_BSS = torch.sigmoid(best_BSS)
         return mask_BSS
 
     def fused(self, late_BTV: torch.Tensor, early_BTV: torch.Tensor) -> torch.Tensor:
-        """[B, E, G, G]: both features as one, whatever the mask."""
+        """[B, E, G, G]: both features fused, without the mask."""
         late_BVGG = late_BTV.transpose(1, 2).reshape(*late_BTV.shape[::2], *self.image_pe.shape[2:])
         late_BEGG = self.image_proj(late_BVGG)
         fused: torch.Tensor = self.hq_fusion(early_BTV, late_BEGG)
@@ -183,37 +180,35 @@ class Head(nn.Module):
     def forward(
         self, image_BEGG: torch.Tensor, mask_BSS: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, M, S, S] of the masks, and their ratings [B, M]."""
-        hint = self.mask_encoder(mask_BSS[:, None])
-        hint = F.interpolate(hint, size=image_BEGG.shape[2:], mode="bilinear")
-        image_BTE = (image_BEGG + hint).flatten(2).transpose(1, 2)
-        image_places = self.image_pe.flatten(2).transpose(1, 2)
+        """Return mask logits [B, M, S, S] and predicted IoU [B, M]."""
+        mask_embedding = self.mask_encoder(mask_BSS[:, None])
+        mask_embedding = F.interpolate(mask_embedding, size=image_BEGG.shape[2:], mode="bilinear")
+        image_BTE = (image_BEGG + mask_embedding).flatten(2).transpose(1, 2)
+        image_pe = self.image_pe.flatten(2).transpose(1, 2)
         tokens_QE = torch.cat([self.mask_tokens, self.iou_token])
         tokens_BQE = tokens_QE.expand(len(image_BTE), -1, -1)
         for block in self.transformer_blocks:
-            tokens_BQE, image_BTE = block(tokens_BQE, image_BTE, self.output_pe, image_places)
+            tokens_BQE, image_BTE = block(tokens_BQE, image_BTE, self.output_pe, image_pe)
         seen = self.final_token_to_image(
-            tokens_BQE + self.output_pe, image_BTE + image_places, image_BTE
+            tokens_BQE + self.output_pe, image_BTE + image_pe, image_BTE
         )
         tokens_BQE = self.final_norm(tokens_BQE + seen)
-        grown = self.upsample(image_BTE.transpose(1, 2).reshape(image_BEGG.shape))
-        masks = self._masks(tokens_BQE[:, : self._num_masks], grown)
+        upsampled = self.upsample(image_BTE.transpose(1, 2).reshape(image_BEGG.shape))
+        masks = self._masks(tokens_BQE[:, : self._num_masks], upsampled)
         logits = F.interpolate(masks, size=mask_BSS.shape[1:], mode="bilinear")
         return logits, self.iou_head(tokens_BQE[:, self._num_masks])
 
-    def _masks(self, tokens_BME: torch.Tensor, grown_BCYX: torch.Tensor) -> torch.Tensor:
-        """[B, M, Y, X]."""
-        places_BPC = grown_BCYX.flatten(2).transpose(1, 2)
+    def _masks(self, tokens_BME: torch.Tensor, upsampled_BCYX: torch.Tensor) -> torch.Tensor:
+        cells_BPC = upsampled_BCYX.flatten(2).transpose(1, 2)
         query_BMC = self.final_q_proj(tokens_BME)
-        seen = self.final_attn_up(self.final_norm_up(query_BMC), places_BPC, places_BPC)
+        seen = self.final_attn_up(self.final_norm_up(query_BMC), cells_BPC, cells_BPC)
         query_BMC = query_BMC + seen
-        each = [mlp(query_BMC[:, place]) for place, mlp in enumerate(self.mask_mlps)]
-        masks_BMP = torch.stack(each, dim=1) @ grown_BCYX.flatten(2)
-        return masks_BMP.view(*masks_BMP.shape[:2], *grown_BCYX.shape[2:])
+        each = [mlp(query_BMC[:, index]) for index, mlp in enumerate(self.mask_mlps)]
+        masks_BMP = torch.stack(each, dim=1) @ upsampled_BCYX.flatten(2)
+        return masks_BMP.view(*masks_BMP.shape[:2], *upsampled_BCYX.shape[2:])
 
 
-def _perceptron(*dims: int) -> nn.Sequential:
-    """Linear layers with gelus between them."""
+def _mlp(*dims: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for first, second in pairwise(dims):
         layers += [nn.Linear(first, second), nn.GELU()]
@@ -221,7 +216,6 @@ def _perceptron(*dims: int) -> nn.Sequential:
 
 
 def _mask_encoder(dim: int) -> nn.Sequential:
-    """Four halvings, `conv1` to `conv4`."""
     encoder, channels = nn.Sequential(), 1
     for number, (part, groups) in enumerate(_MASK_CHANNELS, start=1):
         halving = nn.Conv2d(channels, dim // part, 3, stride=2, padding=1)
@@ -231,8 +225,8 @@ def _mask_encoder(dim: int) -> nn.Sequential:
     return encoder
 
 
-def _growing(dim: int) -> nn.Sequential:
-    """Three doublings, each of which halves the channels."""
+def _upsampling(dim: int) -> nn.Sequential:
+    """Double the resolution three times, halving the channels each time."""
     layers: list[nn.Module] = []
     for _ in range(3):
         half = dim // 2

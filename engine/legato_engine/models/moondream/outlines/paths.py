@@ -1,6 +1,6 @@
-"""SVG paths to masks: what a path encloses, by the rule that a renderer has unless it is told.
+"""SVG paths to masks, by the nonzero fill rule.
 
-Shape legend: N points of a polygon, E edges of all, H, W rows and columns of places.
+Shape legend: N points of a polygon, E edges of all, H, W rows and columns.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from legato_engine.models.moondream.outlines.rings import Mask
 
 Points = npt.NDArray[np.float64]
-Place = complex
-"""x and y as one number, so that a place can be turned by a product."""
+Position = complex
+"""x and y as one number, so that a product rotates it."""
 
 _CHORDS = 16  # of a curve
 _PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)")
@@ -26,9 +26,9 @@ _AHEAD = np.linspace(0, 1, _CHORDS + 1)[1:]
 
 
 def polygons(path: str) -> list[Points]:
-    """The rings of a path [N, 2], closed or not, curves as chords.
+    """Return the rings [N, 2] of a path, closed or not, with curves as chords.
 
-    `path` is as `tasks.svg_path` writes it: whole groups of numbers behind every command.
+    `path` has complete groups of numbers after every command, as `SvgPath` writes them.
     """
     pen = _Pen()
     for command, numbers in _strokes(path):
@@ -37,10 +37,9 @@ def polygons(path: str) -> list[Points]:
 
 
 def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
-    """Whether the places [H, W] of these columns and rows lie within rings, closed each.
+    """[H, W]: whether points at these ascending columns and rows lie within the closed rings.
 
-    They do unless the rings wind around them as often one way as the other. Both `xs_W` and `ys_H`
-    rise or stay.
+    A point is inside if the winding number of the rings around it is not zero.
     """
     change = np.zeros((len(ys_H), len(xs_W) + 1), np.int16)
     if rings:
@@ -53,7 +52,7 @@ def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
 def _count(
     change: npt.NDArray[np.int16], starts_E2: Points, ends_E2: Points, xs_W: Points, ys_H: Points
 ) -> None:
-    """Where the winding changes along each row, for all places from there on."""
+    """Add up the changes of the winding number along each row."""
     down = starts_E2[:, 1] < ends_E2[:, 1]
     upper = np.where(down[:, None], starts_E2, ends_E2)
     lower = np.where(down[:, None], ends_E2, starts_E2)
@@ -67,7 +66,6 @@ def _count(
 
 
 def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Commands with their own numbers; more groups of these repeat the command."""
     command, numbers = "", list[float]()
     for piece in _PIECE.findall(path):
         if piece.isalpha():
@@ -83,16 +81,16 @@ def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
 
 
 class _Pen:
-    """Draws strokes; where it stands is the last place of its newest ring."""
+    """Draws strokes; the pen is at the last position of the newest ring."""
 
     def __init__(self) -> None:
-        self.rings: list[list[Place]] = []
-        self._at: Place = 0
-        self._handle: Place = 0  # of the last curve, as the next smooth one mirrors it
+        self.rings: list[list[Position]] = []
+        self._at: Position = 0
+        self._handle: Position = 0  # of the last curve, mirrored by a smooth one
         self._last = ""
 
     def draw(self, command: str, numbers: Sequence[float]) -> None:
-        """One stroke; lower case is relative to where the pen stands."""
+        """Draw one stroke; a lower-case command is relative to the pen."""
         kind = command.upper()
         base = self._at if command != kind else 0
         if kind == "Z":
@@ -105,7 +103,7 @@ class _Pen:
             self.rings.append([self._at])
         self._last = kind
 
-    def _stroke(self, kind: str, base: Place, numbers: Sequence[float]) -> None:
+    def _stroke(self, kind: str, base: Position, numbers: Sequence[float]) -> None:
         if kind == "H":
             self._go([complex(numbers[0] + base.real, self._at.imag)])
         elif kind == "V":
@@ -113,44 +111,44 @@ class _Pen:
         elif kind == "A":
             self._go(_arc(self._at, base + complex(*numbers[5:]), *numbers[:5]))
         else:
-            places = [base + complex(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
-            self._curve(kind, places)
+            positions = [base + complex(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
+            self._curve(kind, positions)
 
-    def _curve(self, kind: str, places: list[Place]) -> None:
+    def _curve(self, kind: str, positions: list[Position]) -> None:
         if kind in "ST":
             smooth = self._last in ("CS" if kind == "S" else "QT")
-            places = [2 * self._at - self._handle if smooth else self._at, *places]
+            positions = [2 * self._at - self._handle if smooth else self._at, *positions]
         if kind in "CSQT":
-            self._handle = places[-2]
-        self._go(_bezier([self._at, *places]) if len(places) > 1 else places)
+            self._handle = positions[-2]
+        self._go(_bezier([self._at, *positions]) if len(positions) > 1 else positions)
 
-    def _go(self, places: Sequence[Place]) -> None:
-        self.rings[-1] += places
-        self._at = places[-1]
+    def _go(self, positions: Sequence[Position]) -> None:
+        self.rings[-1] += positions
+        self._at = positions[-1]
 
 
-def _bezier(control: Sequence[Place]) -> list[Place]:
-    """Places on a curve of any degree, without its start."""
-    level = [np.full(_CHORDS, place, np.complex128) for place in control]
+def _bezier(control: Sequence[Position]) -> list[Position]:
+    """Return positions on a curve of any degree, without its start."""
+    level = [np.full(_CHORDS, position, np.complex128) for position in control]
     while len(level) > 1:
         level = [first + (second - first) * _AHEAD for first, second in pairwise(level)]
     return [*level[0][:-1].tolist(), control[-1]]
 
 
 def _arc(
-    start: Place, end: Place, rx: float, ry: float, degrees: float, large: float, sweep: float
-) -> list[Place]:
-    """Places on an elliptic arc, without its start; a line where the ellipse is none."""
+    start: Position, end: Position, rx: float, ry: float, degrees: float, large: float, sweep: float
+) -> list[Position]:
+    """Return positions on an elliptic arc, without its start; a line if a radius is 0."""
     rx, ry = abs(rx), abs(ry)
     if start == end or not (rx and ry):
         return [end]
     turn = complex(math.cos(math.radians(degrees)), math.sin(math.radians(degrees)))
 
-    def on_circle(place: Place) -> Place:
-        turned = place * turn.conjugate()
+    def on_circle(position: Position) -> Position:
+        turned = position * turn.conjugate()
         return complex(turned.real / rx, turned.imag / ry)
 
-    # On the unit circle that the ellipse becomes, the centre lies beside the middle of the chord.
+    # With the ellipse mapped to the unit circle, the centre is beside the middle of the chord.
     half = on_circle((end - start) / 2)
     grown = max(1.0, abs(half))  # an ellipse too small for both ends is scaled up
     half /= grown
@@ -163,5 +161,5 @@ def _arc(
     elif not sweep and angle > 0:
         angle -= 2 * math.pi
     away = (first * np.exp(1j * angle * _AHEAD) + centre) * grown
-    places = start + (away.real * rx + 1j * away.imag * ry) * turn
-    return [*places[:-1].tolist(), end]
+    positions = start + (away.real * rx + 1j * away.imag * ry) * turn
+    return [*positions[:-1].tolist(), end]

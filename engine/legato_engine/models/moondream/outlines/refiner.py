@@ -1,6 +1,6 @@
-"""Outlines refined by what the vision tower sees of their crops.
+"""Refinement of outlines by vision features of their crops.
 
-Shape legend: N = 1 crop, S a side of it, C channels, T tokens of it, V vision width.
+Shape legend: N = 1 crop, S its side, C channels, T its tokens, V vision width.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import torch
 
 from legato_engine.core import Outline
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.outlines import crop
 from legato_engine.models.moondream.outlines.crop import Crop, Values
 from legato_engine.models.moondream.outlines.weights import load_head
-from legato_engine.models.moondream.preprocess import Crops, WholeImage
+from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 
 class MoondreamRefiner:
-    """A `models.model.MaskRefiner` over a network's vision part and a head of its own."""
+    """A `MaskRefiner` over a network's vision part and a mask head."""
 
     def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
-        """Raises `InvalidField` saying why the file or the model cannot refine."""
+        """Load the head.
+
+        Raises:
+            InvalidField: the model takes no refiner, or the file does not fit it.
+        """
         if config.refiner is None:
             raise InvalidField(f"{config.name} takes no refiner", field="refiner")
         like, side = vision.pos_emb, config.vision.crop_size
@@ -39,18 +43,18 @@ class MoondreamRefiner:
         self.answer = torch.zeros((side, side), dtype=torch.float32, device=like.device)
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
-        """What is seen of the outline; on any thread."""
-        picture: Crops | WholeImage = image.pixels
-        assert picture.picture is not None, "the frontend keeps pictures where there is refining"
-        return crop.cut(outline, picture.picture, self._side)
+        """Cut out the outline's crop, on any thread."""
+        pixels: CroppedImage | WholeImage = image.pixels
+        assert pixels.original is not None, "the frontend did not keep the image"
+        return crop.cut(outline, pixels.original, self._side)
 
     def tensors(self, prepared: Crop) -> tuple[torch.Tensor, ...]:
-        """What goes into `given`."""
+        """Return the crop's pixels and mask as tensors."""
         pixels_SSC, mask_SS = map(torch.from_numpy, (prepared.pixels_SSC, prepared.mask_SS))
         return pixels_SSC[None], mask_SS
 
     def refine(self) -> None:
-        """`given` to `answer`: once the vision tower, then the head time and again."""
+        """Run the vision encoder once, then the head's iterations, from `given` to `answer`."""
         pixels = normalised(self._pixels_NSSC, self._vision.pos_emb.dtype)
         patches_NTP = patches(pixels, self._patch_size)
         early_NTV, late_NTV = self._vision.encode_tapped(patches_NTP, self._settings.early_block)
@@ -59,5 +63,5 @@ class MoondreamRefiner:
         self.answer.copy_(refined_NSS[0])
 
     def finish(self, outline: Outline, prepared: Crop, answer: Values) -> Outline:
-        """The outline in its answer; on any thread."""
+        """Trace the refined outline, on any thread."""
         return crop.outlined(outline.label, prepared, answer)

@@ -1,8 +1,8 @@
 """Masks as rings of pixel borders, and back.
 
-A ring is a closed walk along the borders of pixels, a unit a step, with what belongs to the mask on
-its right as y points down: clockwise around an island, the other way round a hole. Pixels that
-touch at a corner belong together.
+A ring is a closed walk of unit steps along pixel borders, with the mask on its right (y points
+down): clockwise around an island, counter-clockwise around a hole. Pixels that touch at a corner
+are connected.
 
 Shape legend: H, W rows and columns of a mask, E corners of a ring.
 """
@@ -16,17 +16,17 @@ import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 Ring = npt.NDArray[np.int64]
-"""Corners (x, y) [E, 2], each a unit from the next, the last from the first."""
+"""Corners (x, y) [E, 2], one unit apart, the last and the first too."""
 
 _STEPS = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # right, down, left, up: turning right
 
 
 def trace(mask_HW: Mask) -> list[Ring]:
-    """All rings of a mask, in the order of their topmost corners."""
+    """Return all rings of a mask, in the order of their topmost corners."""
     padded = np.pad(mask_HW, 1)
     above, below = padded[:-1, 1:-1], padded[1:, 1:-1]
     left, right = padded[1:-1, :-1], padded[1:-1, 1:]
-    starts_of = (  # where a step in each direction begins; each has a mask's pixel on its right
+    starts_of = (  # of the steps in each direction; each has a pixel of the mask on its right
         np.argwhere(below & ~above)[:, ::-1],
         np.argwhere(left & ~right)[:, ::-1],
         np.argwhere(above & ~below)[:, ::-1] + (1, 0),
@@ -42,13 +42,13 @@ def trace(mask_HW: Mask) -> list[Ring]:
 
 
 def area(ring: Ring) -> float:
-    """Pixels inside; negative for a hole's ring."""
+    """Count the pixels inside; negative for a hole."""
     x, y = ring.T
     return float(x @ np.roll(y, -1) - np.roll(x, -1) @ y) / 2
 
 
 def fill(rings: Sequence[Ring], shape: tuple[int, int]) -> Mask:
-    """The mask [H, W] that some rings of a mask enclose, holes left out."""
+    """[H, W]: the mask that rings enclose, without holes."""
     height, width = shape
     change = np.zeros((height, width + 1), np.int16)
     for ring in rings:
@@ -62,9 +62,9 @@ def fill(rings: Sequence[Ring], shape: tuple[int, int]) -> Mask:
 
 
 def cleaned(mask_HW: Mask, min_area: float) -> Mask:
-    """The mask without holes and islands below `min_area` pixels, and closed by 3 by 3.
+    """Drop islands and holes below `min_area` pixels, then close by 3 by 3.
 
-    The largest island stays, however small.
+    The largest island always stays.
     """
     rings = [(area(ring), ring) for ring in trace(mask_HW)]
     largest = max((size for size, _ in rings), default=0.0)
@@ -80,7 +80,7 @@ def _closed(mask_HW: Mask) -> Mask:
 
 
 def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
-    """Two shorter along the axis: whether a pixel or one of its two neighbours is set."""
+    """Whether a pixel or one of its neighbours along the axis is set; two pixels shorter."""
     count = mask_HW.shape[axis] - 2
     first, second, third = (np.take(mask_HW, range(n, n + count), axis) for n in range(3))
     found: Mask = first | second | third
@@ -90,16 +90,15 @@ def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
 def _following(
     starts: npt.NDArray[np.int64], turns: npt.NDArray[np.int64], side: int
 ) -> npt.NDArray[np.int64]:
-    """The step that each step is followed by, both by index."""
     keys = _keys(starts, turns, side)
     order = np.argsort(keys)
     ends = starts + _STEPS[turns]
     found = np.zeros(len(keys), np.int64)
-    for turn in (1, 0, -1):  # where two steps begin, the left one wins: those on either side join
+    for turn in (1, 0, -1):  # of two steps the left one wins, which connects diagonal pixels
         wanted = _keys(ends, (turns + turn) % 4, side)
-        place = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
-        there = keys[order[place]] == wanted
-        found[there] = order[place[there]]
+        index = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
+        there = keys[order[index]] == wanted
+        found[there] = order[index[there]]
     return found
 
 
@@ -111,7 +110,7 @@ def _keys(
 
 
 def _cycles(following: list[int], order: list[int]) -> list[list[int]]:
-    """Every step once, in walks that begin in this order."""
+    """Group steps into cycles, which begin in this order."""
     seen = bytearray(len(following))
     walks = []
     for first in order:

@@ -1,4 +1,4 @@
-"""The refiner's file: its head's tensors by the names of the published one."""
+"""Loading of a refiner's head."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from legato_engine.models.moondream.outlines.head import Head
 
 _KEY = "head"  # of a pickled file's dict
 _PICKLED = (".pt", ".pth")
-_DIM, _NUM_MASKS = 256, 4  # of a file that does not say
+_DIM, _NUM_MASKS = 256, 4  # of a file without mask tokens
 _DIM_STEP = 32
 _UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 
 def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
-    """The head of a file for this vision tower, on the device and in the dtype of `like`.
+    """Load a head for this vision encoder, on the device and in the dtype of `like`.
 
-    A .safetensors file of its tensors, or a .pt file with a dict of them, alone or as `head`; its
-    width and number of masks are the file's. Raises `InvalidField` naming whatever does not fit.
+    The file is .safetensors, or a .pt dict of tensors, possibly as its entry `head`. It determines
+    width and number of masks; names are those of the published head.
+
+    Raises:
+        InvalidField: the file cannot be read, or its tensors do not fit; the text names them.
     """
     stored = _read(path)
     dim, num_masks = _sizes(path, stored)
@@ -41,7 +44,7 @@ def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
         raise _unusable(path, f"is no refiner for this model: {error}") from None
     for move in moves:
         tensor = stored[move.header.name].to(like.device, like.dtype, copy=True)
-        checkpoint.assign(head, move.place.name, tensor)
+        checkpoint.assign(head, move.destination.name, tensor)
     return head.eval()
 
 
@@ -65,7 +68,6 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _sizes(path: Path, stored: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Width and number of masks."""
     tokens = stored.get("mask_tokens")
     if tokens is None or tokens.dim() != 2:
         return _DIM, _NUM_MASKS

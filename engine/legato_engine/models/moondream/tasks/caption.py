@@ -1,15 +1,15 @@
-"""Describe the picture."""
+"""The caption skill."""
 
 from __future__ import annotations
 
 from legato_engine.core import CaptionResult, FinishReason
-from legato_engine.models.moondream.tasks.answering import AnsweringSkill
+from legato_engine.models.moondream.tasks.text_skill import TextSkill
 
 
-class CaptionSkill(AnsweringSkill):
-    """The answer is the caption."""
+class CaptionSkill(TextSkill):
+    """Text that describes the image."""
 
     def result(self, finish_reason: FinishReason) -> CaptionResult:
-        """The caption so far."""
+        """Return the caption so far."""
         self._close()
         return CaptionResult(caption=self._answer.text)

@@ -1,18 +1,18 @@
-"""Box every instance of an object."""
+"""The detect skill."""
 
 from __future__ import annotations
 
 from legato_engine.core import Box, DetectResult, FinishReason, ObjectEvent
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import TaskSetup
-from legato_engine.models.moondream.tasks.listing import ListingSkill
+from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
+from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
-# Plain numbers: every step asks, and looking up an enum's member is slow.
+# Ints, because enum lookup is slow and every step does it.
 _CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
 
 
-class DetectSkill(ListingSkill[ObjectEvent]):
-    """x, y, size, then the next x or EOS."""
+class DetectSkill(ObjectListSkill[ObjectEvent]):
+    """Boxes of all instances: x, y and size of each, then EOS."""
 
     tokens_per_object = 3
     default_max_objects = 50
@@ -22,11 +22,11 @@ class DetectSkill(ListingSkill[ObjectEvent]):
         self._centre: list[float] = []
 
     def constraint(self) -> int:
-        """Follows the cycle."""
+        """Follow the cycle x, y, size."""
         return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
-        """The boxes completed so far."""
+        """Return the boxes so far."""
         return DetectResult(objects=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> ObjectEvent | None:
@@ -39,7 +39,7 @@ class DetectSkill(ListingSkill[ObjectEvent]):
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:
-    """The box around a centre, cut to the picture."""
+    """Make the box around a centre, cut to the image."""
     (x, y), (width, height) = centre, size
     return Box(
         x_min=max(0.0, x - width / 2),

@@ -1,18 +1,18 @@
-"""Point at every instance of an object."""
+"""The point skill."""
 
 from __future__ import annotations
 
 from legato_engine.core import FinishReason, Point, PointEvent, PointResult
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import TaskSetup
-from legato_engine.models.moondream.tasks.listing import ListingSkill
+from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
+from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
-# Plain numbers: every step asks, and looking up an enum's member is slow.
+# Ints, because enum lookup is slow and every step does it.
 _X, _Y = int(Allow.COORD_OR_EOS), int(Allow.COORD)
 
 
-class PointSkill(ListingSkill[PointEvent]):
-    """x, y, then the next x or EOS."""
+class PointSkill(ObjectListSkill[PointEvent]):
+    """Points at all instances: x and y of each, then EOS."""
 
     tokens_per_object = 2
     default_max_objects = 150
@@ -22,11 +22,11 @@ class PointSkill(ListingSkill[PointEvent]):
         self._x: float | None = None
 
     def constraint(self) -> int:
-        """Follows the cycle."""
+        """Follow the cycle x, y."""
         return _X if self._x is None else _Y
 
     def result(self, finish_reason: FinishReason) -> PointResult:
-        """The points completed so far."""
+        """Return the points so far."""
         return PointResult(points=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> PointEvent | None:

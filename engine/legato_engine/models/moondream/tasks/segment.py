@@ -1,23 +1,23 @@
-"""Outline one instance of an object."""
+"""The segment skill."""
 
 from __future__ import annotations
 
 from legato_engine.core import Box, Event, FinishReason, Outline, OutlineEvent, SegmentResult
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
 from legato_engine.models.moondream.tasks.detect import centred_box
+from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.models.moondream.tasks.svg_path import SvgPath
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.tasks import SampledToken
 
-_FREE = int(Allow.FREE)  # a plain number: every step asks
+_FREE = int(Allow.FREE)  # an int, because enum lookup is slow and every step does it
 
 
 class SegmentSkill(SkillTask):
-    """x, y and size of the box, then path text until EOS; the model is trusted with the order.
+    """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and the first size make the box, others mean nothing. Path text before the
-    box is complete is shown right behind it.
+    The first two coords and the first size make the box; others are ignored. Path text before the
+    box is complete is emitted with it.
     """
 
     has_payload = True
@@ -32,11 +32,11 @@ class SegmentSkill(SkillTask):
         self._path = SvgPath()
 
     def constraint(self) -> int:
-        """Free throughout."""
+        """Allow every token."""
         return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentResult:
-        """The outline so far; none without a box, an empty path if the text is no path."""
+        """Return the outline so far: none without a box, an empty path if the text is invalid."""
         if self._box is None:
             return SegmentResult()
         outline = Outline(path=self._path.text, box=self._box, label=self._label)

@@ -1,4 +1,4 @@
-"""Path tokens to an SVG path in the unit square of a box."""
+"""An SVG path in the unit square of a box, from the model's text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _UNSCALED_OF_ARC = (2, 3, 4)  # rotation and the two flags
 
 
 class SvgPath:
-    """Reads a path piece by piece; what `push` returns adds up to `text`.
+    """Parses a path piece by piece; the results of `push` add up to `text`.
 
-    A piece is a command letter, an integer in a 960 by 960 view of the box, or a minus sign for
-    the next integer; blank pieces mean nothing. Only whole groups of a command's numbers are
-    shown. Anything else is no path: `text` is empty from then on, whatever was shown before.
+    A piece is a command letter, an integer in a 960 by 960 view of the box, a minus sign for the
+    next integer, or blank. Only complete groups of a command's numbers are emitted. Any other piece
+    makes the path invalid, and `text` stays empty.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SvgPath:
         self._negative = False
 
     def push(self, piece: str) -> str:
-        """Read one token's text; the path text it completes."""
+        """Read one token's text; return the path text that it completes."""
         piece = piece.strip()
         if not self._valid or not piece:
             return ""

@@ -1,4 +1,4 @@
-"""Heads for tests: random ones, and one that has learnt in seconds to find what is bright."""
+"""Heads for tests: random ones, and one trained in seconds to find what is bright."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DARK, BRIGHT = 40, 220
 
 
 def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> Head:
-    """A head of sensible scale for this configuration's vision tower."""
+    """A random head for this configuration's vision encoder."""
     torch.manual_seed(seed)
     head = Head(config.vision.dim, config.vision.grid, dim, NUM_MASKS)
     for name, parameter in head.named_parameters():
@@ -34,7 +34,7 @@ def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> He
 
 
 def learnt_head(config: MoondreamConfig, vision: Vision) -> Head:
-    """A head that turns a box around something bright into its mask, for this tower."""
+    """A head that turns a box around something bright into its mask."""
     head = random_head(config).requires_grad_()
     settings, side = config.refiner, config.vision.crop_size
     assert settings is not None
@@ -65,7 +65,7 @@ def learnt_head(config: MoondreamConfig, vision: Vision) -> Head:
 
 
 def _scene(random: np.random.Generator, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pixels, the mask of a box, and that of the bright ellipse or bar in it."""
+    """Pixels, the mask of a box, and the mask of the bright ellipse or bar in it."""
     centre = random.uniform(0.42, 0.58, 2)
     extent = random.uniform(0.24, 0.36, 2)
     y, x = (np.mgrid[:side, :side] + 0.5) / side

@@ -1,6 +1,6 @@
 """The refiner's head in float64, one crop at a time, by the published tensor names.
 
-Shape legend: C channels, Y and X rows and columns of a map, T places or tokens, D width.
+Shape legend: C channels, Y and X rows and columns of a map, T cells or tokens, D width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FUSED_GROUPS = 32
 
 
 def refine(weights: Weights, late_TD: Array, early_TD: Array, mask_YX: Array, times: int) -> Array:
-    """[Y, X] in 0..1: each time the mask that is rated best."""
+    """[Y, X] in 0..1: repeatedly the mask with the highest predicted IoU."""
     for _ in range(times):
         masks, ratings = masks_of(weights, late_TD, early_TD, mask_YX)
         mask_YX = sigmoid(masks[int(np.argmax(ratings))])
@@ -34,7 +34,7 @@ def refine(weights: Weights, late_TD: Array, early_TD: Array, mask_YX: Array, ti
 def masks_of(
     weights: Weights, late_TD: Array, early_TD: Array, mask_YX: Array
 ) -> tuple[Array, Array]:
-    """Logits of all masks, at the size of the one given, and their ratings."""
+    """Logits of all masks at the size of the given one, and their predicted IoU."""
     grid = weights["image_pe"].shape[-1]
     late = _conv(weights, "image_proj", _map(late_TD, grid))
     early = linear(early_TD, weights, "hq_fusion.early_proj.0")
@@ -139,14 +139,14 @@ def _conv(weights: Weights, name: str, x: Array, *, stride: int = 1, padding: in
 
 
 def _doubled(weights: Weights, name: str, x: Array) -> Array:
-    """A transposed convolution: every place becomes two by two."""
+    """A transposed convolution: every cell becomes two by two."""
     blocks = np.einsum("cyx,coij->oyixj", x, weight(weights, f"{name}.weight"))
     shape = (blocks.shape[0], 2 * x.shape[1], 2 * x.shape[2])
     return blocks.reshape(shape) + weight(weights, f"{name}.bias")[:, None, None]
 
 
 def _resized(x_CYX: Array, size: tuple[int, ...]) -> Array:
-    """Linear between the middles of neighbours."""
+    """Linear interpolation between centres."""
     rows, columns = (
         _weights_between(old, new) for old, new in zip(x_CYX.shape[1:], size, strict=True)
     )

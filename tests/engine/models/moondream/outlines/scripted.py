@@ -1,7 +1,7 @@
-"""Moondream 3, tiny, whose text always says the same outline: for tests of the whole way.
+"""A tiny Moondream 3 whose text always says the same outline.
 
-The vision tower has random weights, the decoder none but those that look up what follows a token:
-its streams are one of some directions that stand for tokens and values, and the next is looked up.
+The vision encoder has random weights. The decoder only looks up the next token: hidden states are
+directions that stand for tokens and values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config() -> MoondreamConfig:
 
 
 def write_model(folder: Path) -> None:
-    """Its folder: config.json, tokenizer.json, model.safetensors."""
+    """Write its folder: config.json, tokenizer.json, model.safetensors."""
     (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config())))
     tokenizer = _tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -52,7 +52,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_head(path: Path) -> None:
-    """A head that has learnt to find what is bright, for the tower of that model."""
+    """Write a head trained for that model's vision encoder to find what is bright."""
     torch.save({"head": _learnt()}, path)
 
 
@@ -77,7 +77,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _weights(words: list[int]) -> dict[str, torch.Tensor]:
-    """`answer`, two coords, a size, the words and `eos`, each behind the one before."""
+    """`answer`, two coords, a size, the words and `eos`, each after the one before."""
     tokens, region = config().tokens, config().region
     state = random_weights(config(), 0, torch.device("cpu"), torch.float32).state_dict()
     for name, tensor in state.items():

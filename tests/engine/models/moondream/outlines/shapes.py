@@ -1,4 +1,4 @@
-"""Masks of known shapes, and how alike two masks are."""
+"""Masks of known shapes, and the overlap of masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _middles() -> tuple[np.ndarray, np.ndarray]:
 
 
 def disc(x: float = 150, y: float = 150, radius: float = 100) -> np.ndarray:
-    """A disc of `SIDE` by `SIDE` pixels, as those below."""
+    """A disc in `SIDE` by `SIDE` pixels, like the shapes below."""
     xs, ys = _middles()
     return (xs - x) ** 2 + (ys - y) ** 2 < radius**2
 
@@ -40,13 +40,13 @@ def ring() -> np.ndarray:
 
 
 def islands() -> np.ndarray:
-    """A disc and a rectangle apart from it."""
+    """A disc and a separate rectangle."""
     x, y = _middles()
     return disc(80, 90, 50) | ((x > 170) & (x < 280) & (y > 150) & (y < 240))
 
 
 def wavy() -> np.ndarray:
-    """A curve with neither corners nor symmetry, that touches two edges of the picture."""
+    """A curve without corners or symmetry that touches two edges of the image."""
     x, y = _middles()
     angle = np.arctan2(y - 110, x - 120)
     far = 115 + 18 * np.sin(3 * angle) + 7 * np.sin(8 * angle + 1)
@@ -62,7 +62,7 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def drawn(path: str, box: tuple[float, float, float, float], width: int, height: int) -> np.ndarray:
-    """What a renderer makes of an SVG path in the unit square of a box of shares of a picture."""
+    """A renderer's mask of an SVG path in the unit square of a box."""
     import resvg_py
 
     x_min, y_min, x_max, y_max = box

@@ -1,4 +1,4 @@
-"""What the refiner sees of an outline, and what is made of its answer."""
+"""The refiner's input from an outline, and the outline of its result."""
 
 import numpy as np
 import pytest
@@ -20,60 +20,60 @@ def outline(path=SQUARE, box=MIDDLE):
     return Outline(path=path, box=box, label="cup")
 
 
-def picture(height=100, width=200):
+def noise_image(height=100, width=200):
     """Noise."""
     random = np.random.default_rng(3)
     return random.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def placed(size, left, top, extent=(S, S)):
-    """A crop of which only the place is read."""
+    """A crop of which only the position is read."""
     seen = np.zeros((S, S, 3), np.uint8)
     return Crop(size, left, top, extent, seen, seen[..., 0])
 
 
 def whole(mask, side=S):
-    """A crop of a whole picture that holds this mask, and the mask as an answer of `side`."""
+    """A crop of a whole image with this mask, and the mask as a result of `side`."""
     return placed(mask.shape, 0, 0, mask.shape), crop.resized(mask.astype(np.float32), (side, side))
 
 
 def test_the_crop_is_the_box_with_a_quarter_of_it_on_each_side():
-    """In pixels of the picture, whatever its proportions."""
-    made = crop.cut(outline(), picture(), S)
+    """In pixels of the image, whatever its proportions."""
+    made = crop.cut(outline(), noise_image(), S)
     assert (made.size, made.left, made.top, made.extent) == ((100, 200), 70, 35, (30, 60))
     assert made.pixels_SSC.shape == (S, S, 3)
     assert made.mask_SS.shape == (S, S)
 
 
-def test_a_crop_ends_with_the_picture():
+def test_a_crop_ends_with_the_image():
     """A box at the edge has no margin there."""
-    made = crop.cut(outline(box=Box(x_min=0, y_min=0.5, x_max=0.5, y_max=1)), picture(), S)
+    made = crop.cut(outline(box=Box(x_min=0, y_min=0.5, x_max=0.5, y_max=1)), noise_image(), S)
     assert (made.left, made.top, made.extent) == (0, 37, (63, 125))
 
 
 def test_the_mask_is_what_the_path_encloses():
     """The box fills the middle two thirds of its crop, and a hole in a path is a hole."""
-    mask = crop.cut(outline(), picture(300, 300), 90).mask_SS
+    mask = crop.cut(outline(), noise_image(300, 300), 90).mask_SS
     expected = np.zeros((90, 90), np.uint8)
     expected[15:75, 15:75] = 1
     assert np.array_equal(mask, expected)
     holed = SQUARE + " M 0.3,0.3 L 0.3,0.7 L 0.7,0.7 L 0.7,0.3 Z"
-    mask = crop.cut(outline(holed), picture(300, 300), 90).mask_SS
+    mask = crop.cut(outline(holed), noise_image(300, 300), 90).mask_SS
     assert mask[45, 45] == 0
     assert mask[20, 20] == 1
 
 
 def test_relative_commands_and_curves_are_drawn():
-    """All that the grammar of paths allows."""
+    """The whole grammar of paths is drawn."""
     path = "m 0.5,0 c 0.28,0 0.5,0.22 0.5,0.5 s -0.22,0.5 -0.5,0.5 q -0.5,0 -0.5,-0.5 t 0.5,-0.5 z"
-    mask = crop.cut(outline(path, WHOLE), picture(60, 60), 60).mask_SS
+    mask = crop.cut(outline(path, WHOLE), noise_image(60, 60), 60).mask_SS
     assert 0.75 < mask.mean() < 0.85  # a disc's share is 0.79, and one quarter bulges
     assert mask[30, 30]
     assert not mask[0, 0]
 
 
 def test_of_a_large_crop_only_what_is_seen_is_drawn():
-    """Every so many pixels one, itself covered by more than half."""
+    """Of a large crop only sampled pixels are drawn, each if covered by more than half."""
     triangle = outline("M 0,0 L 1,0 L 0,1 z", WHOLE)
     large = np.broadcast_to(np.uint8(7), (3000, 3000, 3))
     seen = np.arange(S) * 3000 // S
@@ -93,12 +93,12 @@ def test_of_a_large_crop_only_what_is_seen_is_drawn():
 def test_what_encloses_nothing_is_not_refinable(path, box):
     """A box without extent, a line, a point."""
     with pytest.raises(NotRefinable, match=r"is empty|nothing"):
-        crop.cut(outline(path, box), picture(), S)
+        crop.cut(outline(path, box), noise_image(), S)
 
 
 @pytest.mark.parametrize("size", [(7, 9), (56, 56), (150, 40)])
 def test_interpolation_is_linear_between_middles(size):
-    """Like Pillow's where that takes no mean of more than two, and exact on a plane."""
+    """It is like Pillow's without antialiasing, and exact on a plane."""
     values = np.random.default_rng(0).random((50, 30)).astype(np.float32)
     expected = Image.fromarray(values).resize((90, 100), Image.Resampling.BILINEAR)
     assert np.allclose(crop.resized(values, (100, 90)), np.asarray(expected), atol=1e-5)
@@ -111,8 +111,8 @@ def test_interpolation_is_linear_between_middles(size):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_answer_becomes_an_outline_of_the_same_shape(shape):
-    """Through the crop's size, cleaning and tracing; the path is drawn in the new box."""
+def test_a_result_becomes_an_outline_of_the_same_shape(shape):
+    """Resizing, cleaning and tracing keep the shape, in the new box."""
     mask = SHAPES[shape]()
     made = crop.outlined("cup", *whole(mask, side=SIDE))
     assert (made.label, made.coarse) == ("cup", False)
@@ -121,7 +121,7 @@ def test_an_answer_becomes_an_outline_of_the_same_shape(shape):
 
 
 def test_the_box_has_all_pixels_of_the_mask_and_no_others():
-    """Its edges are those of the outermost pixels, in shares of the picture."""
+    """Its edges are those of the outermost pixels, in fractions of the image."""
     answer = np.zeros((S, S), np.float32)
     answer[10:30, 20:50] = 1
     made = crop.outlined("cup", placed((200, 100), 4, 8), answer)
@@ -131,7 +131,7 @@ def test_the_box_has_all_pixels_of_the_mask_and_no_others():
 
 
 def test_a_large_crop_is_traced_no_finer_than_it_was_seen():
-    """Its box and path are those of a small one, in shares of the picture."""
+    """Its box and path are those of a small crop, in fractions of the image."""
     answer = crop.resized(SHAPES["disc"]().astype(np.float32), (S, S))
     small = crop.outlined("cup", placed((2 * S, 2 * S), 0, 0, (2 * S, 2 * S)), answer)
     large = crop.outlined("cup", placed((40 * S, 80 * S), 0, 0, (40 * S, 80 * S)), answer)
@@ -142,7 +142,7 @@ def test_a_large_crop_is_traced_no_finer_than_it_was_seen():
     ("value", "problem"), [(0.0, "empty"), (0.5, "empty"), (float("nan"), "not finite")]
 )
 def test_an_answer_without_a_mask_is_no_outline(value, problem):
-    """Nothing is sure enough, or nothing is a number."""
+    """A result below one half everywhere, or not finite, is refused."""
     answer = np.full((S, S), value, np.float32)
     with pytest.raises(NotRefinable, match=problem):
         crop.outlined("cup", placed((S, S), 0, 0), answer)

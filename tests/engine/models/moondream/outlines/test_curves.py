@@ -1,4 +1,4 @@
-"""Rings to curves."""
+"""Curves fitted to rings."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def text(curve):
 
 
 def traced(mask, tolerance=TOLERANCE):
-    """A mask's curves, and what a renderer makes of them."""
+    """A mask's curves, and a renderer's mask of them."""
     found = [curves.fit(ring, tolerance) for ring in rings.trace(mask)]
     height, width = mask.shape
     unit = (0.0, 0.0, 1 / width, 1 / height)
@@ -29,7 +29,7 @@ def traced(mask, tolerance=TOLERANCE):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shape_survives_tracing(shape):
-    """Drawn again, it is the same but for its border; in few strokes."""
+    """The drawn curve differs only at the border, and has few strokes."""
     mask = SHAPES[shape]()
     found, again = traced(mask)
     assert overlap(mask, again) > 0.985
@@ -37,7 +37,7 @@ def test_a_shape_survives_tracing(shape):
 
 
 def test_corners_stay_corners_and_edges_lines():
-    """A star is mostly straight, a disc nowhere."""
+    """A star is mostly lines, a disc has none."""
     (of_star,), _ = traced(star())
     (of_disc,), _ = traced(disc())
     assert sum(stroke.is_line for stroke in of_star.strokes) >= 10
@@ -46,7 +46,7 @@ def test_corners_stay_corners_and_edges_lines():
 
 @pytest.mark.parametrize("tolerance", [0.5, 1.0, 3.0])
 def test_a_curve_stays_within_its_tolerance(tolerance):
-    """No place of the border is farther from a stroke than that, and the staircase's half pixel."""
+    """No border point is farther from a stroke than the tolerance and half a pixel."""
     ring = rings.trace(SHAPES["wavy"]())[0]
     curve = curves.fit(ring, tolerance)
     places, start = [], curve.start
@@ -74,5 +74,5 @@ def test_tiny_rings_have_curves_too(extent):
 
 
 def test_the_same_ring_gives_the_same_curve():
-    """To the last digit."""
+    """Curves are equal to the last digit."""
     assert [text(c) for c in traced(star())[0]] == [text(c) for c in traced(star())[0]]

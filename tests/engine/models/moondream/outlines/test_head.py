@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from legato_engine.models.moondream.outlines.head import Head, Looking
+from legato_engine.models.moondream.outlines.head import Attention, Head
 from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
 from torch import nn
 
@@ -15,14 +15,14 @@ GRID, SIDE, V = CONFIG.vision.grid, CONFIG.vision.crop_size, CONFIG.vision.dim
 
 
 def given(count=1, seed=0):
-    """Late and early features and a mask."""
+    """Late and early features, and a mask."""
     torch.manual_seed(seed)
     late, early = torch.randn(2, count, GRID * GRID, V)
     return late, early, (torch.rand(count, SIDE, SIDE) > 0.5).float()
 
 
 def test_shapes_of_moondream_3s_head():
-    """At the published sizes: four masks of the crop's size and their ratings."""
+    """At the published sizes: four masks of the crop's size and their predicted IoU."""
     vision = moondream3_config().vision
     with torch.device("meta"):
         head = Head(vision.dim, vision.grid, 256, 4)
@@ -41,25 +41,25 @@ def test_shapes_of_moondream_3s_head():
     assert names["image_pe"] == (1, 256, 27, 27)
 
 
-def test_the_grown_map_has_eight_places_for_one():
-    """Three doublings down to an eighth of the width."""
+def test_the_upsampled_map_has_eight_times_the_resolution():
+    """Three doublings, down to an eighth of the width."""
     head = random_head(CONFIG)
     assert head.upsample(torch.zeros(1, 32, GRID, GRID)).shape == (1, 4, 8 * GRID, 8 * GRID)
 
 
-def test_looking_is_torchs_attention():
-    """The published weights are laid out for that."""
+def test_attention_is_torchs():
+    """The attention equals torch's with the same weights."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     nn.init.normal_(theirs.in_proj_bias)
-    ours = Looking(32, 4)
+    ours = Attention(32, 4)
     ours.load_state_dict(theirs.state_dict())
     query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     assert torch.allclose(ours(query, key, value), theirs(query, key, value)[0], atol=1e-6)
 
 
 def test_the_head_is_the_references():
-    """Logits, ratings and what comes of five times, by a plain head in numpy."""
+    """Logits, predicted IoU and five iterations equal a plain head in numpy."""
     head = random_head(CONFIG, seed=2)
     for parameter in head.parameters():
         if parameter.dim() == 1:
@@ -76,7 +76,7 @@ def test_the_head_is_the_references():
 
 
 def test_refining_feeds_back_the_best_rated_mask():
-    """Each time the mask whose rating is highest, as shares from 0 to 1."""
+    """Each iteration starts from the mask with the highest predicted IoU."""
     head = random_head(CONFIG, seed=4)
     late, early, mask = given(3)
     image, best = head.fused(late, early), set()
@@ -95,7 +95,7 @@ def test_refining_feeds_back_the_best_rated_mask():
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_the_answer_depends_on_all_that_is_given(which):
-    """On late features, early features and the mask."""
+    """Late features, early features and the mask all matter."""
     head = random_head(CONFIG)
     late, early, mask = given()
     before = head.refine(late, early, mask, 1)
@@ -104,7 +104,7 @@ def test_the_answer_depends_on_all_that_is_given(which):
 
 
 def test_the_same_gives_the_same_bits():
-    """Twice in a row."""
+    """Two runs have the same bits."""
     head = random_head(CONFIG)
     late, early, mask = given()
     assert torch.equal(head.refine(late, early, mask, 5), head.refine(late, early, mask, 5))

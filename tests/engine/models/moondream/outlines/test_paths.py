@@ -1,4 +1,4 @@
-"""SVG paths to masks, beside a renderer that is not ours."""
+"""SVG paths to masks, compared with a renderer."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ PATHS = {
     "crossing itself": "M 0.5,0.05 L 0.8,0.95 0.05,0.4 0.95,0.4 0.2,0.95 Z",
     "not closed": "M 0.1,0.1 L 0.9,0.2 0.5,0.9 M 0.1,0.9 L 0.2,0.9 0.2,0.8",
     "on behind an end": "M 0.1,0.1 H 0.4 V 0.4 Z L 0.1,0.9 0.6,0.9 z",
-    "beyond the picture": "M -0.5,0.2 L 1.5,-0.3 0.8,1.7 Z",
+    "beyond the image": "M -0.5,0.2 L 1.5,-0.3 0.8,1.7 Z",
 }
 
 
@@ -45,7 +45,7 @@ def ours(path):
 
 @pytest.mark.parametrize("name", PATHS)
 def test_every_command_draws_what_a_renderer_draws(name):
-    """All of the grammar, in either case; but for places that the border runs through."""
+    """The whole grammar, in either case, except at the border."""
     path = PATHS[name]
     assert overlap(ours(path), drawn(path, BOX, SIDE, SIDE)) > 0.985
 
@@ -58,7 +58,7 @@ places = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(rings=st.lists(places, min_size=1, max_size=3))
 def test_polygons_are_filled_as_a_renderer_fills_them(rings):
-    """Crossing each other and themselves: away from the borders, every place is the same."""
+    """Polygons that cross each other and themselves, away from the borders."""
     parts = ["M " + " L ".join(f"{x / SIDE:.4f},{y / SIDE:.4f}" for x, y in ring) for ring in rings]
     path = " z ".join(parts) + " z"
     differ = ours(path) ^ drawn(path, BOX, SIDE, SIDE)
@@ -70,8 +70,8 @@ def test_polygons_are_filled_as_a_renderer_fills_them(rings):
     assert differ.sum() <= 0.1 * borders + 2
 
 
-def test_places_may_lie_anywhere():
-    """Apart, or several times in one place, or all beyond the path."""
+def test_points_may_lie_anywhere():
+    """Points may be apart, repeated, or outside the path."""
     square = np.array([(0, 0), (2.5, 0), (2.5, 3), (0, 3)])
     xs, ys = np.array([-1, 0.1, 0.1, 2.4, 2.6]), np.array([-0.1, 0.5, 2.9, 3.1, 9])
     assert paths.enclosed([square], xs, ys).astype(int).tolist() == [

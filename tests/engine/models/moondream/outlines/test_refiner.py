@@ -1,4 +1,4 @@
-"""The whole way from a coarse outline to a better one."""
+"""A coarse outline and its refinement."""
 
 import msgspec
 import numpy as np
@@ -32,20 +32,20 @@ def network():
 
 @pytest.fixture(scope="module")
 def learnt(network, tmp_path_factory):
-    """A refiner that has learnt to find what is bright in the box it is given."""
+    """A refiner trained to find what is bright in its box."""
     path = tmp_path_factory.mktemp("head") / "model.pt"
     torch.save({"head": learnt_head(CONFIG, network.vision).state_dict()}, path)
     return MoondreamRefiner(CONFIG, network.vision, path)
 
 
 def prepared(pixels_HWC):
-    """The picture as a frontend prepares it for a refiner."""
-    frontend = MoondreamFrontend(CONFIG, StandInTokenizer()).keeping_pictures()
+    """The image as a frontend prepares it for a refiner."""
+    frontend = MoondreamFrontend(CONFIG, StandInTokenizer()).keeping_images()
     return frontend.prepare_image(Image.fromarray(pixels_HWC), "k", INFO)
 
 
 def refined(refiner, outline, image):
-    """As the engine does it, without the engine."""
+    """The refiner's calls in the engine's order."""
     given = refiner.prepare(outline, image)
     for device, host in zip(refiner.given, refiner.tensors(given), strict=True):
         device.copy_(host)
@@ -54,7 +54,7 @@ def refined(refiner, outline, image):
 
 
 def scene(x, y, half_width, half_height):
-    """A bright ellipse in the dark, and its mask."""
+    """A bright ellipse on dark, and its mask."""
     ys, xs = np.mgrid[:HEIGHT, :WIDTH] + 0.5
     truth = ((xs - x) / half_width) ** 2 + ((ys - y) / half_height) ** 2 < 1
     noise = np.random.default_rng(1).normal(0, 8, (HEIGHT, WIDTH, 3))
@@ -86,8 +86,8 @@ def test_a_box_around_an_ellipse_becomes_the_ellipse(learnt, x, y, half_width, h
     assert refined(learnt, coarse, prepared(pixels)) == better, "the same again"
 
 
-def test_the_tap_is_what_a_shorter_tower_gives(network):
-    """Features behind a block, and at the end the same bits as without a tap."""
+def test_the_tap_is_what_a_shorter_encoder_gives(network):
+    """A tapped encoder has a shorter encoder's features, and its own bits at the end."""
     vision = network.vision
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 56, 56, 3), np.uint8))
     fed = patches(normalised(pixels, torch.float32), 14)
@@ -97,28 +97,28 @@ def test_the_tap_is_what_a_shorter_tower_gives(network):
     assert torch.equal(early, x + y)
 
 
-def test_pictures_are_kept_for_a_refiner_only():
-    """They count for the cache's bytes, as decoded."""
+def test_images_are_kept_for_a_refiner_only():
+    """Kept originals count towards the cache's bytes."""
     pixels, _ = scene(10, 10, 5, 5)
     image = prepared(pixels)
     plain = MoondreamFrontend(CONFIG, StandInTokenizer()).prepare_image(
         Image.fromarray(pixels), "k", INFO
     )
-    assert np.array_equal(image.pixels.picture, pixels)
-    assert plain.pixels.picture is None
+    assert np.array_equal(image.pixels.original, pixels)
+    assert plain.pixels.original is None
     assert image.num_bytes == plain.num_bytes + pixels.nbytes
 
 
-def test_a_picture_left_whole_is_there_already():
-    """Whichever of the two comes first."""
+def test_an_image_left_whole_is_there_already():
+    """An uncropped image is its own original, whichever option is set first."""
     frontend = MoondreamFrontend(CONFIG, StandInTokenizer())
     pixels, _ = scene(10, 10, 5, 5)
     for made in (
-        frontend.resizing_on_device().keeping_pictures(),
-        frontend.keeping_pictures().resizing_on_device(),
+        frontend.resizing_on_device().keeping_images(),
+        frontend.keeping_images().resizing_on_device(),
     ):
         image = made.prepare_image(Image.fromarray(pixels), "k", INFO)
-        assert np.array_equal(image.pixels.picture, pixels)
+        assert np.array_equal(image.pixels.original, pixels)
 
 
 def test_a_model_without_settings_for_it_takes_no_refiner(network, tmp_path):

@@ -16,7 +16,7 @@ masks = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 1 << 30))
 @settings(max_examples=200, deadline=None)
 @given(mask=masks)
 def test_rings_enclose_exactly_their_mask(mask):
-    """Whatever touches whatever, filling all rings gives the mask, and areas add up to it."""
+    """Filling all rings gives the mask, and their areas add up to it."""
     found = rings.trace(mask)
     assert np.array_equal(rings.fill(found, mask.shape), mask)
     assert sum(map(rings.area, found)) == mask.sum()
@@ -25,7 +25,7 @@ def test_rings_enclose_exactly_their_mask(mask):
 @settings(max_examples=100, deadline=None)
 @given(mask=masks)
 def test_a_ring_is_a_closed_walk_of_unit_steps(mask):
-    """Each corner is a pixel's side from the next, the last from the first; no step is twice."""
+    """Corners are one unit apart, the last and the first too, and no step repeats."""
     steps: set[tuple[object, object]] = set()
     for ring in rings.trace(mask):
         ahead = np.roll(ring, -1, axis=0)
@@ -38,7 +38,7 @@ def test_a_ring_is_a_closed_walk_of_unit_steps(mask):
 
 @pytest.mark.parametrize(("shape", "signs"), [("ring", "+-"), ("islands", "++"), ("disc", "+")])
 def test_islands_turn_one_way_and_holes_the_other(shape, signs):
-    """The sign of a ring's area tells them apart."""
+    """The sign of a ring's area distinguishes them."""
     found = ["+" if rings.area(ring) > 0 else "-" for ring in rings.trace(SHAPES[shape]())]
     assert "".join(found) == signs
 
@@ -49,27 +49,27 @@ def test_pixels_that_touch_at_a_corner_are_one_island():
 
 
 def test_an_empty_mask_has_no_ring():
-    """Nor does cleaning make anything of it."""
+    """Cleaning keeps it empty."""
     empty = np.zeros((3, 4), bool)
     assert rings.trace(empty) == []
     assert not rings.cleaned(empty, 2).any()
 
 
 def test_small_holes_are_filled_and_small_islands_go():
-    """Both below the area given; those above it stay."""
+    """Those below the given area go, larger ones stay."""
     mask = disc() & ~disc(150, 150, 5) & ~disc(120, 120, 20) | disc(20, 20, 5) | disc(270, 270, 20)
     expected = disc() & ~disc(120, 120, 20) | disc(270, 270, 20)
     assert np.array_equal(rings.cleaned(mask, 100), expected)
 
 
 def test_the_largest_island_stays_however_small():
-    """Something that was found is not cleaned away."""
+    """Cleaning never empties a mask."""
     mask = disc(50, 50, 4) | disc(100, 100, 6)
     assert np.array_equal(rings.cleaned(mask, 1000), disc(100, 100, 6))
 
 
 def test_cracks_of_a_pixel_close():
-    """Within a shape, and where it meets the picture's edge."""
+    """Within a shape, and at the edge of the image."""
     mask = np.ones((20, 20), bool)
     mask[:, 10] = False
     assert rings.cleaned(mask, 1).all()

@@ -1,4 +1,4 @@
-"""The refiner's file, read strictly."""
+"""The refiner's file is read strictly."""
 
 import msgspec
 import pytest
@@ -26,7 +26,7 @@ def load(path, like=LIKE):
 
 
 def problem(path):
-    """What is said against a file."""
+    """The error about a file."""
     with pytest.raises(InvalidField) as caught:
         load(path)
     assert caught.value.metadata["field"] == "refiner"
@@ -45,7 +45,7 @@ def saved(path, content):
 
 @pytest.mark.parametrize("name", ["head.pt", "head.safetensors", "nested.pt"])
 def test_every_tensor_is_read_from_every_kind_of_file(tmp_path, state, name):
-    """A dict, the same under `head` beside something else, or safetensors; the width is theirs."""
+    """A dict, a dict with `head`, or safetensors; the file determines the width."""
     content = {"head": state, "step": 7} if name == "nested.pt" else state
     head = load(saved(tmp_path / name, content))
     assert head.image_pe.shape[1] == 64
@@ -55,13 +55,13 @@ def test_every_tensor_is_read_from_every_kind_of_file(tmp_path, state, name):
 
 
 def test_tensors_take_the_models_dtype(tmp_path, state):
-    """Whatever they are stored as."""
+    """Whatever dtype they are stored in."""
     head = load(saved(tmp_path / "head.pt", state), LIKE.bfloat16())
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
 
 
 def test_what_is_missing_unknown_or_misshapen_is_named(tmp_path, state):
-    """Each in a line of its own, the unknown with the nearest name that is expected."""
+    """Each has its own line, an unknown one with the nearest expected name."""
     del state["final_norm.bias"]
     state["final_nrom.bias"] = torch.zeros(64)
     state["iou_head.0.weight"] = torch.zeros(64, 63)
@@ -72,8 +72,8 @@ def test_what_is_missing_unknown_or_misshapen_is_named(tmp_path, state):
     assert "3 tensors" in said
 
 
-def test_a_head_for_another_tower_is_refused(tmp_path):
-    """Its tensors say what they were made for."""
+def test_a_head_for_another_vision_encoder_is_refused(tmp_path):
+    """Its shapes do not fit this vision encoder."""
     vision = msgspec.structs.replace(CONFIG.vision, dim=96)
     state = random_head(msgspec.structs.replace(CONFIG, vision=vision)).state_dict()
     said = problem(saved(tmp_path / "head.pt", dict(state)))
@@ -89,13 +89,13 @@ def test_a_width_that_no_head_has_is_refused(tmp_path, state, dim):
 
 @pytest.mark.parametrize("content", [[1, 2], {"head": {"a": 1}}, {"a": {"b": torch.zeros(1)}}])
 def test_what_is_no_dict_of_tensors_is_refused(tmp_path, content):
-    """Nor is anything else in a file looked at."""
+    """Nothing else in a file is read."""
     assert "no dict of tensors" in problem(saved(tmp_path / "head.pt", content))
 
 
 @pytest.mark.parametrize("name", ["head.pt", "head.safetensors"])
 def test_what_cannot_be_read_is_said(tmp_path, name):
-    """A file that is missing, and one of noise."""
+    """A missing file and a file of noise are errors."""
     path = tmp_path / name
     assert "cannot be read" in problem(path)
     path.write_bytes(b"noise" * 100)

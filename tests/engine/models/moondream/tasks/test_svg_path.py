@@ -1,4 +1,4 @@
-"""Path tokens to path text."""
+"""The model's path tokens as an SVG path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from legato_engine.models.moondream.tasks.svg_path import SvgPath
 
 
 def read(pieces):
-    """The path after all pieces, and what was shown."""
+    """The path after all pieces, and the texts it returned."""
     path = SvgPath()
     return path, "".join(map(path.push, pieces))
 
@@ -26,14 +26,14 @@ def read(pieces):
     ],
 )
 def test_numbers_become_the_unit_square(pieces, text):
-    """Numbers are 960ths of the box, three decimals at most, in pairs."""
+    """Numbers are 960ths of the box with three decimals at most, in pairs."""
     path, shown = read(pieces.split())
     assert path.text == shown == text
 
 
 @pytest.mark.parametrize("pieces", ["M 0 0 L 5", "M 0 0 L", "M 0 0 C 1 2 3 4 5"])
 def test_unfinished_groups_are_left_out(pieces):
-    """A path that is cut off ends behind its last whole stroke."""
+    """A path that is cut off ends after its last complete stroke."""
     path, shown = read(pieces.split())
     assert path.text == shown == "M 0,0"
 
@@ -52,7 +52,7 @@ def test_unfinished_groups_are_left_out(pieces):
     ],
 )
 def test_what_is_no_path_gives_an_empty_one(pieces):
-    """Nonsense empties the path, silences it, and raises nothing."""
+    """An invalid piece empties the path, and raises nothing."""
     path, _ = read(pieces.split())
     assert path.text == ""
     assert path.push("M") == path.push("1") == path.push("2") == ""

@@ -21,6 +21,7 @@ from legato_engine.core import (
     QueryTask,
     ReasoningDelta,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TextDelta,
@@ -64,7 +65,7 @@ def make(frontend):
     def make(task, image=IMAGE, return_tokens=False, logprobs=False, **sampling):
         return frontend.make_task(
             Request(
-                request_id="r",
+                request_id=RequestKey("r"),
                 task=task,
                 image=image,
                 sampling=SamplingParams(**sampling),
@@ -77,7 +78,7 @@ def make(frontend):
 
 
 def run(task, tokens):
-    """Every event of the tokens, and the result; all tokens must be wanted."""
+    """Every event of the tokens, and the result; the task must need all tokens."""
     events = []
     for token in tokens:
         assert task.finish_reason is None
@@ -113,7 +114,7 @@ def test_detect_may_find_nothing(make):
 
 
 def test_detect_ends_at_max_objects(make):
-    """The last object asked for ends the task, with a reason of its own."""
+    """The last object allowed ends the task with a finish reason of its own."""
     task = make(DetectTask(object="cup", max_objects=2))
     assert task.max_tokens == 7
     _, result = run(task, [coord(0.5), coord(0.5), size(0.1, 0.1)] * 2)
@@ -156,7 +157,7 @@ def test_caption_streams_text(make):
 
 
 def test_the_budget_ends_a_caption(make):
-    """The last token allowed ends the task, and held back text comes out with it."""
+    """The last token allowed ends the task and emits the text held back."""
     task = make(CaptionTask(), max_tokens=3, stop=("pq",))
     events, result = run(task, text("cup"))
     assert task.finish_reason is FinishReason.LENGTH
@@ -164,7 +165,7 @@ def test_the_budget_ends_a_caption(make):
 
 
 def test_a_stop_string_ends_an_answer(make):
-    """Text is cut before the stop string, in deltas as in the result."""
+    """Text is cut before the stop string, in deltas and in the result."""
     task = make(QueryTask(question="?"), stop=("END", "zz"))
     events, result = run(task, text("a cup EN EEND"))
     assert task.finish_reason is FinishReason.STOP
@@ -180,7 +181,7 @@ def test_a_cancelled_answer_holds_all_text(make):
 
 
 def test_tokens_come_along_when_asked_for(make):
-    """Every token is named once, with its own text, empty inside a character, beside the text."""
+    """Every token is reported once with its own text, empty within a character, next to deltas."""
     task = make(QueryTask(question="?"), return_tokens=True)
     events, _ = run(task, [*text("é!"), *plain(EOS)])
     half, rest, mark = (
@@ -195,8 +196,8 @@ def test_tokens_come_along_when_asked_for(make):
     ]
 
 
-def test_tokens_of_places_carry_their_values(make):
-    """Coordinates and sizes are typed, and come in front of the object that they complete."""
+def test_tokens_of_positions_carry_their_values(make):
+    """Coordinates and sizes are typed, and precede the object that they complete."""
     task = make(DetectTask(object="cup"), return_tokens=True)
     events, _ = run(task, [coord(0.5), coord(0.25), size(0.5, 0.125), *plain(EOS)])
     told = [
@@ -209,8 +210,8 @@ def test_tokens_of_places_carry_their_values(make):
     assert [type(event) for event in events] == [*[TokensDelta] * 3, ObjectEvent, TokensDelta]
 
 
-def test_tokens_of_thoughts_come_beside_them(make):
-    """Thoughts name their tokens as answers do; marks, points and openers come by themselves."""
+def test_tokens_of_reasoning_come_beside_it(make):
+    """Reasoning tokens are reported like an answer's; marks, points and answer ids alone."""
     task = make(QueryTask(question="?", reasoning=True), return_tokens=True)
     tokens = [*plain(GROUND_START), *text("a"), coord(0.5), coord(0.5), *plain(GROUND_END)]
     tokens += [*plain(ANSWER, ANSWER), *text("b"), *plain(EOS)]
@@ -221,7 +222,7 @@ def test_tokens_of_thoughts_come_beside_them(make):
 
 
 def test_a_held_token_is_told_at_once(make):
-    """Tokens whose text may begin a stop string are not held back with it."""
+    """Tokens are reported even while their text may begin a stop string."""
     task = make(QueryTask(question="?"), return_tokens=True, stop=("END",))
     events, result = run(task, text("aEND"))
     assert [token.text for token in tokens_of(events)] == list("aEND")
@@ -229,7 +230,7 @@ def test_a_held_token_is_told_at_once(make):
 
 
 def test_logprobs_are_told_to_those_who_ask(make):
-    """A token's log-probability is passed on, but not to a request that only rides along."""
+    """A request that does not want log-probabilities gets none, even if its launch has them."""
     token = SampledToken(StandInTokenizer().encode("a")[0], (0.0, 0.0), -0.5)
     seen = {}
     for asks in (True, False):
@@ -239,9 +240,9 @@ def test_logprobs_are_told_to_those_who_ask(make):
 
 
 def test_reasoning_comes_before_the_answer(make):
-    """Thoughts until the answer token, one more of it forced, then the answer."""
+    """Reasoning until the answer token, a second one forced, then the answer."""
     task = make(QueryTask(question="?", reasoning=True))
-    assert task.constraint() == Allow.THOUGHT
+    assert task.constraint() == Allow.REASONING
     events, _ = run(task, text("so"))
     assert events == [ReasoningDelta(text="s"), ReasoningDelta(text="o")]
     run(task, plain(ANSWER))
@@ -275,7 +276,7 @@ def test_reasoning_is_grounded(make):
 
 
 def test_a_span_without_points_grounds_nothing(make):
-    """Opening and closing a span around text alone reports nothing."""
+    """A span around text alone reports nothing."""
     task = make(QueryTask(question="?", reasoning=True))
     tokens = [*plain(GROUND_START), *text("cup"), *plain(GROUND_END, GROUND_END)]
     _, result = run(task, tokens)
@@ -283,7 +284,7 @@ def test_a_span_without_points_grounds_nothing(make):
 
 
 def test_groundings_come_one_by_one_in_order(make):
-    """Each span is told when it closes, once, and the result holds all of them in order."""
+    """Each span is reported once, when it closes, and the result has all in order."""
     task = make(QueryTask(question="?", reasoning=True))
     spans = []
     for word, x in (("a ", 0.25), ("é", 0.5)):
@@ -297,7 +298,7 @@ def test_groundings_come_one_by_one_in_order(make):
 
 
 def test_an_open_span_grounds_nothing(make):
-    """Thoughts that end inside a span drop it, and so does a span that begins anew."""
+    """A span that stays open, or begins again, is dropped."""
     task = make(QueryTask(question="?", reasoning=True))
     tokens = [*plain(GROUND_START), *text("a"), coord(0.1), coord(0.1)]
     tokens += [*plain(GROUND_START), *text("b"), coord(0.2), coord(0.2), *plain(GROUND_END)]
@@ -308,8 +309,8 @@ def test_an_open_span_grounds_nothing(make):
     assert grounding.points == (Point(x=0.2, y=0.2),)
 
 
-def test_eos_ends_thoughts_without_an_answer(make):
-    """A model whose thoughts may end early answers nothing, and that is no failure."""
+def test_eos_ends_reasoning_without_an_answer(make):
+    """A model whose reasoning may end early answers nothing, which is no failure."""
     task = make(QueryTask(question="?", reasoning=True))
     _, result = run(task, [*text("so"), *plain(EOS)])
     assert task.finish_reason is FinishReason.STOP
@@ -317,10 +318,10 @@ def test_eos_ends_thoughts_without_an_answer(make):
 
 
 def test_values_in_an_answer_carry_no_text(tiny_config):
-    """Where answers may hold values their rows read them, and the text goes on around them."""
+    """If answers may hold values, their rows read them and the text continues."""
     config = msgspec.structs.replace(tiny_config, suppression=Suppression())
     frontend = MoondreamFrontend(config, StandInTokenizer())
-    task = frontend.make_task(Request(request_id="r", task=CaptionTask(), image=IMAGE))
+    task = frontend.make_task(Request(request_id=RequestKey("r"), task=CaptionTask(), image=IMAGE))
     assert task.has_payload
     _, result = run(task, [*text("a"), coord(0.5), size(0.5, 0.5), *text("b"), *plain(EOS)])
     assert result.caption == "ab"
@@ -333,7 +334,7 @@ def test_a_query_without_reasoning_has_none(make):
 
 
 def test_segment_sends_its_box_first(make):
-    """The box comes as soon as it is complete, then path pieces that add up to the path."""
+    """The box is emitted as soon as it is complete, then pieces that add up to the path."""
     task = make(SegmentTask(object="cup"))
     assert task.constraint() == Allow.FREE
     events, _ = run(task, [coord(0.5), coord(0.5), size(0.5, 0.25)])
@@ -362,8 +363,8 @@ def test_segment_without_a_box_outlines_nothing(make):
     assert result.segments == ()
 
 
-def test_segment_shows_early_path_text_behind_the_box(make):
-    """Path text that came before the box is not lost."""
+def test_segment_shows_early_path_text_after_the_box(make):
+    """Path text before the box is emitted with the box."""
     task = make(SegmentTask(object="cup"))
     events, result = run(task, [*text("M00"), coord(0.5), coord(0.5), size(0.5, 0.5), coord(0.9)])
     assert [event.path_delta for event in events] == ["M 0,0"]

@@ -1,0 +1,121 @@
+"""Charts of docs/performance.md, drawn from records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from benchmarks.publish.peers import peers
+from benchmarks.publish.records import STREAMS, Records
+from benchmarks.publish.svg import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
+from benchmarks.publish.tables import LONE_STAGES
+
+_LEFT, _BAR, _GAP = 270, 18, 6
+_WIDTH, _PLOT = 780, 440
+
+Part = tuple[float, str, str]  # milliseconds, colour, word inside the bar
+Group = tuple[str, list[tuple[str, list[Part], str]]]  # title; name, parts and figure of each bar
+
+
+def draw(records: Records) -> dict[str, str]:
+    """Return the SVG of each chart by its name."""
+    return {
+        "chart-decode": decode(records),
+        "chart-lone": lone(records),
+        "chart-two-slots": two_slots(records),
+    }
+
+
+def decode(records: Records) -> str:
+    """One decode step against the byte floor and peers."""
+    figures = records.figures("h200/kernels")
+    groups: list[Group] = []
+    for index, streams in enumerate(STREAMS):
+        cell = figures[f"moondream2 {streams}x1"]
+        bars = [
+            _bar("byte floor", cell["floor"], GREY),
+            _bar("Legato", cell["step"], BLUE),
+        ]
+        for name, steps, _ in peers(records):
+            if steps[index] != "-":
+                earlier = "not of this run" in name
+                color = ORANGE if earlier else VIOLET
+                bars.append(_bar(_short(name), float(steps[index]), color))
+        groups.append((f"{streams} stream{'s' if streams > 1 else ''}", bars))
+    return _bars("Decode step of Moondream 2's shape on one H200, ms (less is better)", groups)
+
+
+def lone(records: Records) -> str:
+    """Stages of a lone request for a new image."""
+    colors = (GREEN, ORANGE, RED, BLUE, VIOLET, GREEN)
+    bars = []
+    for name, words in (("h200/lone", "chart"), ("h200/lone_photos", "photograph")):
+        medians = records.figures(name)["median_ms"]
+        parts = []
+        for (stage, _), color in zip(LONE_STAGES.items(), colors, strict=True):
+            wide = medians[stage] > 0.9
+            parts.append((medians[stage], color, f"{medians[stage]:.1f}" if wide else ""))
+        bars.append((words, parts, f"{medians['whole']:.1f} whole call"))
+    legend = list(zip(LONE_STAGES.values(), colors, strict=True))
+    title = "Query of a new 850x600 image, alone through gRPC: median ms by stage"
+    return _bars(title, [("", bars)], legend)
+
+
+def two_slots(records: Records) -> str:
+    """A step of the blocking loop beside one of two launches in flight."""
+    groups: list[Group] = []
+    for streams in STREAMS:
+        row = records.row("h200/decode", task="query", streams=streams)
+        bars = []
+        for name, words in (("blocking", "blocking loop"), ("pipelined", "two launches in flight")):
+            step = row[name]
+            parts = [
+                (step["forward"], BLUE, "forward"),
+                (step["sampling"], VIOLET, ""),
+                (step["idle"], RED, "idle" if step["idle"] > 0.15 else ""),
+            ]
+            bars.append((words, parts, f"{step['period']:.3f} a step"))
+        gain = f"{100 * (row['observed'] - 1):.1f} % more tokens/s"
+        groups.append((f"{streams} stream{'s' if streams > 1 else ''}: {gain}", bars))
+    legend = [("forward", BLUE), ("sampling", VIOLET), ("device idle", RED)]
+    return _bars("One decode step on one H200, ms", groups, legend)
+
+
+def _short(name: str) -> str:
+    """Shorten a peer's name to what fits beside a bar."""
+    if "not of this run" in name:
+        return " ".join(name.split(",", maxsplit=1)[0].split()[:2]) + " (not of this run)"
+    name = name.replace("Moondream's reference implementation", "Moondream's reference")
+    return name.replace("static cache, ", "")
+
+
+def _bar(name: str, value: float, color: str) -> tuple[str, list[Part], str]:
+    return name, [(value, color, "")], f"{value:.2f}"
+
+
+def _bars(title: str, groups: Sequence[Group], legend: Sequence[tuple[str, str]] = ()) -> str:
+    """Draw groups of horizontal, stacked bars over one scale."""
+    count = sum(len(bars) for _, bars in groups)
+    height = 46 + count * (_BAR + _GAP) + 30 * len(groups) + 26 * math.ceil(len(legend) / 3)
+    longest = max(sum(part[0] for part in parts) for _, bars in groups for _, parts, _ in bars)
+    scale = _PLOT / longest / 1.2
+    canvas = Canvas(_WIDTH, height, title)
+    canvas.text((16, 26), title, size=14, bold=True)
+    y = 40.0
+    for heading, bars in groups:
+        y += 24
+        canvas.text((16, y - 8), heading, size=12, bold=True)
+        for name, parts, figure in bars:
+            canvas.text((_LEFT - 8, y + 13), name, size=11.5, anchor="end")
+            x = float(_LEFT)
+            for value, color, words in parts:
+                canvas.bar((x, y), (value * scale, _BAR), color, words)
+                x += value * scale
+            canvas.text((x + 6, y + 13), figure, size=11.5, color=FAINT)
+            y += _BAR + _GAP
+        y += 6
+    for index, (name, color) in enumerate(legend):
+        x, row = 16 + 240 * (index % 3), y + 22 * (index // 3)
+        canvas.bar((x, row + 8), (12, 12), color)
+        canvas.text((x + 17, row + 18), name, size=11.5)
+    return canvas.finished()

@@ -1,0 +1,280 @@
+"""The tables of README.md and docs/performance.md, made from records.
+
+Each function returns Markdown: a table, and below it the records that its figures come from. A
+table whose figures come from several commits names the record of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.publish.peers import peers, reference_total
+from benchmarks.publish.records import STREAMS, Records, Row, sources
+from benchmarks.publish.service import idle_sessions, service
+from benchmarks.record import table
+
+LONE_STAGES = {
+    "there": "client to engine",
+    "picture": "JPEG decoding",
+    "launch": "planning and launch",
+    "prefill": "device, to the first token",
+    "decode": "device, two more tokens",
+    "back": "engine to client",
+}
+
+
+def decode(records: Records) -> str:
+    """One decode step by number of streams, beside peers."""
+    rows = [
+        ["byte floor at 4.68 TB/s", *_kernels(records, "floor"), records.link("h200/kernels")],
+        [_forward(records), *_kernels(records, "step", "**"), records.link("h200/kernels")],
+        *([peer, *steps, source] for peer, steps, source in peers(records)),
+        [
+            "Legato, device idle between steps",
+            *(f"{row['pipelined']['idle']:.3f}" for row in _query_steps(records)),
+            records.link("h200/decode"),
+        ],
+    ]
+    heads = ("decode step, ms", *(_streams(n) for n in STREAMS), "record")
+    return table(heads, rows) + sources(records, "h200/kernels", "h200/peers", "h200/decode")
+
+
+def gain(records: Records) -> str:
+    """Gain of two launches in flight over the blocking loop."""
+    rows = []
+    for name, field in (("predicted by the cost model", "predicted"), ("observed", "observed")):
+        rows.append([name, *(f"{100 * (row[field] - 1):.1f} %" for row in _query_steps(records))])
+    for name in ("blocking", "pipelined"):
+        periods = (f"{row[name]['period']:.3f} ms" for row in _query_steps(records))
+        rows.append([f"step, {name}", *periods])
+    heads = ("two launches in flight", *(_streams(n) for n in STREAMS))
+    return table(heads, rows) + sources(records, "h200/decode")
+
+
+def requests(records: Records) -> str:
+    """Whole requests through gRPC, alone and from 64 callers."""
+    names = {
+        "h200/e2e": "chart, JPEG of {} kB",
+        "h200/e2e_photos": "photograph, JPEG of {} kB",
+        "h200/e2e_fp8": "chart, `--vision-dtype fp8`",
+    }
+    rows = []
+    for name, words in names.items():
+        size = round(records.figures(name)["jpeg_bytes"] / 1000)
+        alone = _cell(records, name, "new", 1, "p50")
+        known = _cell(records, name, "cached", 1, "p50")
+        new, mix = (_cell(records, name, kind, 64, "per_second") for kind in ("new", "mix"))
+        cells = [alone and f"{alone:.1f} ms", known and f"{known:.1f} ms"]
+        cells += [f"{each:.0f}" if each else "" for each in (new, mix)]
+        rows.append([words.format(size), *(cell or "-" for cell in cells), records.link(name)])
+    heads = (
+        "Query, 850x600, 3 tokens",
+        "new image alone, P50",
+        "known image alone, P50",
+        "64 callers, new images: answers/s",
+        "64 callers, 5 questions per 3 images: answers/s",
+        "record",
+    )
+    return table(heads, rows) + sources(records, *names)
+
+
+def repeats(records: Records) -> str:
+    """The same request in further runs, on other machines of the kind."""
+    runs = records.members("h200/e2e_pairs")
+    heads = ("run", "commit", "new chart alone, P50 ms")
+    rows = [
+        [
+            "warm-up run" if name == "warm" else f"turn {name[-1]}",
+            f"`{run['surroundings']['commit']}`",
+            f"{run['figures']['rows'][0]['p50']:.1f}",
+        ]
+        for name, run in sorted(runs.items(), key=lambda item: item[1]["surroundings"]["date"])
+    ]
+    return f"{table(heads, rows)}\n\nRecord: {records.link('h200/e2e_pairs')}."
+
+
+def lone(records: Records) -> str:
+    """Stages of one request for a new image."""
+    names = ("h200/lone", "h200/lone_photos")
+    medians = [records.figures(name)["median_ms"] for name in names]
+    rows = [
+        [words, *(f"{each[stage]:.2f}" for each in medians)]
+        for stage, words in (LONE_STAGES | {"whole": "whole call"}).items()
+    ]
+    heads = ("stage, median ms", "chart", "photograph")
+    return table(heads, rows) + sources(records, *names)
+
+
+def hop(records: Records) -> str:
+    """What gRPC and the process boundary add to a request for a known image."""
+    rows = []
+    for name in ("h200/hop", "h200/hop_again"):
+        for row in records.rows(name):
+            for client, field in (("blocking", "hop_blocking_ms"), ("asyncio", "hop_ms")):
+                image = "by id" if row["picture"] == "id" else "as bytes"
+                bare = row["bare"][client]
+                cells = (f"{row[field]:.2f}", f"{bare:.2f}", f"{row[field] - bare:.2f}")
+                rows.append([f"image {image}, {client} client", *cells, records.link(name)])
+    heads = ("known photograph, P50 ms", "added", "of it a bare grpc.aio server", "rest", "record")
+    return table(heads, rows) + sources(records, "h200/hop", "h200/hop_again")
+
+
+def speculation(records: Records) -> str:
+    """Gains of speculation with an oracle, decode phase beside whole requests."""
+    rows = []
+    for share in ("0.4", "0.6", "0.8"):
+        cells = []
+        for streams in (1, 8):
+            off, budget = (
+                records.row("h200/speculation", workload=share, streams=streams, setting=setting)
+                for setting in ("off", "budget")
+            )
+            fields = ("decode_tokens_per_second", "tokens_per_second")
+            cells += [f"{budget[field] / off[field]:.2f}" for field in fields]
+        rows.append([f"{float(share):.0%}", *cells])
+    heads = (
+        "draft tokens of the oracle that are right",
+        "1 stream, decode phase",
+        "1 stream, whole request",
+        "8 streams, decode phase",
+        "8 streams, whole request",
+    )
+    note = (
+        "Tokens a second relative to the same run without speculation, with `--speculation budget` "
+        "and draft tokens from an oracle that is right at the given rate. An oracle is no "
+        "product: it shows what drafts of that quality would bring."
+    )
+    return f"{table(heads, rows)}\n\n{note}{sources(records, 'h200/speculation')}"
+
+
+def moondream3(records: Records) -> str:
+    """Moondream 3's decode step."""
+    figures, rows = records.figures("h200/kernels_moondream3"), []
+    names = {
+        "moondream3": "bfloat16",
+        "moondream3-e4m3-kv8": "experts, keys and values in e4m3",
+    }
+    shapes = ("1x1", "8x1", "32x1", "4x1@32767")
+    for name, words in names.items():
+        cells = (figures[f"{name} {shape}"] for shape in shapes)
+        rows.append([words, *(_of_floor(cell) for cell in cells)])
+    heads = (
+        "Moondream 3, ms (share of the byte floor)",
+        *(_streams(n) for n in STREAMS),
+        "4 streams at position 32,767",
+    )
+    return table(heads, rows) + sources(records, "h200/kernels_moondream3")
+
+
+def adapters(records: Records) -> str:
+    """What an adapter adds to a decode step at one stream."""
+    rows = []
+    for name, words in (("adapters", "Moondream 2"), ("adapters_moondream3", "Moondream 3")):
+        steps = {
+            row["rank"]: row["step_ms"]
+            for row in records.rows(f"h200/{name}")
+            if row["streams"] == 1
+        }
+        cells = (f"+{steps[rank] - steps[0]:.2f}" for rank in (8, 64, 512))
+        rows.append([words, *cells, records.link(f"h200/{name}")])
+    heads = ("one adapter, one stream, ms", "rank 8", "rank 64", "rank 512", "record")
+    return table(heads, rows) + sources(records, "h200/adapters", "h200/adapters_moondream3")
+
+
+def tiny(records: Records) -> str:
+    """Detect by legato-tiny on two CPU cores."""
+    name = "rpc_tiny_cpu_2026-11-21"
+    figures = records.figures(name)
+    rows = [
+        [words, *(f"{figures[part][field]:,.0f}" for field in ("p50", "p95"))]
+        for part, words in (
+            ("alone", "new 640x480 image, alone"),
+            ("cached", "known image, alone"),
+            ("many", "new images, 64 callers"),
+        )
+    ]
+    heads = ("Detect, 7 tokens", "P50 ms", "P95 ms")
+    return table(heads, rows) + sources(records, name)
+
+
+def headline(records: Records) -> str:
+    """The one table of README.md."""
+    labels = {
+        "h200/kernels": "Legato's decode step and the byte floor",
+        "h200/decode": "its sampling",
+        "h200/e2e": "Legato's request",
+        "h200/peers": "peers",
+    }
+    rows = [
+        [_forward(records), *_kernels(records, "step", "**"), "**" + _lone_call(records) + "**"],
+        ["least time to read the bytes", *_kernels(records, "floor"), "-"],
+    ]
+    for peer, steps, _ in peers(records):
+        total = reference_total(records) if peer.endswith("implementation, compiled") else "-"
+        rows.append([peer, *steps, total])
+    heads = (
+        "NVIDIA H200, bfloat16, random weights",
+        *(f"decode step, {_streams(n)}, ms" for n in STREAMS),
+        "new 850x600 image to 3 tokens, ms",
+    )
+    runs = {
+        name: run["figures"]["rows"][0]["p50"]
+        for name, run in records.members("h200/e2e_pairs").items()
+    }
+    warm = runs.pop("warm")
+    further = (
+        f"\n\nIn {len(runs)} further runs on other H200s the request took "
+        f"{min(runs.values()):.1f} to {max(runs.values()):.1f} ms, in their warm-up run {warm:.1f} "
+        f"({records.link('h200/e2e_pairs', 'record')})."
+    )
+    return table(heads, rows) + sources(records, *labels, labels=labels) + further
+
+
+def _forward(records: Records) -> str:
+    """Name Legato's row: its kernels are timed without sampling, which peers include."""
+    sampling = max(row["pipelined"]["sampling"] for row in _query_steps(records))
+    return f"**Legato**, forward; sampling adds {sampling:.2f}"
+
+
+def _kernels(records: Records, field: str, mark: str = "") -> Iterator[str]:
+    figures = records.figures("h200/kernels")
+    return (f"{mark}{figures[f'moondream2 {n}x1'][field]:.2f}{mark}" for n in STREAMS)
+
+
+def _lone_call(records: Records) -> str:
+    return f"{_cell(records, 'h200/e2e', 'new', 1, 'p50'):.1f}, through gRPC"
+
+
+def _query_steps(records: Records) -> list[Row]:
+    return [records.row("h200/decode", task="query", streams=n) for n in STREAMS]
+
+
+def _cell(records: Records, name: str, workload: str, callers: int, field: str) -> float | None:
+    wanted = {"workload": workload, "callers": callers, "tokens": 3}
+    rows = [row for row in records.rows(name) if wanted.items() <= row.items()]
+    return rows[0][field] if rows else None
+
+
+def _of_floor(cell: Row) -> str:
+    return f"{cell['step']:.2f} ({cell['floor'] / cell['step']:.0%})"
+
+
+def _streams(number: int) -> str:
+    return f"{number} stream{'s' if number > 1 else ''}"
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "adapters": adapters,
+    "decode": decode,
+    "gain": gain,
+    "headline": headline,
+    "hop": hop,
+    "idle_sessions": idle_sessions,
+    "lone": lone,
+    "moondream3": moondream3,
+    "repeats": repeats,
+    "requests": requests,
+    "service": service,
+    "speculation": speculation,
+    "tiny": tiny,
+}

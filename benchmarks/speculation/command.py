@@ -1,0 +1,83 @@
+"""`python -m benchmarks speculation`: measure, record and draw what speculation gains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.engine.assembly import assemble
+
+from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure
+from benchmarks.speculation.report import write
+from benchmarks.speculation.workloads import FEWEST
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every setting and write its record."""
+    arguments = parse(argv)
+    write(arguments.name, measured(arguments))
+    return 0
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The model and the figures of each workload and setting, ready for JSON.
+
+    Raises:
+        InvalidField: a setting or workload is unknown.
+    """
+    config = model_config(arguments)
+    most = max(arguments.streams)
+    config = msgspec.structs.replace(
+        config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
+    )
+    assembly = assemble(config)
+    plan = Plan(
+        streams=arguments.streams,
+        length=arguments.length,
+        repeats=arguments.repeats,
+        settings=arguments.settings,
+        workloads=arguments.workloads,
+        context=arguments.context,
+        fewest=arguments.requests,
+    )
+    try:
+        rows = measure(assembly, plan)
+    finally:
+        assembly.device.close()
+    return {
+        "model": msgspec.to_builtins(assembly.info),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; the model's are those of `legato bench`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="speculation", help="of the record")
+    parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--length", default=110, type=int, help="tokens per request")
+    parser.add_argument(
+        "--context", default=0, type=int, help="position of the first token; 0: as the task has it"
+    )
+    parser.add_argument("--repeats", default=3, type=int, help="timed runs of each setting")
+    parser.add_argument("--settings", default=SETTINGS, type=_names, help="e.g. fixed:4,seed")
+    parser.add_argument(
+        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument(
+        "--requests", default=FEWEST, type=int, help="at least so many of each profile"
+    )
+    return parser.parse_args(argv)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

@@ -1,0 +1,103 @@
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+"""What every call of a client shares: image conversion, size checks, deadlines and retries."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+from legato.v1 import media_pb2, server_pb2
+
+from legato_client._errors import Busy, PermissionDenied, Unimplemented
+from legato_client._images.shared_frames import SharedFrame, shm_namespace
+from legato_client._images.sources import ImageInput, is_ready, to_image
+from legato_client._transport import channel, methods
+from legato_client._transport.base import Transport
+from legato_client._transport.settings import Settings
+from legato_client._values import server
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+class BaseClient:
+    """Sends requests over a transport; asks for the server's limits once, when they matter."""
+
+    def __init__(self, settings: Settings, transport: Transport) -> None:
+        self._settings = settings
+        self._transport = transport
+        self._server: server.ServerInfo | None = None
+
+    async def image_message(self, image: ImageInput) -> media_pb2.Image:
+        """Convert `image`; a shared frame only if the server reads this host's shared memory."""
+        if isinstance(image, SharedFrame):
+            server.check_shared_memory(await self._known_server(), shm_namespace())
+        if is_ready(image):
+            return to_image(image)
+        return await self._transport.run(functools.partial(to_image, image))
+
+    async def _image_or_file(
+        self, image: ImageInput | None
+    ) -> tuple[media_pb2.Image | None, bytes | None]:
+        """Return the image as a message, or an encoded file as its bytes, which are not copied."""
+        if image is None or isinstance(image, bytes):
+            return None, image
+        return await self.image_message(image), None
+
+    async def _unary(
+        self,
+        method: methods.Method[ResponseT, ValueT],
+        request: Message,
+        timeout: float | None,
+        file: bytes | None = None,
+    ) -> ValueT:
+        """Send a request and return its parsed response; `file` stands for the image it lacks."""
+        data = await self._bytes_of(request, file)
+        send = functools.partial(self._transport.unary, method, data)
+        return await self._with_retries(method, send, timeout)
+
+    async def _with_retries(
+        self,
+        method: methods.Method[ResponseT, ValueT],
+        send: Callable[[float], Awaitable[ResponseT]],
+        timeout: float | None,
+    ) -> ValueT:
+        """Call `send` until it succeeds, waiting for as long as a busy server asks."""
+        deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
+        for attempt in itertools.count(1):
+            try:
+                return method.parse(await send(deadline.left()))
+            except Busy as busy:
+                delay = channel.busy_delay(busy, attempt, deadline.left())
+                if delay is None:
+                    raise
+            await self._transport.sleep(delay)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
+        """Serialize a request; check large ones against the server's own limit."""
+        data = channel.serialize(request, self._settings.max_message_bytes, file)
+        if len(data) > channel.COMMON_REQUEST_BYTES:
+            limits = (await self._known_server()).limits
+            if limits.max_request_bytes:
+                channel.check_size(len(data), limits.max_request_bytes)
+        return data
+
+    async def _known_server(self) -> server.ServerInfo:
+        """Return the server's description, fetched once; `UNKNOWN` if it refuses to give one."""
+        if self._server is None:
+            try:
+                return await self._fetch_server(None)
+            except (Unimplemented, PermissionDenied):
+                self._server = server.UNKNOWN
+        return self._server
+
+    async def _fetch_server(self, timeout: float | None) -> server.ServerInfo:
+        request = server_pb2.GetServerInfoRequest()
+        info = await self._unary(methods.GET_SERVER_INFO, request, timeout)
+        server.check_client(info)
+        self._server = info
+        return info

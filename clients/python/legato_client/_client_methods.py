@@ -1,0 +1,239 @@
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+"""Every call of both clients, written once over a `Transport`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+
+from legato.v1 import admin_pb2, image_pb2, server_pb2
+
+from legato_client._base_client import BaseClient
+from legato_client._convert import chat, requests, responses
+from legato_client._convert.upload import Upload
+from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
+from legato_client._transport import methods
+from legato_client._values import admin, events, results, server
+from legato_client._values import tasks as _tasks
+
+_DEFAULT_SAMPLING = _tasks.Sampling()
+_DEFAULT_OPTIONS = _tasks.Options()
+
+
+class ClientMethods(BaseClient):
+    """What a client can ask; `AsyncClient` and `Client` show these methods as their own."""
+
+    # ------------------------------------------------------------ questions
+
+    async def query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        *,
+        reasoning: bool = False,
+        spatial_refs: Sequence[_tasks.SpatialRef] = (),
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.QueryResult:
+        """Answer a question, about the image when there is one."""
+        task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
+        shown, file = await self._image_or_file(image)
+        request = requests.query(shown, task, options)
+        return await self._unary(methods.QUERY, request, timeout, file)
+
+    async def chat(
+        self,
+        messages: Sequence[_tasks.Message],
+        *,
+        reasoning: bool = False,
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.QueryResult:
+        """Answer the last question of a conversation, about the image that a message shows.
+
+        The server keeps nothing of it: the next call brings this answer as a message of the
+        assistant. To stream, `generate` a `QueryTask` with these messages.
+        """
+        task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
+        image = chat.image_of(task, None)
+        shown, file = await self._image_or_file(image)
+        request = requests.query(shown, task, options)
+        return await self._unary(methods.QUERY, request, timeout, file)
+
+    async def caption(
+        self,
+        image: ImageInput,
+        length: _tasks.CaptionLength = "normal",
+        *,
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.CaptionResult:
+        """Describe the image."""
+        task = _tasks.CaptionTask(length, sampling)
+        shown, file = await self._image_or_file(image)
+        request = requests.caption(shown, task, options)
+        return await self._unary(methods.CAPTION, request, timeout, file)
+
+    async def detect(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.DetectResult:
+        """Box every instance of `object`."""
+        task = _tasks.DetectTask(object, max_objects, sampling)
+        shown, file = await self._image_or_file(image)
+        request = requests.detect(shown, task, options)
+        return await self._unary(methods.DETECT, request, timeout, file)
+
+    async def point(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[_tasks.SpatialRef] = (),
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.PointResult:
+        """Point at every instance of `object`."""
+        task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
+        shown, file = await self._image_or_file(image)
+        request = requests.point(shown, task, options)
+        return await self._unary(methods.POINT, request, timeout, file)
+
+    async def segment(
+        self,
+        image: ImageInput,
+        object: str,
+        *,
+        spatial_refs: Sequence[_tasks.SpatialRef] = (),
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> results.SegmentResult:
+        """Outline `object`."""
+        task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
+        shown, file = await self._image_or_file(image)
+        request = requests.segment(shown, task, options)
+        return await self._unary(methods.SEGMENT, request, timeout, file)
+
+    async def run_tasks(
+        self,
+        image: ImageInput | None,
+        tasks: Sequence[_tasks.Task],
+        *,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> tuple[responses.TaskOutcome, ...]:
+        """Several tasks on one image, encoded once: one outcome per task, in the same order.
+
+        A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
+        """
+        shown, file = await self._image_or_file(image)
+        request = requests.run_tasks(shown, tasks, options)
+        return await self._unary(methods.RUN_TASKS, request, timeout, file)
+
+    async def generate(
+        self,
+        image: ImageInput | None,
+        task: _tasks.Task,
+        *,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[events.Event, None]:
+        """Events of one task as they decode, `Finished` last.
+
+        Leaving the loop early cancels the work on the server once this iterator is closed: use
+        `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
+        """
+        shown, file = await self._image_or_file(chat.image_of(task, image))
+        request = requests.generate(shown, task, options)
+        data = await self._bytes_of(request, file)
+        time_limit = self._settings.stream_timeout if timeout is None else timeout
+        reader = methods.EventReader()
+        messages = self._transport.stream(methods.GENERATE, data, time_limit)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                event = reader.read(message)
+                if event is not None:
+                    yield event
+        yield reader.end()
+
+    # ------------------------------------------------------------ images
+
+    async def put_image(
+        self, image: ImageInput, *, ttl: float | None = None, timeout: float | None = None
+    ) -> HeldImage:
+        """Upload an image once, to ask about it many times.
+
+        The value stands for the image in every call. The server holds it for `ttl` seconds, or
+        for its own default. The same bytes sent twice are one image.
+        """
+        upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
+        return await self._with_retries(
+            methods.PUT_IMAGE,
+            lambda left: self._transport.upload(methods.PUT_IMAGE, upload.requests(), left),
+            timeout,
+        )
+
+    async def delete_image(self, image: CachedImage | str, *, timeout: float | None = None) -> None:
+        """Make the server forget an image, by its value or id; NotFound when it is not held."""
+        image_id = image.image_id if isinstance(image, CachedImage) else image
+        request = image_pb2.DeleteImageRequest(image_id=image_id)
+        await self._unary(methods.DELETE_IMAGE, request, timeout)
+
+    # ------------------------------------------------------------ the server
+
+    async def server_info(self, *, timeout: float | None = None) -> server.ServerInfo:
+        """Version, limits and capabilities of the server.
+
+        Raises ClientTooOld when the server no longer serves clients of this version.
+        """
+        return await self._fetch_server(timeout)
+
+    async def models(self, *, timeout: float | None = None) -> tuple[server.ModelInfo, ...]:
+        """Every served model, all pages."""
+        found: list[server.ModelInfo] = []
+        page_token = ""
+        while True:
+            request = server_pb2.ListModelsRequest(page_token=page_token)
+            page, page_token = await self._unary(methods.LIST_MODELS, request, timeout)
+            found += page
+            if not page_token:
+                return tuple(found)
+
+    # ------------------------------------------------------------ the operator's
+
+    async def load(self, *, timeout: float | None = None) -> admin.Load:
+        """What the engine holds right now; answers also while it is starting, or lost."""
+        return await self._unary(methods.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
+
+    async def abort(
+        self,
+        *,
+        request_id: str | None = None,
+        session_id: str | None = None,
+        everything: bool = False,
+        timeout: float | None = None,
+    ) -> admin.AbortCount:
+        """Stop a request, a session with all its work, or everything; name exactly one."""
+        request = requests.abort(request_id, session_id, everything)
+        return await self._unary(methods.ABORT, request, timeout)
+
+    async def drain(
+        self, grace: float | None = None, *, timeout: float | None = None
+    ) -> admin.Unfinished:
+        """Have the server shut down once what runs has ended, within `grace` seconds.
+
+        None leaves the server's own grace. Returns at once, with what is left to finish.
+        """
+        return await self._unary(methods.DRAIN, requests.drain(grace), timeout)

@@ -1,0 +1,204 @@
+"""What a load is sent to, on bare stubs, so that the client costs as little as possible."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2, media_pb2, session_pb2
+
+from legato_client._errors import from_rpc_error
+from legato_client._transport.methods import CAPTION, DETECT, GENERATE, POINT, QUERY, SEGMENT
+from legato_client.load.plan import Plan
+from legato_client.load.recorder import Watch
+
+SESSION = "/legato.v1.SessionService/Session"
+_RESPONSES: dict[str, type[Message]] = {
+    method.path: method.response for method in (QUERY, CAPTION, DETECT, POINT, SEGMENT)
+}
+_PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
+
+
+class LoadTarget(Protocol):
+    """What a sender sends its requests to; made once per sender."""
+
+    async def open(self) -> None:
+        """Connect, before the load begins."""
+        ...
+
+    async def send(self, watch: Watch) -> None:
+        """Send one request and record its messages; raises `Refused` or `grpc.RpcError`."""
+        ...
+
+    async def close(self) -> None:
+        """Close what `open` opened."""
+        ...
+
+
+class Refused(Exception):
+    """A session's frame that got no results; the message is the reason."""
+
+
+def reason_of(error: grpc.RpcError | Refused) -> str:
+    """The server's reason, or the status where it gave none."""
+    if isinstance(error, Refused):
+        return str(error)
+    known = from_rpc_error(error)
+    return known.reason or known.code
+
+
+class UnaryTarget:
+    """One skill, one answer."""
+
+    def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
+        self._plan = plan
+        parse = _RESPONSES[plan.path].FromString
+        self._call: Any = channel.unary_unary(plan.path, response_deserializer=parse)
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def send(self, watch: Watch) -> None:
+        """One call."""
+        await self._call(self._plan.request, timeout=self._plan.timeout)
+        watch.message(answers=True)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+class StreamTarget:
+    """Generate, to its end."""
+
+    def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
+        self._plan = plan
+        parse = inference_pb2.GenerateResponse.FromString
+        self._call: Any = channel.unary_stream(GENERATE.path, response_deserializer=parse)
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def send(self, watch: Watch) -> None:
+        """One stream."""
+        async for response in self._call(self._plan.request, timeout=self._plan.timeout):
+            watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+class SessionTarget:
+    """Frames over sessions that stay open; `send` takes the sessions in turn."""
+
+    def __init__(self, channel: grpc.aio.Channel, plan: Plan, sessions: int) -> None:
+        parse = session_pb2.SessionResponse.FromString
+        start: Any = channel.stream_stream(SESSION, response_deserializer=parse)
+        self._sessions = [_Session(start, plan) for _ in range(max(sessions, 1))]
+        self._num_sent = 0
+
+    async def open(self) -> None:
+        """Open all sessions; raises `grpc.RpcError` when one is refused."""
+        await asyncio.gather(*(session.open() for session in self._sessions))
+
+    async def send(self, watch: Watch) -> None:
+        """One frame, to its last result."""
+        session = self._sessions[self._num_sent % len(self._sessions)]
+        self._num_sent += 1
+        await session.send(watch)
+
+    async def close(self) -> None:
+        """End all sessions."""
+        await asyncio.gather(*(session.close() for session in self._sessions))
+
+
+class _Session:
+    """One open session: frames go out in order, a task of its own reads what comes back."""
+
+    def __init__(self, start: Any, plan: Plan) -> None:
+        self._plan = plan
+        self._start = start
+        self._image = media_pb2.Image.FromString(plan.image)
+        self._waiting: dict[int, tuple[Watch, asyncio.Future[None]]] = {}
+        self._sequence = 0
+        self._ended = ""  # why, once no more results come
+        self._writing = asyncio.Lock()  # grpc takes one write at a time
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._call = self._start()
+        await self._call.write(self._plan.request)
+        opened = await self._call.read()
+        if opened is grpc.aio.EOF:
+            raise Refused(f"session ended with {(await self._call.code()).name}")
+        self._reader = asyncio.create_task(self._read())
+
+    async def send(self, watch: Watch) -> None:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with self._writing:
+            if self._ended:
+                raise Refused(self._ended)
+            self._sequence += 1
+            sequence = self._sequence
+            self._waiting[sequence] = (watch, ended)
+            frame = session_pb2.Frame(stamp=media_pb2.FrameStamp(sequence=sequence))
+            frame.image.CopyFrom(self._image)
+            await self._call.write(session_pb2.SessionRequest(frame=frame).SerializeToString())
+        try:
+            async with asyncio.timeout(self._plan.timeout):
+                await ended
+        except TimeoutError:
+            raise Refused("NO_RESULT") from None
+        finally:
+            self._waiting.pop(sequence, None)
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _read(self) -> None:
+        reason = "SESSION_ENDED"
+        try:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                self._take(response)
+        except grpc.RpcError as error:
+            reason = reason_of(error)
+        finally:
+            self._ended = reason
+            for _, ended in self._waiting.values():
+                _fail(ended, reason)
+
+    def _take(self, response: session_pb2.SessionResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "dropped":
+            name = session_pb2.DropReason.Name(response.dropped.reason)
+            _, ended = self._waiting.get(response.dropped.sequence, (None, None))
+            _fail(ended, name.removeprefix("DROP_REASON_"))
+        elif kind in ("delta", "result"):
+            last = kind == "result" and response.result.last_for_frame
+            sequence = (
+                response.delta.sequence if kind == "delta" else response.result.stamp.sequence
+            )
+            watch, ended = self._waiting.get(sequence, (None, None))
+            if watch is not None:
+                watch.message(answers=True)
+            if last and ended is not None and not ended.done():
+                ended.set_result(None)
+
+
+def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
+    if ended is not None and not ended.done():
+        ended.set_exception(Refused(reason))
+
+
+def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:
+    """Make the target of sender number `share`."""
+    if plan.kind == "unary":
+        return UnaryTarget(channel, plan)
+    if plan.kind == "stream":
+        return StreamTarget(channel, plan)
+    return SessionTarget(channel, plan, len(range(share, plan.sessions, plan.senders)))

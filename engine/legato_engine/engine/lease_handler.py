@@ -1,0 +1,86 @@
+"""Commands that lease images: prepared on the preprocess threads, then pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from legato_engine.core import RequestKey
+from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.engine.request_stages import PendingLease
+from legato_engine.errors import InternalError, LegatoError, to_value
+from legato_engine.images.leases import ImageLeases
+from legato_engine.ipc.messages import (
+    DropImage,
+    EngineOutput,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
+)
+from legato_engine.models.frontend import PreparedImage
+
+_log = structlog.get_logger()
+
+
+class LeaseHandler:
+    """Answers each `HoldImage` and `DropImage` with one output."""
+
+    def __init__(
+        self,
+        preprocessor: Preprocessor,
+        leases: ImageLeases[PreparedImage],
+        *,
+        send: Callable[[EngineOutput], None],
+    ) -> None:
+        self._preprocessor = preprocessor
+        self._leases = leases
+        self._send = send
+
+    @property
+    def next_expiry(self) -> float:
+        """When `expire` is due, monotonic seconds."""
+        return self._leases.next_expiry
+
+    def start(self, command: HoldImage) -> PendingLease:
+        """Start to prepare the image; call `finish` when that is done."""
+        return PendingLease(
+            request_id=command.request_id,
+            tenant=command.owner,
+            command=command,
+            image=self._preprocessor.start_lease(command.image, command.sha256),
+        )
+
+    def finish(self, lease: PendingLease) -> None:
+        """Pin the prepared image and send the output."""
+        command = lease.command
+        try:
+            image = lease.image.result().image
+            until = self._leases.hold(
+                image.info.image_id, image, image.num_bytes, command.owner, command.ttl
+            )
+        except Exception as error:  # noqa: BLE001 - one caller's failure is its own
+            self.fail(command.request_id, error)
+            return
+        self._send(ImageHeld(request_id=command.request_id, image=image.info, until=until))
+
+    def drop(self, command: DropImage) -> None:
+        """End the owner's lease, or remove a cached image that has none."""
+        try:
+            self._leases.drop(command.image_id, command.owner)
+        except LegatoError as error:
+            self.fail(command.request_id, error)
+        else:
+            self._send(ImageDropped(request_id=command.request_id))
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        self._leases.expire()
+
+    def fail(self, request_id: RequestKey, error: Exception) -> None:
+        """Send a command's failure."""
+        if not isinstance(error, LegatoError):
+            _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
+            error = InternalError("the image could not be held")
+        self._send(Failed(request_id=request_id, error=to_value(error)))

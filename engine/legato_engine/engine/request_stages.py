@@ -1,0 +1,140 @@
+"""The stages of a request in the engine: entries of the `RequestTable`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from legato_engine.core import ImageInfo, Outline, Request, RequestKey, TokenInfo
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
+from legato_engine.ipc.messages import Done, HoldImage
+from legato_engine.models.capabilities import Adapter
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.scheduler.launch import Refinement
+from legato_engine.tasks import Task
+
+Future = concurrent.futures.Future
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Stage:
+    """Base of all stages. `deadline` is when `EngineCore` ends the stage, in monotonic seconds."""
+
+    takes_queue_place: ClassVar[bool] = True
+    """Whether it counts against the queue's limits although it is not in the queue."""
+
+    request_id: RequestKey
+    tenant: str
+    deadline: float = math.inf
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """Work on other threads that the stage waits for."""
+        return ()
+
+    def cancel(self) -> None:
+        """Cancel the futures that have not started."""
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRequest(Stage):
+    """A request whose image or adapter is being prepared; `arrival` is in monotonic seconds."""
+
+    request: Request
+    arrival: float
+    task: Task
+    image: PendingImage | None
+    adapter: Future[Adapter] | None
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """Those of image and adapter."""
+        parts = (self.image, self.adapter)
+        return [part for part in parts if isinstance(part, Future)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all futures are done."""
+        return all(future.done() for future in self.futures)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure so far."""
+        failures = (future.exception() for future in self.futures if future.done())
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def prepared_image(self) -> PreprocessedImage | None:
+        """The image of a request that is ready."""
+        return self.image.result() if isinstance(self.image, Future) else self.image
+
+    @property
+    def prepared_adapter(self) -> Adapter | None:
+        """The adapter of a request that is ready."""
+        return None if self.adapter is None else self.adapter.result()
+
+    def cancel(self) -> None:
+        """Cancel the image; other requests may wait for the adapter."""
+        if isinstance(self.image, Future):
+            self.image.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingLease(Stage):
+    """A `HoldImage` whose image is being prepared."""
+
+    command: HoldImage
+    image: Future[PreprocessedImage]
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """That of the image."""
+        return (self.image,)
+
+    def cancel(self) -> None:
+        """Cancel the image."""
+        self.image.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledRequest(Stage):
+    """A request whose sequence is in the scheduler, which enforces the deadline.
+
+    `tokens` are those so far, if the request wants them. `refinable` is the image to refine an
+    outline with.
+    """
+
+    takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
+
+    request: Request
+    image: ImageInfo | None = None
+    image_seconds: float = 0.0
+    tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
+    refinable: PreparedImage | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRefinement(Stage):
+    """A request whose sequence has finished and whose `done` waits for its outline.
+
+    `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
+    `work` traces its result. `started` is in monotonic seconds.
+    """
+
+    done: Done
+    outline: Outline
+    started: float
+    work: Future[Any]
+    refinement: Refinement | None = None
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """That of the present work."""
+        return (self.work,)
+
+    def cancel(self) -> None:
+        """Cancel the present work."""
+        self.work.cancel()

@@ -1,0 +1,56 @@
+// The tokens of each expert, shared by a thread block.
+//
+// Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8; TILES groups of 8 tokens.
+#pragma once
+#include "expert_choice.cuh"
+#include "skinny_gemm.cuh"
+
+constexpr int TOKENS = TILES * 8;
+
+// A token and one of its experts are a pair: number token * ACTIVE + rank, the likeliest expert first.
+struct Routes {
+  u64 touched;             // the experts with tokens, a bit each
+  u32 tokens[EXPERTS];     // of an expert, a bit each
+  unsigned char expert[TOKENS * ACTIVE];
+  unsigned char pairs[EXPERTS][TOKENS];  // of an expert, in the order of its tokens
+  float share[TOKENS * ACTIVE];
+
+  // The workers: each token's experts by logits [B, EXPERTS], and their shares. A warp has every eighth token.
+  __device__ __forceinline__ void choose(const float* logits, int batch) {
+    const int lane = threadIdx.x % 32;
+    for (int token = threadIdx.x / 32; token < batch; token += WARPS) {
+      const Choice choice = choose_experts(logits + token * EXPERTS);
+      if (lane < ACTIVE) {
+        expert[token * ACTIVE + lane] = choice.expert;
+        share[token * ACTIVE + lane] = choice.share;
+      }
+    }
+  }
+
+  // The workers, after `expert` is written: the rest. Readers need a barrier afterwards.
+  __device__ __forceinline__ void group(int batch) {
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x < EXPERTS) tokens[threadIdx.x] = 0u;
+    workers_sync();
+    for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) atomicOr(tokens + expert[pair], 1u << pair / ACTIVE);
+    workers_sync();
+    for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) {
+      const int e = expert[pair];
+      pairs[e][__popc(tokens[e] & ((1u << pair / ACTIVE) - 1u))] = pair;
+    }
+    if (threadIdx.x < 32) {
+      const u32 low = __ballot_sync(~0u, lane < EXPERTS && tokens[lane]);
+      const u32 high = __ballot_sync(~0u, lane + 32 < EXPERTS && tokens[lane + 32]);
+      if (lane == 0) touched = (u64)high << 32 | low;
+    }
+  }
+};
+
+// each(e, count) for every expert with tokens, in rising order; `count` of them.
+template <class Each>
+__device__ __forceinline__ void for_touched(const Routes& routes, Each each) {
+  for (u64 left = routes.touched; left; left &= left - 1) {
+    const int e = __ffsll(left) - 1;
+    each(e, __popc(routes.tokens[e]));
+  }
+}

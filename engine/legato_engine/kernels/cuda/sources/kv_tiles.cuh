@@ -1,0 +1,149 @@
+// Keys and values of a step, from pages to shared memory to the layouts of tensor cores: bf16, or e4m3 in units of a
+// layer's scale, which is widened to fp16.
+//
+// Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
+#pragma once
+#include "kv_element.cuh"
+
+constexpr int HEAD = 64;
+constexpr int TILE = 16;  // positions of a product
+constexpr bool NARROW = KV_BYTES == 1;
+constexpr int STEP_TILES = NARROW ? 2 : 1;  // a step has as many bytes of either kind
+constexpr int STEP = STEP_TILES * TILE;
+static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
+
+constexpr int RUN = 16 / KV_BYTES;  // elements that are copied and read at once
+constexpr int RUNS = HEAD / RUN;    // of a position
+
+// Keys and values of a step. Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) where there are
+// four, so that neither eight positions' same run nor the runs of one meet in a bank.
+struct Stage {
+  Element keys[STEP * HEAD], values[STEP * HEAD];
+};
+__device__ __forceinline__ int run_at(int position, int run) {
+  return position * HEAD + ((run ^ (NARROW ? position >> 1 : position)) & (RUNS - 1)) * RUN;
+}
+
+// D[16 x 8] += A[16 x 16] B[16 x 8] of 16-bit numbers of the kind that narrow ones are widened to.
+__device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (!NARROW) {
+    mma(d, a0, a1, a2, a3, b0, b1);
+    return;
+  }
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two floats of that kind; `low` is the lower half.
+__device__ __forceinline__ u32 pack_cached(float low, float high) {
+  if (!NARROW) return pack(low, high);
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+constexpr u32 ONES = NARROW ? 0x3c003c00 : 0x3f803f80;
+
+// Eight bf16 of that kind. Beyond 65504 fp16 has no numbers: queries as large give infinite scores.
+__device__ __forceinline__ uint4 as_cached(uint4 v) {
+  if (!NARROW) return v;
+#pragma unroll
+  for (int i = 0; i < 4; i++) (&v.x)[i] = pack_cached(low_float((&v.x)[i]), high_float((&v.x)[i]));
+  return v;
+}
+
+// Two fp16 of the e4m3 in the lower or upper half of a word: all of them are fp16 numbers, and NaN stays.
+#if KV_BYTES == 1
+__device__ __forceinline__ u32 widened(u32 word, int upper) {
+  u32 pair;
+  const unsigned short two = upper ? word >> 16 : word & 0xffff;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
+  return pair;
+}
+#else
+__device__ __forceinline__ u32 widened(u32 word, int) { return word; }
+#endif
+
+// Four 8 x 8 matrices of 16-bit elements, transposed; a lane names 16 bytes of one row.
+__device__ __forceinline__ uint4 load_transposed(const void* row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
+  return v;
+}
+
+// A token's query as a lane holds it: 16 dimensions from 16t on of token g. The order of summation over
+// dimensions is free: product s takes dimensions 4s..4s+3 of the lane's.
+struct Query {
+  uint4 low, high;
+};
+
+// A tile's keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
+struct Keys {
+  uint4 of[2][NARROW ? 1 : 2];
+  __device__ __forceinline__ explicit Keys(const Element* keys) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr int each = NARROW ? 1 : 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int run = 0; run < each; run++)
+        of[half][run] = *reinterpret_cast<const uint4*>(keys + run_at(half * 8 + g, each * t + run));
+  }
+  // Dimensions 2i and 2i + 1 of the lane's.
+  __device__ __forceinline__ u32 pair(int half, int i) const {
+    if (NARROW) return widened((&of[half][0].x)[i / 2], i % 2);
+    return (&of[half][i / 4 % (NARROW ? 1 : 2)].x)[i % 4];
+  }
+  __device__ __forceinline__ float4 scores(const Query& q) const {
+    float4 a = {0.f, 0.f, 0.f, 0.f}, b = {0.f, 0.f, 0.f, 0.f};
+    multiply_cached(a, pair(0, 0), pair(1, 0), pair(0, 1), pair(1, 1), q.low.x, q.low.y);
+    multiply_cached(b, pair(0, 4), pair(1, 4), pair(0, 5), pair(1, 5), q.high.x, q.high.y);
+    multiply_cached(a, pair(0, 2), pair(1, 2), pair(0, 3), pair(1, 3), q.low.z, q.low.w);
+    multiply_cached(b, pair(0, 6), pair(1, 6), pair(0, 7), pair(1, 7), q.high.z, q.high.w);
+    return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+  }
+};
+
+// Which of a run of 16 dimensions a lane's words of values hold.
+__device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
+
+// A tile's values of a run of 16 dimensions, from 16i on, or of two: of each, positions 2t, 2t + 1 (.x, .y) and 2t + 8,
+// 2t + 9 (.z, .w) of the run's dimensions `value_dim`(g, 0) (.x, .z) and `value_dim`(g, 1) (.y, .w).
+struct Values {
+  static constexpr int RUNS_AT_ONCE = NARROW ? 2 : 1;
+  uint4 of[RUNS_AT_ONCE];
+  __device__ __forceinline__ Values(const Element* values, int i) {
+    const int lane = threadIdx.x % 32, upper = lane / 16, odd = lane / 8 % 2;
+    if (!NARROW) {
+      of[0] = load_transposed(values + run_at(upper * 8 + lane % 8, (2 * i + odd) % RUNS));
+      return;
+    }
+    // A matrix's elements are pairs of neighbouring dimensions here, so a word has two of each of two positions.
+    const uint4 v = load_transposed(values + run_at(odd * 8 + lane % 8, (i + upper) % RUNS));
+#pragma unroll
+    for (int run = 0; run < RUNS_AT_ONCE; run++) {
+      const u32 early = __byte_perm((&v.x)[2 * run], 0, 0x3120), late = __byte_perm((&v.x)[2 * run + 1], 0, 0x3120);
+      of[run] = uint4{widened(early, 0), widened(early, 1), widened(late, 0), widened(late, 1)};
+    }
+  }
+};
+
+// A word with its values that are not finite set to zero (e4m3 has NaN only).
+__device__ __forceinline__ u32 finite(u32 word) {
+  if (NARROW) return word & ~((((word & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u) * 0xffu);
+  const u32 exponents = ~word & 0x7f807f80u;
+  return word & ((exponents & 0xffffu ? 0xffffu : 0u) | (exponents >> 16 ? 0xffff0000u : 0u));
+}
+
+// Replaces values that are not finite by zeros, because 0 times them is NaN.
+__device__ __forceinline__ void clean(Element* values) {
+  uint4* at = reinterpret_cast<uint4*>(values) + threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = 0; i < STEP * RUNS; i += 32) {
+    const uint4 v = at[i];
+    at[i] = uint4{finite(v.x), finite(v.y), finite(v.z), finite(v.w)};
+  }
+  __syncwarp();
+}

@@ -1,0 +1,202 @@
+// The end of one layer and the beginning of the next in one kernel, for up to 8 tokens: `layer_out` and `layer_in`.
+// Weights of the next map are copied while thread blocks wait for each other's part of x. The first map begins with the
+// inner activations, while attention still runs.
+//
+// Constants: those of layer_maps.cuh with TILES 1, and PARTS that the inputs of `layer_out` are cut into. `stages` is how
+// many stages of weights shared memory holds. All thread blocks run at once, each on a processor of its own.
+#include "layer_maps.cuh"
+
+constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
+constexpr int STAGE = 16 * (OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK);
+static_assert(TILES == 1 && PARTS > 1 && PARTS <= WARPS, "unsupported sizes");
+static_assert(DIM <= PART, "the heads' output is in the first part, which is multiplied last");
+
+// How many thread blocks have written their part of x, and all that `layer_in` writes, of one layer. Zero between
+// steps, but for the last layer's second.
+struct Progress {
+  u32 x[32], in[32];
+};
+
+struct BoundarySums {
+  union {
+    WarpSums<1> parts[PARTS];
+    struct {
+      WarpSums<1> blocks[2];
+      float2 slices[WARPS][8];
+    };
+  };
+};
+
+// x += mixed * weights + biases, of 16 of its columns. `ready` counts the `writers` that have written all of `mixed` but
+// the heads' output.
+__device__ __forceinline__ void add_out(
+    Ring& ring, BoundarySums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    const u32* ready, u32 writers, int batch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool active = warp * GROUP < OUT_CHUNK;
+  const int out = blockIdx.x * 16 + g;
+  float2 bias = {0.f, 0.f}, old[2] = {};
+  if (warp == 0)
+    bias = float2{to_float(proj_bias[out]) + to_float(fc2_bias[out]),
+                  to_float(proj_bias[out + 8]) + to_float(fc2_bias[out + 8])};
+  if (threadIdx.x == 0) wait_for(ready, writers);
+  workers_sync();
+  const bf16* from = mixed + (i64)g * MIXED + (active ? warp * GROUP + t * 8 : 0);
+  Tokens<1> tokens[OUT_CHUNKS];
+  const auto load = [&](int part, int chunk) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      tokens[chunk].of[0][half] =
+          g < batch ? load_fresh(from + part * PART + chunk * OUT_CHUNK + half * 32) : uint4{0, 0, 0, 0};
+  };
+#pragma unroll
+  for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(PARTS - 1, chunk);
+  if (warp == 0)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bf16* at = x + (i64)(t * 2 + j) * DIM + out;
+      if (t * 2 + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
+    }
+#pragma unroll 1
+  for (int part = PARTS - 1; part >= 0; part--) {
+    float4 sum[1] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
+      const bf16* stage = ring.get();
+      if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, tokens[chunk]);
+      ring.release();
+      if (part > 1) load(part - 1, chunk);
+    }
+    sums.parts[part].of[warp][0][lane] = sum[0];
+    if (part != 1) continue;
+    wait_previous();
+#pragma unroll
+    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
+  }
+  workers_sync();
+  if (warp < PARTS) sums.parts[warp].of[0][0][lane] = sums.parts[warp].total(0);
+  workers_sync();
+  if (warp > 0) return;
+  float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) add(all, sums.parts[part].of[0][0][lane]);
+  const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    if (t * 2 + j >= batch) continue;
+    bf16* at = x + (i64)(t * 2 + j) * DIM + out;
+    at[0] = to_bf16(old[j].x + (low[j] + bias.x));
+    at[8] = to_bf16(old[j].y + (high[j] + bias.y));
+  }
+}
+
+// Mean and inverse deviation of 8 tokens of their slices, by one warp; four lanes a token.
+__device__ __forceinline__ void add_slices(float2* moments, const float2 (&slices)[WARPS][8]) {
+  const int token = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  const float2 a = slices[2 * q][token], b = slices[2 * q + 1][token];
+  const auto over = [](float low, float high) {
+    float x = __fadd_rn(low, high);
+    x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
+    return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
+  };
+  const bool has[2] = {2 * q < SLICES, 2 * q + 1 < SLICES};
+  const float mean = __fmul_rn(over(has[0] ? a.x : 0.f, has[1] ? b.x : 0.f), 1.f / DIM);
+  const float variance = __fmul_rn(over(has[0] ? about(a, mean) : 0.f, has[1] ? about(b, mean) : 0.f), 1.f / DIM);
+  if (q == 0) moments[token] = float2{mean, rsqrtf(variance + 1e-5f)};
+  __syncwarp();
+}
+
+// Kernel `index` of a step with `last` layers: layer index - 1 ends, unless `weights_out` is null, and layer `index`
+// begins, unless `weights_in` is; pointers are those of `layer_out` and `layer_in`. `progress` [last].
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
+    bf16* mixed, const bf16* weights_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, const bf16* weights_in,
+    const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
+    const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
+  constexpr int BLOCKS = QKV_BLOCKS + FF / 16;
+  __shared__ Slot slots[8];
+  __shared__ float2 moments[8];
+  unsigned char* shared = shared_memory;
+  Ring ring(shared, stages, STAGE);
+  auto& sums = *reinterpret_cast<BoundarySums*>(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = blockIdx.x, step = gridDim.x;
+  const bool adds = weights_out && first < DIM / 16;
+  const int count = weights_in ? ceil_div(BLOCKS - first, step) : 0;
+  if (threadIdx.x == WORKERS) ring.init();
+  __syncthreads();
+  launch_dependents();
+  if (warp == WARPS) {
+    if (lane > 0) return;
+    if (adds)
+      produce_weights<OUT_CHUNK>(ring, PARTS * OUT_CHUNKS, [&](int i) {
+        const int part = PARTS - 1 - i / OUT_CHUNKS;
+        return weights_out + ((i64)(first * PARTS + part) * OUT_CHUNKS + i % OUT_CHUNKS) * (16 * OUT_CHUNK);
+      });
+    produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
+      const i64 block = first + i / IN_CHUNKS * step;
+      return weights_in + (block * IN_CHUNKS + i % IN_CHUNKS) * (16 * IN_CHUNK);
+    });
+    return;
+  }
+  Progress* const now = progress + index;
+  if (warp == WARPS - 1 && lane < batch) slots[lane] = slot_of(lane, row, position, table);
+  if (adds)
+    add_out(ring, sums, mixed, proj_bias, fc2_bias, x, now[-1].in, step, batch);
+  else
+    wait_previous();
+  // No thread block reads these counters now.
+  if (blockIdx.x == 0 && index == 0 && threadIdx.x == 0) progress[last - 1].in[0] = 0;
+  if (blockIdx.x == 0 && index == last)
+    for (int i = threadIdx.x; i < last; i += WORKERS) {
+      progress[i].x[0] = 0;
+      if (i < last - 1) progress[i].in[0] = 0;
+    }
+  if (!count) return;
+  if (adds && warp == 0) {
+    __syncwarp();
+    if (lane == 0) signal(now->x);
+  }
+  const auto prepare = [&](int block) {
+    const Pair pair(block);
+    return Folded{folded[pair.first], folded[pair.second]};
+  };
+  Folded prepared = {};
+  if (warp == 0) prepared = prepare(first);
+  if (weights_out) {
+    if (threadIdx.x == 0) wait_for(now->x, DIM / 16);
+    workers_sync();
+  }
+  const bool active = warp * GROUP < IN_CHUNK;
+  const bf16* from = x + (i64)g * DIM + (active ? warp * GROUP + t * 8 : 0);
+  Tokens<1> held[IN_CHUNKS];
+#pragma unroll
+  for (int chunk = 0; chunk < IN_CHUNKS; chunk++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
+#pragma unroll 1
+  for (int block = 0; block < count; block++) {
+    const int turn = block & (WARPS - 1);  // another warp each time, to balance the work
+    if (block > 0 && warp == turn) prepared = prepare(first + block * step);
+    float4 sum[1] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < IN_CHUNKS; chunk++) {
+      const bf16* stage = ring.get();
+      if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, held[chunk]);
+      ring.release();
+    }
+    auto& mine = sums.blocks[block % 2];
+    mine.of[warp][0][lane] = sum[0];
+    if (block == 0) {
+      const float2 slice = slice_moments([&](int chunk, int half) { return held[chunk].of[0][half]; });
+      if (t == 0) sums.slices[warp][g] = slice;
+    }
+    workers_sync();
+    if (warp != turn) continue;
+    if (block == 0) add_slices(moments, sums.slices);
+    write_in(first + block * step, 0, mine.total(0), prepared, moments, slots, cos_table, sin_table, q, mixed, keys,
+             values, nullptr, batch);
+  }
+  workers_sync();
+  if (threadIdx.x == 0) signal(now->in);
+}

@@ -1,0 +1,131 @@
+// Maps of a layer-normed batch, whose weights hold the norm's own scale.
+//
+// Constants: DIM width, TILES groups of 8 tokens.
+#pragma once
+#include "skinny_gemm.cuh"
+
+constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK;
+
+constexpr int SLICES = IN_CHUNK / GROUP;       // a warp's inputs of a token are a slice
+constexpr int SLICE = IN_CHUNKS * GROUP;       // values of one
+static_assert(SLICES <= WARPS, "a warp has one slice");
+
+// The sum of a slice, and of the squared deviations from its mean. Lanes t = lane % 4 have 8 values of each 32, given by
+// at(chunk, half); all four lanes get both sums.
+template <class At>
+__device__ __forceinline__ float2 slice_moments(At at) {
+  float sum[4] = {}, squares[4] = {};
+#pragma unroll
+  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
+    const uint4 v = at(i / 2, i % 2);
+#pragma unroll
+    for (int j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], __fadd_rn(low_float((&v.x)[j]), high_float((&v.x)[j])));
+  }
+  float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+  const float mean = __fmul_rn(total, 1.f / SLICE);
+#pragma unroll
+  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
+    const uint4 v = at(i / 2, i % 2);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float low = __fsub_rn(low_float((&v.x)[j]), mean), high = __fsub_rn(high_float((&v.x)[j]), mean);
+      squares[j] = __fmaf_rn(low, low, __fmaf_rn(high, high, squares[j]));
+    }
+  }
+  float off = __fadd_rn(__fadd_rn(squares[0], squares[1]), __fadd_rn(squares[2], squares[3]));
+  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 1));
+  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 2));
+  return {total, off};
+}
+
+// A slice's squared deviations from the whole token's mean.
+__device__ __forceinline__ float about(float2 slice, float mean) {
+  const float off = __fsub_rn(__fmul_rn(slice.x, 1.f / SLICE), mean);
+  return __fmaf_rn(__fmul_rn(off, off), (float)SLICE, slice.y);
+}
+
+// Mean and inverse deviation of each token's residual stream, a warp a token, four lanes a slice.
+__device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int batch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = lane / 4;
+  for (int token = warp; token < batch; token += WARPS) {
+    const bf16* from = inputs.data + token * (DIM + PAD) + (slice < SLICES ? slice : 0) * GROUP + lane % 4 * 8;
+    const float2 mine = slice_moments(
+        [&](int chunk, int half) { return *reinterpret_cast<const uint4*>(from + chunk * IN_CHUNK + half * 32); });
+    const auto over = [](float x) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, lanes));
+      return x;
+    };
+    const bool has = slice < SLICES;
+    const float mean = __fmul_rn(over(has ? mine.x : 0.f), 1.f / DIM);
+    const float variance = __fmul_rn(over(has ? about(mine, mean) : 0.f), 1.f / DIM);
+    if (lane == 0) moments[token] = float2{mean, rsqrtf(variance + 1e-5f)};
+  }
+}
+
+// A map of normed inputs, where `sum` is the product of the raw ones with weights that hold the norm's own
+// scale: rows[0] is what a row's weights add up to, rows[1] its bias with the norm's.
+__device__ __forceinline__ float normed(float sum, float2 moment, float2 row) {
+  return moment.y * (sum - moment.x * row.x) + row.y;
+}
+
+// Of rows g and g + 8 of a block what `normed` needs.
+struct Folded {
+  float2 low, high;
+};
+
+// The frame of a kernel whose blocks of rows all read the normed batch; each ends with finish(block, tile, sum,
+// prepare(block), moments). early(token) runs for each token, one lane each, before the preceding kernel's results are
+// needed. also(inputs, moments) runs once in all workers, while the inputs are in shared memory; each warp has measured
+// its own tokens by then. A cluster of SHARED thread blocks reads the batch once.
+template <int SHARED, class Early, class Prepare, class Finish, class Also>
+__device__ __forceinline__ void normed_blocks(
+    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,
+    Finish finish, Also also) {
+  __shared__ float2 moments[TILES * 8];
+  unsigned char* shared = shared_memory;
+  const int elements = columns<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * IN_CHUNK) : 0;
+  Ring ring(shared, stages, 16 * IN_CHUNK, late), inputs(shared, 1, elements);
+  ring.late_data = inputs.data;  // free when the tokens are held
+  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  const int first = blockIdx.x, step = gridDim.x, count = (blocks - first + step - 1) / step, warp = threadIdx.x / 32;
+  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
+  if (SHARED > 1) cluster_sync(); else __syncthreads();
+  launch_dependents();
+  if (warp > WARPS) {
+    const int token = threadIdx.x % 32;
+    if (token < batch) early(token);
+    __syncwarp();
+    wait_previous();
+    const auto at = [&](int, int token) { return x + (i64)token * DIM; };
+    produce_inputs<DIM, SHARED>(inputs, 1, batch, at, SHARED > 1 ? cluster_rank() : 0);
+  } else if (warp == WARPS) {
+    if (threadIdx.x == WORKERS)
+      produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
+        const i64 block = first + i / IN_CHUNKS * step;
+        return weights + (block * IN_CHUNKS + i % IN_CHUNKS) * (16 * IN_CHUNK);
+      });
+  } else {
+    wait_previous();
+    multiply_blocks<TILES, DIM>(
+        count, ring, inputs, sums, batch,
+        [&] {
+          measure(moments, inputs, batch);
+          also(inputs, moments);
+        },
+        [&](int i) { return prepare(first + i * step); },
+        [&](int i, int tile, float4 sum, Folded folded) { finish(first + i * step, tile, sum, folded, moments); });
+  }
+}
+
+template <int SHARED, class Early, class Prepare, class Finish>
+__device__ __forceinline__ void normed_blocks(
+    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,
+    Finish finish) {
+  normed_blocks<SHARED>(
+      blocks, weights, stages, x, batch, early, prepare, finish, [](const Ring&, const float2*) {});
+}

@@ -1,0 +1,100 @@
+// Weights in the checkpoint's row-major layout for the products of skinny_gemm.cuh: bf16, or e4m3.
+//
+// A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for a copy however short it is, so a stage
+// comes in few: one for each row, or for several where they are whole. Tokens lie in shared memory beside it.
+#pragma once
+#include "skinny_gemm.cuh"
+
+// Inputs per stage of rows of WIDTH: at most 2048 bytes of a row, whose weights have SIZE bytes.
+__host__ __device__ constexpr int row_chunk(int width, int size) {
+  for (int groups = 2048 / size / GROUP; groups > 1; groups--)
+    if (width % (groups * GROUP) == 0) return groups * GROUP;
+  return GROUP;
+}
+
+template <int WIDTH, int SIZE>
+struct Rows {
+  static constexpr int CHUNK = row_chunk(WIDTH, SIZE), CHUNKS = WIDTH / CHUNK, BYTES = CHUNK * SIZE;
+  static constexpr int TOGETHER = CHUNKS > 1 ? 1 : BYTES > 1024 ? 2 : 4;  // rows that are copied as one
+  static constexpr int PIECE = TOGETHER * BYTES + 64;                     // from one copy to the next
+  static constexpr int STAGE = 16 / TOGETHER * PIECE;
+  // A lane reads 16 bytes at a time, without bank conflicts.
+  static constexpr int LANE = SIZE == 1 ? 16 : 8;  // inputs from a lane's to the next lane's
+  static constexpr int HALF = SIZE == 1 ? 8 : 32;  // from its first eight to the others
+  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between the inputs of tokens
+
+  // The row at `g` of a product, of eight: adjacent ones come from adjacent copies.
+  static __device__ __forceinline__ int row(int g) {
+    if (TOGETHER == 1) return g;
+    return TOGETHER == 2 ? (g & 4) | (g & 1) << 1 | (g >> 1 & 1) : (g & 1) << 2 | g >> 1;
+  }
+  static __device__ __forceinline__ int offset(int row) { return row / TOGETHER * PIECE + row % TOGETHER * BYTES; }
+};
+
+// e4m3 as bf16 has other units: sign, exponent and mantissa are moved as they are, zeros and what lies below the
+// normal numbers included. Tokens are lifted by LIFT, so that no sum gets too small for float32.
+constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of sums
+
+// Two bf16 of two e4m3 that stand in the upper bytes of both halves.
+__device__ __forceinline__ u32 widened(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
+
+// Eight e4m3, as eight bf16.
+__device__ __forceinline__ uint4 widened(u32 first, u32 second) {
+  return {widened(__byte_perm(first, 0, 0x1404)), widened(__byte_perm(first, 0, 0x3424)),
+          widened(__byte_perm(second, 0, 0x1404)), widened(__byte_perm(second, 0, 0x3424))};
+}
+
+// One warp: the next stage of rows; at(row) points at the first input of it.
+template <class R, class At>
+__device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
+  const int lane = threadIdx.x % 32;
+  unsigned char* stage = reinterpret_cast<unsigned char*>(ring.here());
+  if (lane == 0) ring.acquire(16 * R::BYTES);
+  __syncwarp();
+  if (lane < 16 / R::TOGETHER)
+    copy_bulk(stage + lane * R::PIECE, at(lane * R::TOGETHER), R::TOGETHER * R::BYTES, ring.full + ring.slot, policy);
+  ring.next();
+}
+
+// One warp: the next stage of `count` tokens, `inputs` of each, `stride` apart; at(i) points at the i-th token's.
+template <class At>
+__device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs, int stride, u64 policy, At at) {
+  const int lane = threadIdx.x % 32;
+  bf16* stage = ring.here();
+  if (lane == 0) ring.acquire(count * inputs * 2);
+  __syncwarp();
+  if (lane < count) copy_bulk(stage + lane * stride, at(lane), inputs * 2, ring.full + ring.slot, policy);
+  ring.next();
+}
+
+// The workers: a stage of rows times a stage's inputs of tokens, one of each tile at `from`.
+template <class R, int SIZE, int NT>
+__device__ __forceinline__ void multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const unsigned char* rows = stage + R::offset(R::row(g));
+#pragma unroll
+  for (int i = 0; i < ceil_div(R::CHUNK / GROUP, WARPS); i++) {
+    const int at = (i * WARPS + warp) * GROUP + t * R::LANE;
+    if ((i + 1) * WARPS * GROUP > R::CHUNK && (i * WARPS + warp) * GROUP >= R::CHUNK) break;
+    uint4 low[2], high[2];
+    if (SIZE == 1) {
+      const uint4 a = *reinterpret_cast<const uint4*>(rows + at);
+      const uint4 b = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + at);
+      low[0] = widened(a.x, a.y), low[1] = widened(a.z, a.w);
+      high[0] = widened(b.x, b.y), high[1] = widened(b.z, b.w);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * SIZE);
+        high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * SIZE);
+      }
+    }
+    Tokens<NT> tokens;
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        tokens.of[tile][half] = *reinterpret_cast<const uint4*>(from[tile] + at + half * R::HALF);
+    multiply<NT>(sum, low, high, tokens);
+  }
+}

@@ -1,0 +1,188 @@
+"""A decode step of a whole decoder by kernels.
+
+Shape legend: B tokens, D width, V vocabulary, R rows of the page table, S adapter slots, L layers,
+N pages, H heads, P positions, E head dim, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from legato_engine.kernels.cuda import decoder, tau_decoder_stages
+from legato_engine.kernels.cuda.adapters import LowRank, Slots, StepAdapters
+from legato_engine.kernels.cuda.attention import GROUP, StepPositions
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, Decoder, Part, Stages
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
+from legato_engine.kernels.cuda.expert_adapters import ExpertLowRank, RoutedAdapters
+from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
+from legato_engine.kernels.cuda.packed_layers import packed_head, packed_layer, packed_tau_layer
+from legato_engine.kernels.cuda.tau_decoder import TauDecoder
+from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes, TauSizes
+from legato_engine.kernels.low_rank import ExpertSlots, MlpSlots
+from legato_engine.kernels.parameters import Affine, DecoderLayer
+
+__all__ = [
+    "DEFAULT_STAGES",
+    "GROUP",
+    "MAX_TOKENS",
+    "AdapterStep",
+    "DecoderSizes",
+    "DecoderStep",
+    "ExpertSizes",
+    "ExpertSlotSet",
+    "Part",
+    "Stages",
+    "StepAdapters",
+    "StepCache",
+    "StepPositions",
+    "TauSizes",
+    "supports_decoder",
+    "supports_experts",
+]
+
+_RunLayers = Callable[
+    [
+        torch.Tensor,
+        StepPositions,
+        torch.Tensor,
+        torch.Tensor,
+        tuple[torch.Tensor, torch.Tensor],
+        Collection[Part],
+        StepAdapters | None,
+    ],
+    None,
+]
+
+
+def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `DecoderStep` can run these layers and head on the device."""
+    return decoder.supported(sizes, device, dtype)
+
+
+def supports_experts(sizes: ExpertSizes) -> bool:
+    """Whether `DecoderStep` can run layers with these experts."""
+    return tau_decoder_stages.supported(sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepCache:
+    """The keys and values that a step reads and writes, and the rotation of their positions.
+
+    `scale_L2` (float32) are each layer's units of keys and values in e4m3. `cos_PR` and `sin_PR`
+    are float32 [P, 16].
+    """
+
+    k_LNHSE: torch.Tensor
+    v_LNHSE: torch.Tensor
+    scale_L2: torch.Tensor | None
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+
+
+class DecoderStep:
+    """A decoder's layers and head for up to `MAX_TOKENS` tokens at a time.
+
+    Steps share scratch memory and must not overlap. `parts` are the kernels of a layer.
+    `expert_LBK` are the experts that the last step chose, see `TauDecoder`; None without experts.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes | TauSizes,
+        layers: Sequence[DecoderLayer],
+        head: Affine,
+        head_norm: Affine,
+        cache: StepCache,
+        stages: Stages = DEFAULT_STAGES,
+    ) -> None:
+        self._cache = cache
+        self._head = packed_head([head], head_norm)
+        self._decoder, self._run_layers = _decoder(sizes, layers, cache, stages)
+        self.parts = self._decoder.parts
+        self.expert_LBK: torch.Tensor | None = None
+        if isinstance(self._decoder, TauDecoder):
+            self.expert_LBK = self._decoder.expert_LBK
+
+    def layers(
+        self,
+        x_BD: torch.Tensor,
+        positions: StepPositions,
+        parts: Collection[Part] = tuple(Part),
+        adapters: StepAdapters | None = None,
+    ) -> None:
+        """Run all layers on the residual stream in place; writes keys and values.
+
+        Fewer `parts` are for measuring: their results mean nothing.
+        """
+        keys, values = self._cache.k_LNHSE, self._cache.v_LNHSE
+        angles = self._cache.cos_PR, self._cache.sin_PR
+        self._run_layers(x_BD, positions, keys, values, angles, parts, adapters)
+
+    def head(self, x_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        """Write the float32 logits of the residual stream."""
+        self._decoder.head(x_BD, self._head, logits_BV)
+
+
+def _decoder(
+    sizes: DecoderSizes | TauSizes,
+    layers: Sequence[DecoderLayer],
+    cache: StepCache,
+    stages: Stages,
+) -> tuple[Decoder | TauDecoder, _RunLayers]:
+    """The kernels, and their `layers` with this decoder's weights."""
+    device = cache.cos_PR.device
+    if isinstance(sizes, TauSizes):
+        tau = TauDecoder(sizes, len(layers), device, stages, cache.scale_L2)
+        tau_layers = [packed_tau_layer(layer, sizes.decoder) for layer in layers]
+        return tau, lambda x_BD, *rest: tau.layers(x_BD, tau_layers, *rest)
+    boundary = LayerBoundary(sizes, len(layers), device)
+    plain = Decoder(sizes, device, stages, boundary)
+    plain_layers = [packed_layer(layer, sizes, rotated=True) for layer in layers]
+    return plain, lambda x_BD, *rest: plain.layers(x_BD, plain_layers, *rest)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExpertSlotSet:
+    """The slots of all layers with experts, by layer, with their ranks for one expert.
+
+    `capacity` is the ranks that a slot has room for.
+    """
+
+    sizes: ExpertSizes
+    layers: Mapping[int, ExpertSlots]
+    rank_S: torch.Tensor
+    capacity: int
+
+
+class AdapterStep:
+    """The kernels that add adapters to a step, over slots whose addresses never change."""
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        mlps: Sequence[MlpSlots],
+        rank_S: torch.Tensor,
+        max_rank: int,
+        experts: ExpertSlotSet | None,
+    ) -> None:
+        device = rank_S.device
+        self._mlps = mlps
+        self._rank_S = rank_S
+        self._low_rank = LowRank(sizes.dim, sizes.ff_dim, max_rank, device)
+        self._experts = experts
+        self._expert_low_rank = None
+        if experts is not None:
+            self._expert_low_rank = ExpertLowRank(
+                sizes.dim, experts.sizes, experts.capacity, device
+            )
+
+    def step(self, slot_R: torch.Tensor) -> StepAdapters:
+        """The adapters of a step whose rows read these slots."""
+        own = self._low_rank, self._mlps, Slots(slot_R, self._rank_S)
+        if self._experts is None or self._expert_low_rank is None:
+            return StepAdapters(*own)
+        slots = Slots(slot_R, self._experts.rank_S)
+        return RoutedAdapters(*own, self._expert_low_rank, self._experts.layers, slots)

@@ -1,0 +1,114 @@
+"""Values carried by tokens, by kernels: embedded into a step's inputs and read from its outputs.
+
+Shape legend: B tokens, D width, V vocabulary, N bins, S bins of both of a pair's values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from legato_engine.kernels.cuda.packed_layers import packed_head
+from legato_engine.kernels.cuda.packing import pack
+from legato_engine.kernels.cuda.sampling import RowTensors
+from legato_engine.kernels.cuda.value_heads import (
+    Bins,
+    DecoderWeights,
+    Embedder,
+    MlpBins,
+    NormedBins,
+    TokenInputs,
+    ValueEncoder,
+    ValueReader,
+    ValueSizes,
+)
+from legato_engine.kernels.parameters import Affine, DenseMlp
+
+__all__ = [
+    "MlpDecoders",
+    "NormedDecoders",
+    "RowTensors",
+    "TokenInputs",
+    "ValueEncoder",
+    "ValueHeads",
+    "ValueSizes",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MlpDecoders:
+    """A two-layer decoder for each kind of value."""
+
+    scalar: DenseMlp
+    pair: DenseMlp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NormedDecoders:
+    """A linear map of the normed hidden for each kind of value."""
+
+    norm: Affine
+    scalar: Affine
+    pair: Affine
+
+
+class ValueHeads:
+    """Encoders and decoders of values, for up to `step.MAX_TOKENS` tokens at a time.
+
+    Steps share the memory of the bins and must not overlap.
+    """
+
+    def __init__(
+        self,
+        sizes: ValueSizes,
+        scalar: ValueEncoder,
+        pair: ValueEncoder,
+        decoders: MlpDecoders | NormedDecoders,
+        words_VD: torch.Tensor,
+    ) -> None:
+        self._words_VD = words_VD
+        self._embedder = Embedder(sizes, scalar, pair)
+        self._bins = _bins(sizes, decoders, words_VD.device)
+        self._reader = ValueReader(sizes)
+
+    def embed(self, inputs: TokenInputs, x_BD: torch.Tensor) -> None:
+        """Fill the residual stream with the tokens' embeddings or encoded values."""
+        self._embedder.embed(inputs, self._words_VD, x_BD)
+
+    def bins(
+        self, token_B: torch.Tensor, hidden_BD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 logits [B, N] and [B, S]; only bins that a token needs are up to date."""
+        self._bins.fill(token_B, hidden_BD)
+        batch = token_B.shape[0]
+        return self._bins.scalar_bins_BN[:batch], self._bins.pair_bins_BS[:batch]
+
+    def read(
+        self,
+        state: RowTensors,
+        hidden_BD: torch.Tensor,
+        token_B: torch.Tensor,
+        row_B: torch.Tensor,
+        payload_B2: torch.Tensor,
+    ) -> None:
+        """Write the values of sampled tokens, here and in their rows; zeros for plain tokens."""
+        scalar_BN, pair_BS = self.bins(token_B, hidden_BD)
+        self._reader.read(state, scalar_BN, pair_BS, row_B, payload_B2)
+
+
+def _bins(sizes: ValueSizes, decoders: MlpDecoders | NormedDecoders, device: torch.device) -> Bins:
+    if isinstance(decoders, NormedDecoders):
+        weights = packed_head([decoders.scalar, decoders.pair], decoders.norm)
+        return NormedBins(sizes, weights, device)
+    scalar, pair = (_packed(mlp, sizes.parts) for mlp in (decoders.scalar, decoders.pair))
+    return MlpBins(sizes, scalar, pair, device)
+
+
+def _packed(mlp: DenseMlp, parts: int) -> DecoderWeights:
+    return DecoderWeights(
+        fc1_weights=pack(mlp.fc1.weight),
+        fc1_bias=mlp.fc1.bias,
+        fc2_weights=pack(mlp.fc2.weight, parts),
+        fc2_bias=mlp.fc2.bias,
+    )

@@ -1,0 +1,63 @@
+"""The half of a model that never touches the device: images, prompts, tasks. It loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from legato_engine.core import ImageInfo, Request
+from legato_engine.tasks import Constraint, Task
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """A decoded image, ready for the vision encoder.
+
+    `pixels` has the model's own layout (numpy uint8). `key` names the content: equal images have
+    equal keys, and shared prefixes are looked up by it.
+    """
+
+    key: str
+    pixels: Any
+    info: ImageInfo
+    num_bytes: int
+    num_crops: int = 0  # for an `ImageEncoder`; 0: `Model.prefix_embeddings` reads the image
+
+
+class ModelFrontend(Protocol):
+    """Prepares images and makes tasks, on any thread.
+
+    Without `takes_images`, `prepare_image` is never called, and `make_task` refuses requests that
+    have an image.
+    """
+
+    name: str
+    takes_images: bool
+    tasks: tuple[str, ...]
+    constraints: tuple[Constraint, ...]
+
+    def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
+        """Resize and tile a decoded image (a PIL RGB image); runs on worker threads."""
+        ...
+
+    def resizing_on_device(self) -> ModelFrontend:
+        """Return this frontend with resizing and tiling left to an `ImageEncoder`."""
+        ...
+
+    def keeping_images(self) -> ModelFrontend:
+        """Return this frontend with prepared images that keep their decoded pixels."""
+        ...
+
+    def prefix_length(self, has_image: bool) -> int:
+        """Count the positions of the shared prefix: BOS and the image's tokens; 0 without BOS."""
+        ...
+
+    def make_task(self, request: Request) -> Task:
+        """Make the request's state machine, with its sampling and seed resolved.
+
+        Raises:
+            InvalidField: a field is out of range, or there is an image that the model cannot take.
+            TaskUnsupported: the model does not have this task.
+            PromptTooLong: the prompt leaves no position of the context to generate into.
+        """
+        ...

@@ -1,0 +1,139 @@
+"""Moondream's decode step by kernels.
+
+Shape legend: B tokens, D text width, V vocabulary, R rows of the token state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from legato_engine.kernels.step import (
+    DEFAULT_STAGES,
+    MAX_TOKENS,
+    DecoderStep,
+    Part,
+    Stages,
+    StepAdapters,
+    StepCache,
+    StepPositions,
+)
+from legato_engine.kernels.value_heads import RowTensors, TokenInputs
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.step_sizes import decoder_sizes, tau_sizes
+from legato_engine.models.moondream.step_weights import (
+    adapter_step,
+    affine,
+    decoder_layers,
+    expert_dtype,
+    value_heads,
+)
+from legato_engine.models.moondream.text import Text
+from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.step_kernels import StepInputs
+
+
+class MoondreamStep:
+    """A `StepKernels` over a network's text and region parts.
+
+    `parts` and `expert_LBK`: see `DecoderStep`.
+    """
+
+    def __init__(
+        self,
+        config: MoondreamConfig,
+        text: Text,
+        region: Region,
+        kv: KVCache,
+        adapters: AdapterBank | None = None,
+        stages: Stages = DEFAULT_STAGES,
+    ) -> None:
+        sizes = decoder_sizes(config, kv)
+        angles = text.rope.cos_PR, text.rope.sin_PR
+        self._decoder = DecoderStep(
+            sizes if config.text.tau is None else tau_sizes(config, sizes, expert_dtype(text)),
+            decoder_layers(text),
+            affine(text.lm_head),
+            affine(text.post_ln),
+            StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles),
+            stages,
+        )
+        self._values = value_heads(config, text, region)
+        self._adapter_step = None
+        if adapters is not None:
+            self._adapter_step = adapter_step(config, text, sizes, adapters)
+        self.parts = self._decoder.parts
+        self.expert_LBK = self._decoder.expert_LBK
+
+    def forward(
+        self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
+    ) -> None:
+        """Run B tokens; fills `hidden_BD` and, if given, the float32 `logits_BV`."""
+        for part in _passes(hidden_BD.shape[0]):
+            some = inputs.part(part)
+            self.embed(some, hidden_BD[part])
+            self.layers(some, hidden_BD[part])
+            if logits_BV is not None:
+                self.head(hidden_BD[part], logits_BV[part])
+
+    def embed(self, inputs: StepInputs, hidden_BD: torch.Tensor) -> None:
+        """Fill the residual stream with the tokens' embeddings or encoded values."""
+        tokens = TokenInputs(
+            inputs.source_B,
+            inputs.token_R,
+            inputs.payload_R2,
+            inputs.prompt_token_B,
+            inputs.prompt_payload_B2,
+        )
+        self._values.embed(tokens, hidden_BD)
+
+    def layers(
+        self,
+        inputs: StepInputs,
+        hidden_BD: torch.Tensor,
+        parts: Collection[Part] = tuple(Part),
+    ) -> None:
+        """Run all layers on the residual stream; fewer `parts` are for measuring."""
+        positions = StepPositions(
+            inputs.row_B,
+            inputs.position_B,
+            inputs.fresh_B,
+            inputs.page_table_RM,
+            inputs.num_groups,
+        )
+        self._decoder.layers(hidden_BD, positions, parts, self._adapters(inputs))
+
+    def head(self, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        """Fill the float32 logits of the residual stream."""
+        self._decoder.head(hidden_BD, logits_BV)
+
+    def bins(
+        self, token_B: torch.Tensor, hidden_BD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 logits of coord and size bins; only bins that a token needs are up to date."""
+        return self._values.bins(token_B, hidden_BD)
+
+    def payload(
+        self,
+        state: RowTensors,
+        hidden_BD: torch.Tensor,
+        token_B: torch.Tensor,
+        row_B: torch.Tensor,
+        payload_B2: torch.Tensor,
+    ) -> None:
+        """Write the values of coord and size tokens, here and in their rows; zero for others."""
+        for part in _passes(hidden_BD.shape[0]):
+            self._values.read(state, hidden_BD[part], token_B[part], row_B[part], payload_B2[part])
+
+    def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
+        if inputs.adapter_slot_R is None:
+            return None
+        assert self._adapter_step is not None, "adapters need a bank"
+        return self._adapter_step.step(inputs.adapter_slot_R)
+
+
+def _passes(batch: int) -> list[slice]:
+    return [slice(i, min(i + MAX_TOKENS, batch)) for i in range(0, batch, MAX_TOKENS)]

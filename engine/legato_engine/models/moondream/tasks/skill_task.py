@@ -1,0 +1,75 @@
+"""The task of a skill: its prompt and its token budget."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
+from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.models.token_log import TokenLog
+from legato_engine.tasks import SampledToken, with_token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context.
+
+    `values_in_text`: answers may hold coords and sizes. `log` describes tokens, if requested.
+    """
+
+    prompt: tuple[PromptToken, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    tokens: SpecialTokens
+    values_in_text: bool
+    log: TokenLog | None
+
+
+class SkillTask(abc.ABC):
+    """A `Task`. Skills read a token in `_read`, which may set `finish_reason`."""
+
+    constrained = False
+    has_payload = False
+
+    def __init__(self, setup: TaskSetup) -> None:
+        self.prompt = setup.prompt
+        self.sampling = setup.sampling
+        self.max_tokens = setup.max_tokens
+        self.finish_reason: FinishReason | None = None
+        self._tokens = setup.tokens
+        self._log = setup.log
+        self._num_consumed = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens before the answer."""
+        return 0
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        """Read one token; the budget's last one ends the task."""
+        self._num_consumed += 1
+        events = self._read(token)
+        if self._log is not None:
+            events = with_token(events, self._log.read(token))
+        if self.finish_reason is None:
+            if self._num_consumed < self.max_tokens:
+                return events
+            self.finish_reason = FinishReason.LENGTH
+        return events + self._close()
+
+    @abc.abstractmethod
+    def constraint(self) -> int:
+        """Return the constraint of the next token."""
+
+    @abc.abstractmethod
+    def _read(self, token: SampledToken) -> list[Event]:
+        """Return the events that a token completes."""
+
+    def _close(self) -> list[Event]:
+        """Return the events held back until the end."""
+        return []
+
+    @abc.abstractmethod
+    def result(self, finish_reason: FinishReason) -> TaskResult:
+        """Return the result so far."""

@@ -1,0 +1,68 @@
+"""Positions, pages and masks of a decoder's passes, the same for every family.
+
+Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence, C
+sequences, P positions of each, M pages of one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from legato_engine.kernels import ops
+from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.layers.grouped_attention import Attend, Heads
+from legato_engine.layers.rope import Rope
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+
+
+def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
+    """Locate a span's tokens."""
+    return ops.Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
+
+
+def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
+    """Attend within the span, and if it is causal to all positions before."""
+    end = span.start + num_tokens
+
+    def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, cache: LayerCache) -> Heads:
+        if span.bidirectional:
+            return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
+        k_LHE, v_LHE = ops.gather_cached(cache, span.pages_M, end, q_THE.dtype)
+        return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+    return attend
+
+
+def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
+    """Locate the first tokens of several sequences, equally many of each."""
+    return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
+
+
+def stacked_attention(num_sequences: int) -> Attend:
+    """Attend within each of several adjacent sequences of equal length, in both directions."""
+
+    def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, _cache: LayerCache) -> Heads:
+        shape = num_sequences, -1, *q_THE.shape[1:]
+        q_CPHE, k_CPHE, v_CPHE = (x.view(shape) for x in (q_THE, k_THE, v_THE))
+        return ops.full_attention(q_CPHE, k_CPHE, v_CPHE).flatten(0, 1)
+
+    return attend
+
+
+def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
+    """Locate the tokens of a decode step."""
+    index_B1 = (batch.positions_B // kv.page_size)[:, None]
+    pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
+    angles = rope.at(batch.positions_B)
+    return ops.AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
+
+
+def step_attention(batch: DecodeBatch) -> Attend:
+    """Attend from each row's token to its sequence up to that token."""
+
+    def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
+        k_NHSE, v_NHSE, scale_2 = cache
+        where = batch.positions_B, batch.page_table_BM
+        return ops.decode_attention(q_BHE, k_NHSE, v_NHSE, *where, scale_2)
+
+    return attend

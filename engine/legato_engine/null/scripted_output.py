@@ -1,0 +1,207 @@
+"""Made-up outputs of an engine without a model: typed, and equal for equal requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+from legato_engine.core import (
+    Box,
+    CaptionResult,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    Event,
+    FinishReason,
+    ObjectEvent,
+    Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    PointResult,
+    PointTask,
+    QueryResult,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    SamplingParams,
+    SegmentResult,
+    SegmentTask,
+    TaskResult,
+    TaskSpec,
+    TextDelta,
+    TokenInfo,
+)
+from legato_engine.tasks import with_token
+
+DEFAULT_WORDS = 16  # of a text without `max_tokens`
+_WORDS = "nobody looked at this picture and yet here is an answer of so many words"
+_THOUGHTS = "there is no model to ask"
+_OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
+_GRID = 8  # columns and rows of the grid of objects, which repeats after its last cell
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScriptedOutput:
+    """The events of a request, one per token, and its finish reason.
+
+    `whole` is the result of all events. The first `num_thoughts` events are reasoning. The task's
+    own text has `num_words`.
+    """
+
+    task: TaskSpec
+    events: tuple[Event, ...]
+    finish_reason: FinishReason
+    whole: TaskResult
+    num_thoughts: int
+    num_words: int
+
+    def result(self, num_tokens: int) -> TaskResult:
+        """Return the result of the first `num_tokens` events."""
+        if num_tokens == len(self.events):
+            return self.whole
+        return _result(self.task, self.events[:num_tokens])
+
+    def events_at(self, index: int, request: Request) -> tuple[Event, ...]:
+        """Return the event at `index`, with its token if the request wants tokens."""
+        event = self.events[index]
+        if not request.return_tokens:
+            return (event,)
+        return tuple(with_token([event], self._token(index, request)))
+
+    def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
+        """Return the first `num_tokens` tokens."""
+        return tuple(self._token(index, request) for index in range(num_tokens))
+
+    def _token(self, index: int, request: Request) -> TokenInfo:
+        event = self.events[index]
+        text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
+        return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
+
+
+@functools.lru_cache(1024)
+def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
+    """Return the output of a task; with at most `num_objects` objects if it finds objects."""
+    match task:
+        case QueryTask():
+            thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
+            return _text_output(task, thoughts if task.reasoning else [], sampling)
+        case CaptionTask():
+            return _text_output(task, [], sampling)
+        case DetectTask() | PointTask():
+            return _object_output(task, num_objects, sampling.max_tokens)
+        case SegmentTask():
+            pieces = [OutlineEvent(index=0, path_delta=piece) for piece in _OUTLINE]
+            events = (OutlineEvent(index=0, box=_cell(0)), *pieces)
+            return _limited(task, events, FinishReason.STOP, sampling.max_tokens)
+
+
+def _text_output(
+    task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams
+) -> ScriptedOutput:
+    count = DEFAULT_WORDS if sampling.max_tokens is None else sampling.max_tokens
+    words = _before_stop(
+        list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
+    )
+    texts = [TextDelta(text=word) for word in words]
+    return _limited(task, (*thoughts, *texts), FinishReason.STOP, sampling.max_tokens)
+
+
+def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
+    """Return the words up to the first stop string, which may cut the last of them."""
+    text = "".join(words)
+    found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
+    left = min(found, default=len(text))
+    kept: list[str] = []
+    for word in words:
+        kept.append(word[:left])
+        left -= len(word)
+        if left <= 0:
+            break
+    return [word for word in kept if word]
+
+
+def _object_output(
+    task: DetectTask | PointTask, num_objects: int, max_tokens: int | None
+) -> ScriptedOutput:
+    count = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
+    label = task.object
+    events: tuple[Event, ...] = tuple(
+        ObjectEvent(box=_cell(index), label=label)
+        if isinstance(task, DetectTask)
+        else PointEvent(point=_centre(_cell(index)), label=label)
+        for index in range(count)
+    )
+    reason = FinishReason.MAX_OBJECTS if count == task.max_objects else FinishReason.STOP
+    return _limited(task, events, reason, max_tokens)
+
+
+def _limited(
+    task: TaskSpec, events: Sequence[Event], reason: FinishReason, max_tokens: int | None
+) -> ScriptedOutput:
+    if max_tokens is not None and len(events) >= max_tokens and reason is FinishReason.STOP:
+        reason = FinishReason.LENGTH
+    kept = tuple(events[:max_tokens])
+    return ScriptedOutput(
+        task,
+        kept,
+        reason,
+        whole=_result(task, kept),
+        num_thoughts=sum(isinstance(event, ReasoningDelta) for event in kept),
+        num_words=_num_words(task),
+    )
+
+
+def _num_words(task: TaskSpec) -> int:
+    if isinstance(task, QueryTask):
+        earlier = (text for turn in task.history for text in (turn.question, turn.answer))
+        return sum(len(text.split()) for text in (task.system, *earlier, task.question))
+    return 1 if isinstance(task, CaptionTask) else len(task.object.split())
+
+
+def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:
+    return (word if index == 0 else f" {word}" for index, word in enumerate(words))
+
+
+def _cell(index: int) -> Box:
+    row, column = divmod(index % (_GRID * _GRID), _GRID)
+    side = 1 / _GRID
+    return Box(
+        x_min=column * side, y_min=row * side, x_max=(column + 1) * side, y_max=(row + 1) * side
+    )
+
+
+def _centre(box: Box) -> Point:
+    return Point(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
+
+
+# ---------------------------------------------------------------- results of events
+
+
+def _result(task: TaskSpec, events: Sequence[Event]) -> TaskResult:
+    match task:
+        case QueryTask():
+            thoughts = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+            return QueryResult(answer=_text(events), reasoning=thoughts if task.reasoning else None)
+        case CaptionTask():
+            return CaptionResult(caption=_text(events))
+        case DetectTask():
+            return DetectResult(objects=tuple(e for e in events if isinstance(e, ObjectEvent)))
+        case PointTask():
+            return PointResult(points=tuple(e for e in events if isinstance(e, PointEvent)))
+        case _:
+            return _segments(task.object, [e for e in events if isinstance(e, OutlineEvent)])
+
+
+def _text(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def _segments(label: str, pieces: Sequence[OutlineEvent]) -> SegmentResult:
+    box = next((piece.box for piece in pieces if piece.box is not None), None)
+    if box is None:
+        return SegmentResult()
+    path = "".join(piece.path_delta for piece in pieces)
+    return SegmentResult(segments=(Outline(path=path, box=box, label=label),))

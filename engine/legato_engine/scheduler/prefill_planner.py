@@ -1,0 +1,209 @@
+"""The next prefill: which sequences leave the queue, and whose image is encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.scheduler.launch import (
+    ALONE,
+    BatchLimits,
+    LaunchKind,
+    Plan,
+    ScheduledSequence,
+)
+from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.sequence import Sequence
+
+_SHORT_ANSWER = 8
+"""Answers of fewer tokens may be delayed by launches with several images."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Admitted:
+    """An admitted sequence and what its next launch has to do."""
+
+    sequence: Sequence
+    work: PrefillWork
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Batch:
+    """A shared prefill launch in the making."""
+
+    limits: BatchLimits
+    decodes: tuple[ScheduledSequence, ...]
+    max_images: int
+    images: list[ScheduledSequence] = dataclasses.field(default_factory=list)  # to compute
+    others: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0  # of the prompts
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether one more row and the tokens of its prompt fit."""
+        num_rows = len(self.decodes) + len(self.images) + len(self.others)
+        num_tokens = len(self.decodes) + self.num_tokens + _max_scheduled_tokens(sequence)
+        return (
+            self.limits.prompts > 1
+            and num_rows < self.limits.sampled
+            and num_tokens <= self.limits.tokens
+        )
+
+    def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
+        """Whether its prompt, and its image if it computes one, may be added."""
+        num_images = len(self.images) + computes_image
+        num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
+        if num_prompts > self.limits.prompts or not self.has_room(sequence):
+            return False
+        return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
+
+    def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
+        """Add the prompt of an admitted sequence."""
+        self.num_tokens += _max_scheduled_tokens(admitted.sequence)
+        (self.images if computes_image else self.others).append(_schedule(admitted))
+
+    def plan(self) -> Plan:
+        """Return the plan of the launch."""
+        rows = (*self.decodes, *self.images, *self.others)
+        return Plan(LaunchKind.PREFILL, rows, len(self.decodes))
+
+
+class PrefillPlanner:
+    """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
+
+    Between the encodes of an image and its prefill no other sequence is planned, because the device
+    has one feature buffer.
+
+    Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
+    earlier request waits for it.
+
+    Several images share a launch only while many requests wait. Each added image delays the whole
+    launch but saves queued requests part of a pass over the weights. None is added to the decodes
+    of a long answer, because it would delay each of its tokens.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, queue: WaitingQueue, limits: BatchLimits = ALONE
+    ) -> None:
+        self._manager = manager
+        self._limits = limits
+        self._queue = queue
+        self._encoding: _Admitted | None = None  # its image is encoded in part
+
+    def __len__(self) -> int:
+        """Count the waiting sequences, without the one whose image is being encoded."""
+        return len(self._queue)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or its image is being encoded."""
+        return bool(self._queue) or self._encoding is not None
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that fits an empty pool."""
+        self._queue.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence before its prefill is planned; the caller releases its resources."""
+        if self._encoding is not None and self._encoding.sequence is sequence:
+            self._encoding = None
+        else:
+            self._queue.remove(sequence)
+
+    def plan(
+        self,
+        max_crops: int = 0,
+        decodes: tuple[ScheduledSequence, ...] = (),
+        *,
+        streaming: bool = False,
+    ) -> Plan | None:
+        """Admit sequences and plan their prefill, or encode a part of an image.
+
+        Returns None if no sequence waits or fits. An admission takes a row and pages, so the plan
+        must be launched.
+
+        Args:
+            max_crops: most crops per encode; 0 leaves the rest of the image to the prefill.
+            decodes: join the launch, all or none, if they fit with the first prompt.
+            streaming: whether a decode streams its tokens; then at most one image is computed.
+        """
+        first = self._encoding or self._admit_next()
+        if first is None:
+            return None
+        if _is_split(first, max_crops):
+            return self._encode(first, max_crops)
+        self._encoding = None
+        self._manager.planned(first.sequence)
+        batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
+        if not batch.has_room(first.sequence):
+            batch = dataclasses.replace(batch, decodes=())
+        batch.add(first, computes_image=_computes_image(first))
+        self._fill(batch)
+        return batch.plan()
+
+    def _fill(self, batch: _Batch) -> None:
+        """Admit sequences into a shared launch until the next one does not fit."""
+        while self._limits.prompts > 1 and (sequence := self._next()) is not None:
+            cached = self._manager.finds_image_prefix(sequence)
+            if not batch.accepts(sequence, computes_image=not cached):
+                return
+            batch.add(self._admit(sequence), computes_image=not cached)
+            if not cached:
+                self._manager.planned(sequence)
+
+    def _max_images(
+        self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
+    ) -> int:
+        """Return how many images may share the launch, 0 to add none."""
+        if streaming or self._limits.images == 1:
+            return 0
+        if _computes_image(first) and not first.sequence.num_crops:
+            return 0  # the encoder does not support it
+        enough_wait = len(self._queue) >= self._limits.min_queue_length
+        all_short = all(row.sequence.progress.num_launched < _SHORT_ANSWER for row in decodes)
+        return self._limits.images if enough_wait and all_short else 0
+
+    def _next(self) -> Sequence | None:
+        if self._manager.rows_free == 0:
+            return None
+        return self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
+
+    def _admit_next(self) -> _Admitted | None:
+        sequence = self._next()
+        return None if sequence is None else self._admit(sequence)
+
+    def _admit(self, sequence: Sequence) -> _Admitted:
+        self._queue.take(sequence)
+        return _Admitted(sequence, self._manager.admit(sequence))
+
+    def _encode(self, admitted: _Admitted, max_crops: int) -> Plan:
+        sequence, work = admitted.sequence, admitted.work
+        self._encoding = admitted
+        stop = min(work.first_crop + max_crops, sequence.num_crops)
+        admitted.work = dataclasses.replace(work, first_crop=stop)
+        part = dataclasses.replace(work, stop_crop=stop)
+        row = ScheduledSequence(sequence, sequence.prefix_length, 0, part)
+        return Plan(LaunchKind.ENCODE, (row,))
+
+
+def _is_split(admitted: _Admitted, max_crops: int) -> bool:
+    work = admitted.work
+    if max_crops == 0 or not work.compute_pages:
+        return False
+    return (work.first_crop or max_crops) < admitted.sequence.num_crops
+
+
+def _computes_image(admitted: _Admitted) -> bool:
+    return admitted.sequence.image_prefix_length > 0 and bool(admitted.work.compute_pages)
+
+
+def _max_scheduled_tokens(sequence: Sequence) -> int:
+    """Return the most input tokens of its prefill, including BOS without an image after it."""
+    return sequence.length - sequence.image_prefix_length
+
+
+def _schedule(admitted: _Admitted) -> ScheduledSequence:
+    """Schedule what is not cached of the prompt and, after a preemption, of the answer."""
+    sequence = admitted.sequence
+    position = max(sequence.pages.cached_length, sequence.prefix_length)
+    return ScheduledSequence(sequence, position, sequence.length - position, admitted.work)

@@ -1,0 +1,92 @@
+"""The sequences that hold a row: growth and preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.sequence import Sequence, SequenceStatus
+
+
+class RunningSequences:
+    """Sequences with a row, zombies excluded, in order of admission.
+
+    When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
+    waits again. A sequence with no lower-ranked victim stalls until another one finishes.
+
+    There is no livelock: ranks never change, and each admission gains a token because a sequence is
+    preempted only after its prefill is launched.
+    """
+
+    def __init__(self, manager: KVCacheManager, queue: WaitingQueue) -> None:
+        self._manager = manager
+        self._queue = queue
+        self._members: dict[Sequence, None] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence whose first launch is enqueued."""
+        self._members[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finalized sequence; release it unless a launch in flight names it."""
+        del self._members[sequence]
+        if sequence.inflight_refs == 0:
+            self._manager.release(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Release a finalized or preempted sequence that no launch in flight names any more."""
+        if sequence.finalized:
+            self._manager.release(sequence)
+        else:
+            self._requeue(sequence)
+
+    def grow(self, short: Iterable[Sequence]) -> None:
+        """Give each of these sequences a page while pages last, highest rank first."""
+        for sequence in sorted(short, key=preemption_rank, reverse=True):
+            while sequence in self._members and not sequence.preempted:
+                if self._manager.grow(sequence) or not self._preempt_for(sequence):
+                    break
+
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Preempt the lowest-ranked sequence below `sequence`; return whether pages became free.
+
+        While launches in flight name the victim, no other sequence is preempted.
+        """
+        if any(each.preempted for each in self._members):
+            return False
+        victim = min(self._victims(), key=preemption_rank, default=sequence)
+        if preemption_rank(victim) >= preemption_rank(sequence):
+            return False
+        victim.preempted = True
+        if victim.inflight_refs:
+            return False
+        self._requeue(victim)
+        return True
+
+    def _victims(self) -> Iterator[Sequence]:
+        for sequence in self._members:
+            if sequence.progress.last_position >= 0 and self._manager.frees_pages(sequence):
+                yield sequence
+
+    def _requeue(self, sequence: Sequence) -> None:
+        del self._members[sequence]
+        self._manager.preempt(sequence)
+        sequence.preempted = False
+        sequence.progress.last_position = -1
+        sequence.status = SequenceStatus.WAITING
+        self._queue.add(sequence)
+
+
+def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
+    """Order sequences by priority, then earlier arrival; the lowest is preempted first.
+
+    No two ranks are equal.
+    """
+    return (sequence.request.priority, -sequence.timing.arrival, -sequence.seq_id)

@@ -1,0 +1,129 @@
+"""Block size policies: how many tokens a request proposes next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from legato_engine.speculative.float32 import f32
+
+INITIAL_RATE = f32(0.8)
+"""The acceptance rate assumed before a request's first verification."""
+
+PRESSURE_RATIO = 0.85
+"""Share of the page pool in use above which it is under pressure."""
+
+
+class BlockState(Protocol):
+    """A request's block size and the statistics that it is chosen from."""
+
+    ema_acceptance_rate: float  # float32, as on the device
+    accepted_weight: float
+    tried_weight: float
+    current_block_size: int
+    block_size_history: list[int]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the request may still generate."""
+        ...
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether the page pool was nearly full at the last check."""
+        ...
+
+
+class BlockPolicy(Protocol):
+    """Chooses `current_block_size` of each request from the results of its verifications."""
+
+    def begin(self, request: BlockState) -> None:
+        """Prepare a request that will propose for the first time, or again after a preemption."""
+        ...
+
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """Learn that the first `accepted` of `proposed` draft tokens were right."""
+        ...
+
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Revise the block sizes of requests that propose together."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FixedBlockPolicy:
+    """A constant block size."""
+
+    block_size: int
+
+    def begin(self, request: BlockState) -> None:
+        """Set the block size."""
+        request.current_block_size = self.block_size
+
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """Do nothing."""
+
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdaptiveBlockPolicy:
+    """The seed's rule: one of three sizes by a moving average of the share accepted.
+
+    `first_block` applies before the first verification. Under KV pressure the size is at most
+    `pressure_block`.
+    """
+
+    first_block: int = 4
+    min_block: int = 1
+    mid_block: int = 4
+    max_block: int = 8
+    pressure_block: int = 2
+    alpha: float = 0.2
+    high: float = 0.80
+    low: float = 0.50
+
+    def begin(self, request: BlockState) -> None:
+        """Set the first size; after a preemption, the size by what was learnt before."""
+        block = self.size(request) if request.block_size_history else self.first_block
+        request.current_block_size = self.capped(block, request)
+
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """See `update_block_size`."""
+        update_block_size(self, request, accepted, proposed)
+
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Do nothing: each request's size depends on that request alone."""
+
+    def size(self, request: BlockState) -> int:
+        """The size by the request's average and pressure."""
+        average = request.ema_acceptance_rate
+        if average >= f32(self.high):
+            block = self.max_block
+        elif average >= f32(self.low):
+            block = self.mid_block
+        else:
+            block = self.min_block
+        return self.capped(block, request)
+
+    def capped(self, block: int, request: BlockState) -> int:
+        """`block`, or less under pressure."""
+        return min(block, self.pressure_block) if request.under_pressure else block
+
+
+def update_block_size(
+    policy: AdaptiveBlockPolicy, request: BlockState, accepted: int, proposed: int
+) -> None:
+    """Update a request's average with one verification, then its block size.
+
+    The rule follows the seed, although `accepted / proposed` falls as blocks grow: with a share `a`
+    of the tokens right, `(a + a^2 + ... + a^B) / B` of a block of B are accepted.
+    """
+    assert 0 <= accepted <= proposed, f"{accepted} of {proposed} tokens accepted"
+    rate = f32(accepted / proposed) if proposed else 0.0
+    alpha = f32(policy.alpha)
+    kept = f32(f32(1.0 - alpha) * request.ema_acceptance_rate)
+    request.ema_acceptance_rate = f32(f32(alpha * rate) + kept)
+    request.current_block_size = policy.size(request)

@@ -1,0 +1,104 @@
+"""What responses say beside their results, as protobuf.
+
+`fill_*` functions set the fields of a message in place. Protobuf copies a message that is passed to
+the constructor of another one; nested constructors would cost a Query 7 us more, 4 % of its CPU in
+the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf import duration_pb2
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.ipc.messages import Done
+
+_NANOSECONDS = 1_000_000_000  # in a second
+FINISH_REASONS = {
+    core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
+    core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
+    core.FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
+    core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+def fill_info(
+    message: inference_pb2.ResponseInfo,
+    request_id: str,
+    model: str,
+    done: Done,
+    stamp: media_pb2.FrameStamp | None,
+) -> None:
+    """Fill the info of a finished request; `stamp` is the request's own."""
+    message.request_id = request_id
+    message.model = model
+    message.finish_reason = FINISH_REASONS[done.finish_reason]
+    fill_usage(message.usage, done.usage)
+    fill_timings(message.timings, done.timings)
+    if done.image is not None:
+        message.image.CopyFrom(image_info(done.image))
+    if stamp is not None:
+        message.stamp.CopyFrom(stamp)
+    if done.tokens:
+        fill_tokens(message.tokens, done.tokens)
+
+
+def fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
+    """Fill the token counts; the last three are sent even when they are 0."""
+    message.input_tokens = value.input_tokens
+    message.output_tokens = value.output_tokens
+    message.cached_tokens = value.cached_tokens
+    message.image_tokens = value.image_tokens
+    message.reasoning_tokens = value.reasoning_tokens
+
+
+def fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
+    """Fill all durations; each is sent even when it is 0."""
+    fill_duration(message.queue, value.queue)
+    fill_duration(message.image, value.image)
+    fill_duration(message.prefill, value.prefill)
+    fill_duration(message.first_token, value.first_token)
+    fill_duration(message.decode, value.decode)
+    fill_duration(message.total, value.total)
+
+
+def fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
+    """Fill a duration that is not negative, to the nanosecond."""
+    nanos = round(seconds * 1e9)
+    if nanos >= _NANOSECONDS:
+        message.seconds, nanos = divmod(nanos, _NANOSECONDS)
+    message.nanos = nanos
+
+
+def fill_tokens(
+    messages: RepeatedCompositeFieldContainer[inference_pb2.Token],
+    tokens: Sequence[core.TokenInfo],
+) -> None:
+    """Append the tokens of an event or of a whole answer."""
+    for token in tokens:
+        message = messages.add(token_id=token.token_id, text=token.text)
+        if token.logprob is not None:
+            message.logprob = token.logprob
+        if token.coordinate is not None:
+            message.coordinate = token.coordinate
+        if token.size is not None:
+            message.size.width, message.size.height = token.size
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Return a duration that is not negative, to the nanosecond."""
+    message = duration_pb2.Duration()
+    fill_duration(message, seconds)
+    return message
+
+
+def image_info(value: core.ImageInfo) -> media_pb2.ImageInfo:
+    """Return the image that a result is about."""
+    return media_pb2.ImageInfo(
+        image_id=value.image_id,
+        width=value.width,
+        height=value.height,
+        cache_hit=value.cache_hit,
+    )

@@ -1,0 +1,195 @@
+"""Conversion of a session's opening to settings, and of its messages to responses."""
+
+from __future__ import annotations
+
+import math
+
+from google.protobuf import duration_pb2
+from google.rpc import status_pb2
+from legato.v1 import inference_pb2, task_pb2
+from legato.v1 import session_pb2 as pb
+from legato_engine import core
+from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Done
+
+from legato_service.convert import requests
+from legato_service.convert.event_stream import EventStream
+from legato_service.convert.response_info import duration, image_info
+from legato_service.requests.shared_image import task_result
+from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
+from legato_service.session.frame_planner import FrameRequest
+from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
+
+MAX_NAME = 64  # characters
+MAX_IN_FLIGHT = 8  # frames
+QUEUED_FRAMES = 8  # waiting frames under EVERY_FRAME
+DEFAULT_HEARTBEAT = 10.0  # seconds
+
+_POLICIES = {
+    pb.FRAME_POLICY_UNSPECIFIED: FramePolicy.LATEST_WINS,
+    pb.FRAME_POLICY_LATEST_WINS: FramePolicy.LATEST_WINS,
+    pb.FRAME_POLICY_EVERY_FRAME: FramePolicy.EVERY_FRAME,
+    pb.FRAME_POLICY_PREEMPT: FramePolicy.PREEMPT,
+}
+_DROP_REASONS = {
+    DropReason.SUPERSEDED: pb.DROP_REASON_SUPERSEDED,
+    DropReason.TOO_OLD: pb.DROP_REASON_TOO_OLD,
+    DropReason.OVERLOADED: pb.DROP_REASON_OVERLOADED,
+    DropReason.CANCELLED: pb.DROP_REASON_CANCELLED,
+    DropReason.GOING_AWAY: pb.DROP_REASON_GOING_AWAY,
+}
+
+
+def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
+    """Convert the opening.
+
+    Raises:
+        InvalidField: a field is malformed.
+    """
+    if len(message.session_name) > MAX_NAME:
+        raise InvalidField(f"at most {MAX_NAME} characters", field="open.session_name")
+    if message.frame_policy not in _POLICIES:
+        raise InvalidField(
+            f"{message.frame_policy} is not a frame policy", field="open.frame_policy"
+        )
+    max_age = _seconds(message.max_frame_age)
+    if max_age < 0:
+        raise InvalidField("must not be negative", field="open.max_frame_age")
+    policy = _POLICIES[message.frame_policy]
+    in_flight = min(message.max_in_flight or 1, MAX_IN_FLIGHT)
+    return SessionSettings(
+        policy=policy,
+        max_in_flight=in_flight,
+        # The other policies let one frame wait; a newer one may be on its way to replace it.
+        frame_credits=QUEUED_FRAMES if policy is FramePolicy.EVERY_FRAME else in_flight + 1,
+        max_frame_age=max_age or math.inf,
+        response_credits=message.response_credits or None,
+        credit_timeout=credit_timeout,
+    )
+
+
+def heartbeat(message: pb.SessionOpen) -> float:
+    """Return the seconds of silence before a heartbeat.
+
+    Raises:
+        InvalidField: the interval is not positive.
+    """
+    if not message.HasField("heartbeat_interval"):
+        return DEFAULT_HEARTBEAT
+    seconds = _seconds(message.heartbeat_interval)
+    if seconds <= 0:
+        raise InvalidField("must be positive", field="open.heartbeat_interval")
+    return max(seconds, requests.MIN_HEARTBEAT)
+
+
+class ResponseBuilder:
+    """Converts the core's messages to responses with `index` 0, 1, 2, ...
+
+    `go_away_reason` is the status that the next `go_away` message carries.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._next_index = 0
+        self._events: dict[int, dict[int, EventStream]] = {}  # by sequence and task
+        self.go_away_reason = status_pb2.Status()
+
+    def opened(self, opened: pb.SessionOpened) -> pb.SessionResponse:
+        """Wrap the first response."""
+        return self._numbered(pb.SessionResponse(opened=opened))
+
+    def heartbeat(self) -> pb.SessionResponse:
+        """Return a heartbeat."""
+        return self._numbered(pb.SessionResponse(heartbeat=inference_pb2.Heartbeat()))
+
+    def response(
+        self, message: Notice | Event[FrameRequest] | Result[FrameRequest]
+    ) -> pb.SessionResponse:
+        """Convert a message of the core."""
+        match message:
+            case Accepted():
+                response = pb.SessionResponse(
+                    accepted=pb.FrameAccepted(
+                        sequence=message.sequence, frame_credits=message.frame_credits
+                    )
+                )
+            case Dropped():
+                response = pb.SessionResponse(dropped=_dropped(message))
+                self._events.pop(message.sequence, None)
+            case GoAway():
+                away = pb.SessionGoAway(
+                    time_left=duration(message.time_left), reason=self.go_away_reason
+                )
+                response = pb.SessionResponse(go_away=away)
+            case Event():
+                response = pb.SessionResponse(delta=self._delta(message))
+            case Result():
+                response = pb.SessionResponse(result=self._result(message))
+                if message.last:
+                    self._events.pop(message.frame.sequence, None)
+        return self._numbered(response)
+
+    def _numbered(self, response: pb.SessionResponse) -> pb.SessionResponse:
+        response.index = self._next_index
+        self._next_index += 1
+        return response
+
+    def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:
+        frame, index = message.frame, message.index
+        of_frame = self._events.setdefault(frame.sequence, {})
+        if index not in of_frame:
+            request_id = f"{self._session_id}#{frame.sequence}.{index}"
+            of_frame[index] = EventStream(request_id, frame.task_ids[index], None)
+        (event,) = of_frame[index].convert(message.output)
+        return pb.FrameDelta(sequence=frame.sequence, task_id=frame.task_ids[index], event=event)
+
+    def _result(self, message: Result[FrameRequest]) -> pb.FrameResult:
+        frame, index, outcome = message.frame, message.index, message.outcome
+        task_id = frame.task_ids[index]
+        if outcome is None:
+            result = _empty_result(task_id, frame.tasks[index].request)
+        else:
+            result = task_result(task_id, outcome, f"{self._session_id}#{frame.sequence}.{index}")
+        if (
+            message.stopped is DropReason.SUPERSEDED
+            and result.finish_reason == task_pb2.FINISH_REASON_CANCELLED
+        ):
+            result.finish_reason = task_pb2.FINISH_REASON_SUPERSEDED
+        image = outcome.image if isinstance(outcome, Done) else None
+        return pb.FrameResult(
+            stamp=frame.stamp,
+            result=result,
+            image=None if image is None else image_info(image),
+            last_for_frame=message.last,
+        )
+
+
+def _dropped(message: Dropped) -> pb.FrameDropped:
+    return pb.FrameDropped(
+        sequence=message.sequence,
+        reason=_DROP_REASONS[message.reason],
+        frame_credits=message.frame_credits,
+        dropped_total=message.dropped_total,
+    )
+
+
+def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.TaskResult:
+    result = task_pb2.TaskResult(
+        task_id=task_id, finish_reason=task_pb2.FINISH_REASON_CANCELLED, usage=task_pb2.Usage()
+    )
+    match request.task if isinstance(request, core.Request) else None:
+        case core.CaptionTask():
+            result.caption.SetInParent()
+        case core.DetectTask():
+            result.detect.SetInParent()
+        case core.PointTask():
+            result.point.SetInParent()
+        case core.SegmentTask():
+            result.segment.SetInParent()
+        case _:
+            result.query.SetInParent()
+    return result
+
+
+def _seconds(message: duration_pb2.Duration) -> float:
+    return message.ToNanoseconds() / 1e9

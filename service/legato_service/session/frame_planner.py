@@ -1,0 +1,122 @@
+"""Conversion of a session's frames and tasks to engine requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato.v1 import session_pb2 as pb
+from legato_engine import core
+from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
+from legato_engine.ipc.messages import ModelInfo
+
+from legato_service.convert import requests
+from legato_service.requests.dispatcher import Dispatcher
+from legato_service.session.capture_clock import CaptureClock
+from legato_service.session.frame import Frame
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedTask:
+    """A task's request without an id, or what is wrong with the task."""
+
+    task_id: str
+    request: core.Request | LegatoError
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class FrameRequest(Frame):
+    """A frame with all that is needed to run it."""
+
+    stamp: media_pb2.FrameStamp
+    image: media_pb2.Image | None  # None once it was read
+    tasks: tuple[PlannedTask, ...]
+
+
+class FramePlanner:
+    """Converts the frames of one session.
+
+    Raises:
+        LegatoError: the opening's model, adapter or tasks cannot be served.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, opening: pb.SessionOpen, max_age: float) -> None:
+        self._dispatcher = dispatcher
+        self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
+        self._deltas = opening.stream_deltas
+        self._clock = CaptureClock(max_age)
+        self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
+        self._standing_tasks = self._checked(opening.standing_tasks, "open.standing_tasks")
+
+    def update(self, messages: Sequence[task_pb2.Task]) -> None:
+        """Replace the standing tasks.
+
+        Raises:
+            LegatoError: a task is malformed or cannot be served.
+        """
+        self._standing_tasks = self._checked(messages, "update.standing_tasks")
+
+    def plan(self, message: pb.Frame, now: float, wall_clock: float) -> FrameRequest:
+        """Convert a frame that arrived at `now` (`time.monotonic`) and `wall_clock`.
+
+        Raises:
+            SessionProtocol: the frame has no stamp.
+        """
+        if not message.HasField("stamp"):
+            raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
+        stamp, age = message.stamp, 0.0
+        if stamp.HasField("capture_time"):
+            age = self._clock.age(stamp.capture_time.ToNanoseconds() / 1e9, wall_clock)
+        tasks = self._tasks(message)
+        return FrameRequest(
+            sequence=stamp.sequence,
+            task_ids=tuple(task.task_id for task in tasks),
+            captured_at=now - age,
+            must_run=message.must_run,
+            stamp=stamp,
+            image=message.image,
+            tasks=tasks,
+        )
+
+    def _tasks(self, message: pb.Frame) -> tuple[PlannedTask, ...]:
+        """An invalid list becomes one failed task without an id."""
+        standing = () if message.skip_standing_tasks else self._standing_tasks
+        extra = tuple(
+            self._planned(each, f"frame.extra_tasks[{index}]")
+            for index, each in enumerate(message.extra_tasks[: requests.MAX_TASKS + 1])
+        )
+        tasks = (*standing, *extra)
+        ids = [task.task_id for task in tasks if task.task_id]
+        limit = requests.MAX_TASKS
+        if not 1 <= len(tasks) <= limit:
+            error = InvalidField(f"a frame has 1 to {limit} tasks", field="frame", limit=limit)
+        elif len(ids) != len(set(ids)):
+            error = InvalidField("the ids of a frame's tasks must differ", field="frame")
+        else:
+            return tasks
+        return (PlannedTask("", error),)
+
+    def _checked(self, messages: Sequence[task_pb2.Task], field: str) -> tuple[PlannedTask, ...]:
+        tasks = requests.tasks(messages, field, least=0)
+        return tuple(
+            PlannedTask(message.task_id, self._request(task, message, f"{field}[{index}]."))
+            for index, (task, message) in enumerate(zip(tasks, messages, strict=True))
+        )
+
+    def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:
+        try:
+            task = requests.task(message, path)
+            return PlannedTask(message.task_id, self._request(task, message, f"{path}."))
+        except LegatoError as error:
+            return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
+
+    def _request(self, task: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
+        """The image is cached, so that it is encoded once a frame."""
+        sampling = requests.sampling(message.sampling, path)
+        request = requests.request(
+            core.RequestKey(""), task, sampling, self._options, deltas=self._deltas
+        )
+        self._dispatcher.check(request, path)
+        return msgspec.structs.replace(request, cache_image=True)

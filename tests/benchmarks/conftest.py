@@ -1,0 +1,13 @@
+"""Fixtures of the benchmarks' tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import provenance
+
+
+@pytest.fixture(autouse=True)
+def _records_from_any_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests write records while their tree is edited; such records say `dirty`."""
+    monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")

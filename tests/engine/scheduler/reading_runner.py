@@ -1,0 +1,186 @@
+"""A device whose tokens depend on the KV that it reads, and what a request reads alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from legato_engine.scheduler.launch import Launch, ScheduledSequence
+from legato_engine.scheduler.output_processor import NOT_FINITE
+from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.sequence import NO_PAYLOAD, TokenKey
+from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.tasks import SampledToken
+
+from tests.engine.scheduler.world import num_images
+from tests.fakes import VOCABULARY, FakeTask
+
+PAGE = 4
+PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
+BROKEN = -1  # KV that is not finite, nor is anything computed from it
+
+
+def length_of(key: str | None) -> int:
+    """Return the positions of BOS and image; the part before a slash names the kind."""
+    return PREFIXES[key if key is None else key.partition("/")[0]]
+
+
+def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) -> SampledToken:
+    """Return the token that the device samples after these positions; depends on all of them."""
+    if BROKEN in contents:
+        return SampledToken(NOT_FINITE, (0.0, 0.0))
+    token = hash((seed, constraint, *contents)) % VOCABULARY
+    return SampledToken(token, (token / VOCABULARY if payload else len(contents), 0.25))
+
+
+def prefix_contents(sequence: EngineSequence) -> list[int]:
+    """Return the KV of BOS and image, which depends on the adapter and the image alone."""
+    key = sequence.prefix_key or ""
+    return [hash((*sequence.adapter.key.encode(), *key.encode(), n)) for n in range(length_of(key))]
+
+
+def content(before: int, token: TokenKey | SampledToken) -> int:
+    """Return the KV of a token, which depends on it, its payload and all positions before it."""
+    token_id, payload = token[:2]
+    return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
+
+
+class Input(NamedTuple):
+    """An input token of a launch, and the KV up to it."""
+
+    token: TokenKey
+    contents: list[int]
+
+
+class ReadingRunner:
+    """A device that runs at once and reads every position of every sequence.
+
+    It knows page tables and positions only from launches, as the real one does. Draft tokens are
+    right or wrong by `draw`. When `breaks` returns true, computed values are not finite.
+    """
+
+    def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
+        self._breaks = breaks
+        self._draw = draw
+        self._kv: dict[int, list[int]] = {}  # page: its slots
+        self._tables: dict[int, dict[int, int]] = {}  # row: its pages, by index
+        self._read: dict[int, list[list[Input]]] = {}  # slot: the inputs of each row
+        self._outputs: dict[int, list[RowTokens]] = {}  # slot: the sampled tokens
+        self._last: dict[int, SampledToken] = {}  # row: its newest token
+        self._newest: dict[int, int] = {}  # row: its position
+        self.num_accepted = self.num_rejected = self.num_together = 0
+
+    def forward(self, launch: Launch) -> None:
+        """Run all rows at once."""
+        assert launch.slot not in self._read, "a slot is reused before its commit"
+        plan = launch.plan
+        self.num_together += num_images(plan) > 1
+        prompts = [[self._prefill(row)] for row in plan.prefills]
+        self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
+
+    def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
+        """Accept draft tokens and sample one more for each row."""
+        read = self._read[launch.slot]
+        self._outputs[launch.slot] = [
+            self._settle(row.sequence, inputs, constraint)
+            for row, constraint, inputs in zip(
+                launch.plan.sampled_rows, constraints, read, strict=True
+            )
+        ]
+
+    def collect(self, launch: Launch) -> list[RowTokens]:
+        """Return the tokens."""
+        del self._read[launch.slot]
+        return self._outputs.pop(launch.slot)
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """No time passes on this device."""
+        return LaunchTimes(0, 0, 0, 0, 0)
+
+    def _decode(self, row: ScheduledSequence) -> list[Input]:
+        """Run the newest token and its draft tokens, up to the sequence's end."""
+        sequence, inputs = row.sequence, list[Input]()
+        table, position = self._tables[sequence.row], self._newest[sequence.row]
+        assert 0 <= position - row.position <= row.slack, f"starts at {position}"
+        table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
+        token: TokenKey = self._last[sequence.row][:2]
+        most = min(row.num_drafts, sequence.max_length - 1 - position)
+        num_drafts = self._draw.randint(0, most) if most > 0 else most
+        for offset in range(1 + num_drafts):
+            inputs.append(Input(token, self._run(row, position + offset, [token])))
+            token = self._draft(sequence, inputs[-1].contents)
+        return inputs
+
+    def _draft(self, sequence: EngineSequence, contents: list[int]) -> TokenKey:
+        task = sequence.task
+        if self._draw.random() < 0.3:
+            return self._draw.randrange(VOCABULARY), NO_PAYLOAD
+        right = sampled(task.sampling.seed or 0, task.constraint(), contents, task.has_payload)
+        return max(right.token_id, 0), NO_PAYLOAD
+
+    def _settle(self, sequence: EngineSequence, inputs: list[Input], constraint: int) -> RowTokens:
+        task = sequence.task
+        tokens: list[SampledToken] = []
+        for each in inputs:
+            if tokens and each.token[0] != tokens[-1].token_id:
+                break
+            seed = task.sampling.seed or 0
+            tokens.append(sampled(seed, constraint, each.contents, task.has_payload))
+        if tokens:
+            self._last[sequence.row] = tokens[-1]
+            self._newest[sequence.row] = len(inputs[len(tokens) - 1].contents)
+            self.num_accepted += len(tokens) - 1
+            self.num_rejected += len(inputs) - len(tokens)
+        return RowTokens(tuple(tokens), max(0, len(inputs) - 1))
+
+    def _prefill(self, row: ScheduledSequence) -> Input:
+        sequence, work = row.sequence, row.work
+        self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
+        if work.compute_pages:
+            assert sequence.inputs.image is not None, "its image is already released"
+            broken = self._breaks()
+            for position, written in enumerate(prefix_contents(sequence)):
+                page = self._slots(work.compute_pages[position // PAGE])
+                page[position % PAGE] = BROKEN if broken else written
+        if work.copy_tail is not None:
+            source, destination = work.copy_tail
+            self._kv[destination] = list(self._slots(source))
+        assert row.num_tokens > 0, "no input to sample from"
+        first = row.position - sequence.prefix_length
+        tokens = sequence.tokens[first : first + row.num_tokens]
+        return Input(tokens[-1], self._run(row, row.position, tokens))
+
+    def _run(self, row: ScheduledSequence, position: int, tokens: Iterable[TokenKey]) -> list[int]:
+        """Write the KV of these tokens; return that of all positions up to the last one."""
+        pages = self._tables[row.sequence.row]
+        before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]
+        for token in tokens:
+            before = BROKEN if self._breaks() else content(before, token)
+            self._slots(pages[position // PAGE])[position % PAGE] = before
+            position += 1
+        count = -(-position // PAGE)
+        read = [slot for index in range(count) for slot in self._slots(pages[index])]
+        return read[:position]
+
+    def _slots(self, page: int) -> list[int]:
+        assert page != 0, "uses the scratch page"
+        return self._kv.setdefault(page, [0] * PAGE)
+
+
+def alone(sequence: EngineSequence) -> list[int]:
+    """Return the tokens that the request reads when it runs alone."""
+    task = sequence.task
+    assert isinstance(task, FakeTask)
+    single = FakeTask(
+        seed=task.sampling.seed or 0, max_tokens=task.max_tokens, constrained=task.constrained
+    )
+    contents = prefix_contents(sequence)
+    for token in sequence.prompt:
+        contents.append(content(contents[-1], (token.token_id, token.payload)))
+    while single.finish_reason is None and len(single.tokens) < single.max_tokens:
+        seed = single.sampling.seed or 0
+        next_token = sampled(seed, single.constraint(), contents, single.has_payload)
+        single.consume(next_token)
+        contents.append(content(contents[-1], next_token))
+    return single.tokens
