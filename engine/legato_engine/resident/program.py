@@ -8,7 +8,7 @@ Before an instruction runs, its worker waits until a counter in global memory ha
 has run, the worker adds one to a counter. Counters are never reset: each step's targets are higher
 by the number of signals of one step.
 
-The order in a layer hides every hop between workers behind another phase's stream: the inner
+The order in a layer hides every hop between workers with another phase's stream: the inner
 activations are needed after the QKV weights, queries after half of fc2, heads after its other half.
 """
 

@@ -49,7 +49,7 @@ def validate(program: Program, steps: int = STEPS) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Cells:
-    """Who wrote each cell of a buffer last, what, and which of each worker's events read it."""
+    """Of each cell of a buffer: its last writer, what it wrote, and each worker's last reader."""
 
     writer: np.ndarray
     event: np.ndarray
@@ -91,7 +91,7 @@ class _Execution:
             (Buffer.BEST, 0, 0): _Cells.make(num, num),
         }
         self._workers = [_Worker() for _ in range(num)]
-        self._chosen: list[range] = [range(0)] * num  # blocks behind each worker's BEST
+        self._chosen: list[range] = [range(0)] * num  # the blocks of each BEST
         self._ahead = [RunAhead(program, worker) for worker in range(num)]
 
     def run(self, event: Event) -> None:

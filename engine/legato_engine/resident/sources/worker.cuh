@@ -58,7 +58,7 @@ struct __align__(16) Shared {
   u32 passed;  // waits of the program that are over
 };
 
-// Behind the rest in shared memory: the worker's instructions.
+// The worker's instructions, which follow the rest in shared memory.
 __device__ __forceinline__ Instruction* instructions(Shared& shared) {
   return reinterpret_cast<Instruction*>(&shared + 1);
 }
