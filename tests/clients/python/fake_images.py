@@ -1,4 +1,3 @@
-
 """An image service that holds what it is sent, and refuses what the contract refuses."""
 
 from __future__ import annotations

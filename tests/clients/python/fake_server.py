@@ -1,4 +1,3 @@
-
 """A scripted server on a loopback port: real gRPC, no model."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-
 """A session service that keeps the contract to the letter, and records violations."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-
 """What an operator asks."""
 
 from __future__ import annotations
