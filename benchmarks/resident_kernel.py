@@ -22,6 +22,8 @@ from benchmarks.resident_model import DEVICE, DTYPE, Cache, Model
 
 THREADS = 32 * WARPS + 128
 COUNTER_WORDS = 32
+MOST_PAGES = 128
+"""Of a row: four times `OWN_PAGES` in worker.cuh."""
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of 16 KB, by tiles."""
 REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
@@ -134,6 +136,8 @@ class ResidentKernel:
     ) -> None:
         """Enqueue `steps` steps; their tokens go to `out` [steps, B]. All of int32."""
         model, weights = self.model, self.weights
+        assert cache.pages.shape[1] <= MOST_PAGES, f"{cache.pages.shape[1]} pages in a row"
+        assert len(tokens) <= 8 * self.tiles, f"{len(tokens)} rows in {self.tiles} tiles"
         self.counters.zero_()
         pointers = (
             *(self.table, self.counters, self.counters[-1], self.report, weights.stream),
