@@ -1,0 +1,165 @@
+"""A decoder with random weights for the resident kernel, and its forward pass in plain torch.
+
+Shape legend: B rows, D width, F inner width, V vocabulary, H heads, E head dim, P positions, R half
+of the rotated dims, L layers, N pages, M pages of a row, S positions of a page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A map with its bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @classmethod
+    def random(cls, outputs: int, inputs: int, gain: float = 1.0) -> Linear:
+        """Outputs of inputs with deviation 1 have deviation `gain`."""
+        weight = torch.randn(outputs, inputs, device=DEVICE, dtype=DTYPE) * gain / inputs**0.5
+        return cls(weight, torch.randn(outputs, device=DEVICE, dtype=DTYPE) * 0.1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """In float32."""
+        return x.float() @ self.weight.float().T + self.bias.float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A block whose attention and MLP read the same norm."""
+
+    norm: tuple[torch.Tensor, torch.Tensor]
+    fc1: Linear
+    qkv: Linear
+    fc2: Linear
+    proj: Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """All weights, and the tables of rotations [P, R] float32."""
+
+    sizes: ModelSizes
+    embedding: torch.Tensor
+    layers: list[Layer]
+    norm: tuple[torch.Tensor, torch.Tensor]
+    head: Linear
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+    @classmethod
+    def random(cls, sizes: ModelSizes, positions: int) -> Model:
+        """Random weights."""
+        dim = sizes.dim
+        layers = [
+            Layer(
+                norm=_norm(dim),
+                fc1=Linear.random(sizes.ff_dim, dim),
+                qkv=Linear.random(3 * dim, dim),
+                fc2=Linear.random(dim, sizes.ff_dim, 0.5),
+                proj=Linear.random(dim, dim, 0.5),
+            )
+            for _ in range(sizes.num_layers)
+        ]
+        embedding = torch.randn(sizes.vocab_size, dim, device=DEVICE, dtype=DTYPE)
+        exponent = torch.arange(0, ROTARY_DIM, 2, device=DEVICE, dtype=torch.float32) / ROTARY_DIM
+        angles = torch.arange(positions, device=DEVICE)[:, None] / 10000.0**exponent
+        head = Linear.random(sizes.vocab_size, dim, 2.0)
+        return cls(sizes, embedding, layers, _norm(dim), head, angles.cos(), angles.sin())
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values [L, N, H, S, E] and each row's pages [B, M]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages: torch.Tensor
+
+    @classmethod
+    def random(cls, sizes: ModelSizes, rows: int, row_pages: int) -> Cache:
+        """Random contents; the rows' pages in random order."""
+        shape = (sizes.num_layers, rows * row_pages, sizes.num_heads, PAGE, HEAD_DIM)
+        keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
+        pages = torch.randperm(rows * row_pages, device=DEVICE, dtype=torch.int32)
+        return cls(keys, values, pages.view(rows, row_pages))
+
+    def clone(self) -> Cache:
+        """A copy that another forward pass may write."""
+        return Cache(self.keys.clone(), self.values.clone(), self.pages)
+
+
+@dataclasses.dataclass
+class Taps:
+    """What a forward pass computed on its way, of the last layer but for `x`."""
+
+    x: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    act: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
+    q: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
+    heads: torch.Tensor = dataclasses.field(default_factory=torch.Tensor)
+
+
+def forward(
+    model: Model, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, Taps]:
+    """Logits [B, V] of one token per row; writes its keys and values.
+
+    In float32, rounded to bf16 where the kernel keeps activations.
+    """
+    taps, dim = Taps(), model.sizes.dim
+    x = model.embedding[tokens.long()].float()
+    for index, layer in enumerate(model.layers):
+        normed = F.layer_norm(x, (dim,), *(each.float() for each in layer.norm))
+        taps.act = _round(F.gelu(layer.fc1(normed), approximate="tanh"))
+        q, k, v = layer.qkv(normed).view(len(tokens), 3, -1, HEAD_DIM).unbind(1)
+        taps.q = _round(_rotate(model, q, positions))
+        k, v = _round(_rotate(model, k, positions)), _round(v)
+        heads = []
+        for row, position in enumerate(positions.tolist()):
+            page = int(cache.pages[row, position // PAGE])
+            cache.keys[index, page, :, position % PAGE] = k[row].to(DTYPE)
+            cache.values[index, page, :, position % PAGE] = v[row].to(DTYPE)
+            heads.append(_attend(cache, index, row, position, taps.q[row]))
+        taps.heads = _round(torch.stack(heads))
+        x = _round(x + layer.fc2(taps.act) + layer.proj(taps.heads))
+        taps.x.append(x)
+    final = F.layer_norm(x, (dim,), *(each.float() for each in model.norm))
+    return model.head(final), taps
+
+
+def _attend(cache: Cache, layer: int, row: int, position: int, q: torch.Tensor) -> torch.Tensor:
+    pages = cache.pages[row, : position // PAGE + 1].long()
+    k, v = (
+        each[layer, pages].float().transpose(0, 1).flatten(1, 2)[:, : position + 1]
+        for each in (cache.keys, cache.values)
+    )
+    weights = torch.softmax(torch.einsum("he,hpe->hp", q, k) / HEAD_DIM**0.5, dim=-1)
+    return torch.einsum("hp,hpe->he", weights, v).flatten()
+
+
+def _rotate(model: Model, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    half = ROTARY_DIM // 2
+    c, s = model.cosines[positions.long()][:, None], model.sines[positions.long()][:, None]
+    a, b = x[..., :half], x[..., half:ROTARY_DIM]
+    return torch.cat([a * c - b * s, a * s + b * c, x[..., ROTARY_DIM:]], dim=-1)
+
+
+def _round(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DTYPE).float()
+
+
+def _norm(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        1 + 0.1 * torch.randn(dim, device=DEVICE, dtype=DTYPE),
+        0.1 * torch.randn(dim, device=DEVICE, dtype=DTYPE),
+    )

@@ -1,0 +1,137 @@
+"""Milliseconds of a step of the resident kernel, and where they go."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from legato_engine.resident.program import Op
+from legato_engine.resident.sizes import MOONDREAM2
+
+from benchmarks.resident_kernel import ResidentKernel, integers
+from benchmarks.resident_model import DEVICE, Cache, Model
+
+CONTEXT = 850
+POSITIONS = 1024
+
+
+def time_steps(tiles: list[int]) -> None:
+    """Milliseconds of a step, and where one goes."""
+    sizes = MOONDREAM2
+    model = Model.random(sizes, POSITIONS)
+    weights = None
+    steps = 32
+    for each in tiles:
+        kernel = ResidentKernel(model, each, weights=weights)
+        weights = kernel.weights
+        for rows in (1, 8 * each):
+            tokens = torch.randint(sizes.vocab_size, (rows,), device=DEVICE, dtype=torch.int32)
+            positions = torch.full((rows,), CONTEXT - steps // 2, device=DEVICE, dtype=torch.int32)
+            cache = Cache.random(sizes, rows, POSITIONS // 16)
+            took = _time(kernel, cache, tokens, positions, steps)
+            single = _time(kernel, cache, tokens, positions, 1)
+            kv = 2 * rows * CONTEXT * sizes.dim * 2 * sizes.num_layers
+            read = weights.stream.numel() * 2 + kv
+            print(
+                f"tiles {each}, {rows} rows, {CONTEXT} positions: {took:.4f} ms a step of {steps},",
+                f"{read / took / 1e9:.2f} TB/s; floor at 4.68 {read / 4.68e9:.3f} ms;",
+                f"a launch of one step {single:.4f} ms",
+                flush=True,
+            )
+            _profile(kernel, cache, tokens, positions)
+
+
+def time_graph(tiles: list[int]) -> None:
+    """Milliseconds of a step of today's graph path, without sampling."""
+    del tiles
+    from legato_engine.device.cuda import CudaDevice
+
+    from benchmarks.kernels import steps
+    from benchmarks.step_bench import Bench
+
+    with torch.inference_mode():
+        bench, device = Bench.make("moondream2"), CudaDevice(0)
+        for rows in (1, 8, 32):
+            figures = steps(bench, device, (rows, 1))
+            print(f"graph path, {rows} rows: {figures['step']:.4f} ms", flush=True)
+
+
+def _time(
+    kernel: ResidentKernel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor, steps: int
+) -> float:
+    out, times = integers(steps, len(tokens)), []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        kernel.run(cache, tokens, positions, steps, out)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / steps)
+    if not kernel.ended("timing"):
+        return float("nan")
+    return statistics.median(times[2:])
+
+
+def _profile(
+    kernel: ResidentKernel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Clocks of waiting and running, by instruction: the workers' least, median and most."""
+    steps, workers = 6, kernel.sizes.num_workers
+    profile = torch.zeros(workers, steps, kernel.count, 3, dtype=torch.int64, device=DEVICE)
+    kernel.run(cache, tokens, positions, steps, integers(steps, len(tokens)), profile=profile)
+    if not kernel.ended("profile"):
+        return
+    clocks = profile[:, 2:].cpu().double()
+    total = (clocks[0, 1:, 0, 0] - clocks[0, :-1, 0, 0]).mean()
+    gaps = (clocks[:, :, 1:, 0] - clocks[:, :, :-1, 2]).mean()
+    seen: dict[tuple[int, int], list[int]] = {}
+    for index, it in enumerate(kernel.program.workers[0]):
+        seen.setdefault((it.op, it.chunk), []).append(index)
+    said = []
+    for (op, chunk), indices in seen.items():
+        times = clocks[:, :, indices]
+        for name, first, last in ((" waits", 0, 1), ("", 1, 2)):
+            each = (times[..., last] - times[..., first]).mean((1, 2))
+            low, middle, high = each.min(), each.median(), each.max()
+            if high > 200:
+                said.append(f"{Op(op).name}{chunk or ''}{name} {low:.0f}/{middle:.0f}/{high:.0f}")
+    print(f"  {total:.0f} clocks a step, {gaps:.0f} between two instructions;", ", ".join(said))
+    runs = clocks[:, :, seen[Op.HEAD, 0][0]]
+    order = (runs[..., 2] - runs[..., 1]).mean(1).argsort().tolist()
+    print(f"  fastest heads {order[:8]}, slowest {order[-8:]}")
+    _arrivals(kernel, clocks)
+
+
+def _arrivals(kernel: ResidentKernel, clocks: torch.Tensor) -> None:
+    """How late the last worker signals, and how long after it the others know: clocks.
+
+    The workers' clocks are brought together by when each passes the wait for the residual stream.
+    """
+    program = kernel.program.workers[0]
+    norms = [i for i, it in enumerate(program) if it.op == Op.NORM and it.layer > 0]
+    passes = clocks[:, :, norms, 1].flatten(1)
+    offsets = (passes - passes.median(0).values).median(1).values
+    clocks = clocks - offsets[:, None, None, None]
+    for waiting, it in enumerate(program):
+        if it.wait < 0 or it.layer not in (7, 8):
+            continue
+        matching = [i for i, each in enumerate(program) if each.signal == it.wait]
+        if not matching or it.op == Op.ATTEND:
+            continue
+        ends = clocks[:, :, matching[0], 2]
+        last, worker = ends.max(0)
+        late = last - ends.median(0).values
+        hop = clocks[:, :, waiting, 1].min(0).values - last
+        begun = clocks[:, :, matching[0], 0].gather(0, worker[None])[0]
+        took, usual = last - begun, (ends - clocks[:, :, matching[0], 0]).median(0).values
+        said = [
+            f"{name} {[round(x) for x in values.tolist()]}"
+            for name, values in (
+                ("last worker", worker),
+                ("late by", late),
+                ("took", took),
+                ("usual", usual),
+                ("then", hop),
+            )
+        ]
+        print(f"  {Op(it.op).name} of layer {it.layer}:", ", ".join(said))

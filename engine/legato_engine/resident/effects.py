@@ -1,0 +1,99 @@
+"""What instructions read and write, in cells, and which values they have to find there.
+
+A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
+step and layer. The cells of PART and BEST are workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from legato_engine.resident.program import Instruction, Op, Source
+from legato_engine.resident.sizes import BLOCK, SPLITS, ModelSizes
+
+Version = tuple[int, int]
+"""A step and a layer; X's layer is the one that it enters."""
+
+
+class Buffer(enum.IntEnum):
+    """Memory that workers share."""
+
+    X0 = 0
+    X1 = 1
+    ACT = 2
+    Q = 3
+    PART = 4
+    BEST = 5
+    KV = 6  # one for each layer and position: see `Access.position`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """Cells of a buffer: `first`, `first + stride`, ... (`count` of them).
+
+    `layer` and `position` are those of KV, where positions are counted from the launch's first
+    step on. `copied`: the producer reads it, as early as its ring allows.
+    """
+
+    buffer: Buffer
+    first: int
+    count: int
+    version: Version
+    stride: int = 1
+    layer: int = 0
+    position: int = 0
+    copied: bool = False
+
+
+def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
+    """What an instruction reads of other workers' results."""
+    everybody, version = sizes.num_workers, (step, it.layer)
+    head = worker // SPLITS * SPLITS
+    match it.op:
+        case Op.NORM | Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
+            return [Access(Buffer(it.src), 0, everybody, version)]
+        case Op.FC2:
+            blocks = sizes.chunk // BLOCK
+            return [Access(Buffer.ACT, it.chunk * blocks, it.num_chunks * blocks, version)]
+        case Op.ATTEND:
+            cached = [
+                Access(
+                    Buffer.KV,
+                    head,
+                    SPLITS,
+                    (position, it.layer),
+                    layer=it.layer,
+                    position=position,
+                    copied=position < step,
+                )
+                for position in range(step + 1)
+            ]
+            return [Access(Buffer.Q, head, SPLITS, version), *cached]
+        case Op.OUT:
+            merged = Access(Buffer.PART, 0, everybody, version)
+            if it.src == Source.EMBED:
+                return [merged]
+            return [merged, Access(Buffer(it.src), worker, 1, version)]
+        case Op.SELECT:
+            return [Access(Buffer.BEST, 0, everybody, (step, it.layer))]
+    return []
+
+
+def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
+    """What an instruction leaves for other workers."""
+    version = (step, it.layer)
+    match it.op:
+        case Op.FC1:
+            blocks = it.num_blocks
+            return [Access(Buffer.ACT, it.block, blocks, version, stride=sizes.num_workers)]
+        case Op.QKV:
+            cached = Access(Buffer.KV, worker, 1, version, layer=it.layer, position=step)
+            return [Access(Buffer.Q, worker, 1, version), cached]
+        case Op.ATTEND:
+            return [Access(Buffer.PART, worker, 1, version)]
+        case Op.OUT:
+            return [Access(Buffer(it.dst), worker, 1, (step, it.layer + 1))]
+        case Op.HEAD:
+            return [Access(Buffer.BEST, worker, 1, version)]
+    return []

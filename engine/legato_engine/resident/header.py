@@ -1,0 +1,57 @@
+"""What the device knows of the program: constants and the layout of an instruction.
+
+`python -m legato_engine.resident.header` writes `sources/program.cuh`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+
+from legato_engine.resident import sizes
+from legato_engine.resident.program import FIELDS, NONE, WORDS, Op, Source
+from legato_engine.resident.sizes import ModelSizes
+
+FILE = "program.cuh"
+_CONSTANTS = ("BLOCK", "HEAD_DIM", "ROTARY_DIM", "SPLITS", "GROUP", "WARPS", "PAGE", "PAGE_BYTES")
+
+
+def header() -> str:
+    """The text of the file."""
+    lines = [
+        "// Written by `python -m legato_engine.resident.header`; program.py explains it.",
+        "#pragma once",
+        "",
+        *(f"constexpr int {name} = {getattr(sizes, name)};" for name in _CONSTANTS),
+        f"constexpr int NONE = {NONE};",
+        "",
+        *(f"constexpr int OP_{op.name} = {op.value};" for op in Op),
+        "",
+        *(f"constexpr int SOURCE_{source.name} = {source.value};" for source in Source),
+        "",
+        "struct __align__(16) Instruction {",
+        f"  int {', '.join(FIELDS)};",
+        f"  int unused[{WORDS - len(FIELDS)}];",
+        "};",
+        f'static_assert(sizeof(Instruction) == {WORDS * 4}, "an instruction has {WORDS} words");',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def defines(model: ModelSizes, ring_stages: int, tiles: int) -> dict[str, int]:
+    """Constants of a build: the model's sizes, the ring, and groups of 8 tokens."""
+    return {
+        "DIM": model.dim,
+        "FF": model.ff_dim,
+        "LAYERS": model.num_layers,
+        "VOCAB": model.vocab_size,
+        "CHUNK": model.chunk,
+        "STAGE_PAGES": model.pages_per_stage,
+        "RING": ring_stages,
+        "TILES": tiles,
+    }
+
+
+if __name__ == "__main__":
+    folder = importlib.resources.files(__package__) / "sources"
+    with importlib.resources.as_file(folder / FILE) as path:
+        path.write_text(header())

@@ -1,0 +1,93 @@
+"""Operands of instructions: what the device takes without looking."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
+from legato_engine.resident.sizes import ModelSizes
+
+BLOCKS_AT_ONCE = 4
+"""Blocks of FC1 whose sums a worker's shared memory holds."""
+
+_UNUSED = Instruction(Op.NORM)
+_USED = {
+    Op.NORM: {"src"},
+    Op.FC1: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.QKV: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.FC2: {"block", "num_blocks", "chunk", "num_chunks", "stage"},
+    Op.ATTEND: {"block"},
+    Op.OUT: {"src", "dst", "block", "num_blocks", "num_chunks", "stage"},
+    Op.HEAD: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.SELECT: set(),
+}
+_FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
+
+
+def check_operands(program: Program) -> str | None:
+    """The first operand out of range, in words, or None."""
+    sizes = program.sizes
+    if len(program.workers) != sizes.num_workers or program.ring_stages < 2:
+        return f"{len(program.workers)} workers with rings of {program.ring_stages} stages"
+    for worker, instructions in enumerate(program.workers):
+        if len(instructions) != len(program.workers[0]):
+            return f"worker {worker} has {len(instructions)} instructions"
+        stage = 0
+        for index, it in enumerate(instructions):
+            for problem in _problems(program, worker, it, stage):
+                return f"worker {worker}, instruction {index}: {problem} in {it}"
+            stage += it.num_stages
+    return None
+
+
+def _problems(program: Program, worker: int, it: Instruction, stage: int) -> Iterator[str]:
+    sizes = program.sizes
+    if it.op not in list(Op):
+        yield f"op {it.op}"
+        return
+    op = Op(it.op)
+    for field in dataclasses.fields(it):
+        unused = field.name not in _FREE | _USED[op]
+        if unused and getattr(it, field.name) != getattr(_UNUSED, field.name):
+            yield f"{field.name} {getattr(it, field.name)}"
+    after = op in (Op.HEAD, Op.SELECT)
+    layers = range(sizes.num_layers, sizes.num_layers + 1) if after else range(sizes.num_layers)
+    if it.layer not in layers and (op, it.layer) != (Op.NORM, sizes.num_layers):
+        yield f"layer {it.layer}"
+    for counter in (it.wait, it.signal):
+        if counter != NONE and not 0 <= counter < program.num_counters:
+            yield f"counter {counter}"
+    if it.wait_count < 0 or it.wait_stride < 0:
+        yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
+    yield from _buffer_problems(op, it)
+    if "block" in _USED[op]:
+        yield from _block_problems(sizes, worker, op, it)
+    if it.num_stages and it.stage != stage:
+        yield f"stage {it.stage} instead of {stage}"
+
+
+def _buffer_problems(op: Op, it: Instruction) -> Iterator[str]:
+    if "src" in _USED[op] and it.src not in list(Source):
+        yield f"src {it.src}"
+    if "dst" in _USED[op] and it.dst not in (Source.X0, Source.X1):
+        yield f"dst {it.dst}"
+
+
+def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
+    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0}
+    if op in own and (it.block, it.num_blocks) != (worker, own[op]):
+        yield f"block {it.block} and num_blocks {it.num_blocks}"
+    most = {Op.FC1: sizes.ff_dim // 16, Op.HEAD: sizes.vocab_blocks}.get(op)
+    if most is not None:
+        last = it.block + (it.num_blocks - 1) * sizes.num_workers
+        if it.block < 0 or it.num_blocks < 1 or last >= most:
+            yield f"block {it.block} and num_blocks {it.num_blocks}"
+    if op is Op.FC1 and it.num_blocks > BLOCKS_AT_ONCE:
+        yield f"num_blocks {it.num_blocks}"
+    if op is Op.FC2:
+        within = it.chunk >= 0 and it.chunk + it.num_chunks <= sizes.ff_ratio * sizes.chunks
+        if it.num_chunks < 1 or not within:
+            yield f"chunk {it.chunk} and num_chunks {it.num_chunks}"
+    elif op is not Op.ATTEND and it.num_chunks != sizes.chunks:
+        yield f"num_chunks {it.num_chunks}"

@@ -1,0 +1,218 @@
+"""The program of a decode step: a list of instructions for every worker, as data.
+
+A worker is a thread block of the resident kernel. It runs its list once per step, in order. A
+second thread of control, its producer, fills a ring in shared memory with the weights of the same
+list, in order, as soon as stages are free: it waits for no counter.
+
+Before an instruction runs, its worker waits until a counter in global memory has a value; after it
+has run, the worker adds one to a counter. Counters are never reset: each step's targets are higher
+by the number of signals of one step.
+
+The order in a layer hides every hop between workers with another phase's stream: the inner
+activations are needed after the QKV weights, queries after half of fc2, heads after its other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+from legato_engine.resident.sizes import SPLITS, ModelSizes
+
+NONE = -1
+"""A field that an instruction does not use; a counter that it neither waits for nor adds to."""
+
+
+class Op(enum.IntEnum):
+    """What an instruction does. MOMENTS and SUMS are a worker's own.
+
+    A worker may keep X[src] from NORM on, in registers, or read it again.
+    """
+
+    NORM = 0  # MOMENTS = mean and deviation of X[src]
+    FC1 = 1  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
+    QKV = 2  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
+    FC2 = 3  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
+    ATTEND = 4  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
+    OUT = 5  # X[dst][block] = X[src][block] + SUMS + merged(PART) @ proj + biases
+    HEAD = 6  # BEST[worker] = argmax over blocks of norm(X[src]) @ lm_head
+    SELECT = 7  # TOKEN = argmax over BEST
+
+
+class Source(enum.IntEnum):
+    """Buffers of the residual stream."""
+
+    X0 = 0
+    X1 = 1
+    EMBED = 2  # the embedding of TOKEN
+
+
+class Kind(enum.IntEnum):
+    """Kinds of counters; all but BEST have one for each layer."""
+
+    X = 0
+    ACT = 1
+    Q = 2  # one for each head
+    PART = 3
+    BEST = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One entry of a worker's list; the device reads these fields as int32, in this order.
+
+    `wait` is a counter, which has to reach `wait_count + step * wait_stride`. `signal` is the
+    counter that gets one. Output blocks are `block`, `block + W`, ... (`num_blocks` of them, W
+    workers); inputs are `num_chunks` chunks from `chunk` on. `stage` is the first of its
+    `num_blocks * num_chunks` stages in the worker's stream of weights, for OUT and FC2 as well.
+    """
+
+    op: int
+    layer: int = NONE
+    wait: int = NONE
+    wait_count: int = 0
+    wait_stride: int = 0
+    signal: int = NONE
+    src: int = NONE
+    dst: int = NONE
+    block: int = 0
+    num_blocks: int = 0
+    chunk: int = 0
+    num_chunks: int = 0
+    stage: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of weights that it takes from the ring."""
+        return self.num_blocks * self.num_chunks
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Instruction))
+WORDS = 16
+"""int32 words of an instruction on the device; those after its fields are zero."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """Every worker's list, and how many stages the rings have."""
+
+    sizes: ModelSizes
+    ring_stages: int
+    workers: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_counters(self) -> int:
+        """Counters, each in a cache line of its own."""
+        return num_counters(self.sizes)
+
+    def stream_stages(self, worker: int) -> int:
+        """Stages of weights in a worker's stream."""
+        return sum(each.num_stages for each in self.workers[worker])
+
+    def table(self) -> list[int]:
+        """The words of all instructions, worker after worker; shorter lists end in NORMs of -1."""
+        longest = max(map(len, self.workers))
+        words: list[int] = []
+        for instructions in self.workers:
+            for each in instructions:
+                fields = [getattr(each, name) for name in FIELDS]
+                words += fields + [0] * (WORDS - len(fields))
+            words += [NONE] * WORDS * (longest - len(instructions))
+        return words
+
+
+def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int:
+    """Index of a counter."""
+    if kind is Kind.BEST:
+        return sizes.num_layers * (3 + sizes.num_heads)
+    first = layer * (3 + sizes.num_heads)
+    return first + (3 + head if kind is Kind.Q else {Kind.X: 0, Kind.ACT: 1, Kind.PART: 2}[kind])
+
+
+def num_counters(sizes: ModelSizes) -> int:
+    """One of each kind and layer, Q's also by head."""
+    return counter(sizes, Kind.BEST) + 1
+
+
+def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
+    """The program of a model."""
+    workers = tuple(tuple(_numbered(_worker(sizes, worker))) for worker in range(sizes.num_workers))
+    return Program(sizes, ring_stages, workers)
+
+
+def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
+    for layer in range(sizes.num_layers):
+        yield from _layer(sizes, worker, layer)
+    last = sizes.num_layers
+    yield Instruction(Op.NORM, last, src=_x(last), **_wait(sizes, counter(sizes, Kind.X, last - 1)))
+    best = counter(sizes, Kind.BEST)
+    yield Instruction(
+        Op.HEAD,
+        last,
+        signal=best,
+        src=_x(last),
+        block=worker,
+        num_blocks=sizes.head_blocks(worker),
+        num_chunks=sizes.chunks,
+    )
+    yield Instruction(Op.SELECT, last, **_wait(sizes, best))
+
+
+def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
+    """X's counter of a layer is of the layer's output."""
+
+    def at(kind: Kind) -> int:
+        return counter(sizes, kind, layer, worker // SPLITS)
+
+    chunks, half = sizes.chunks, sizes.ff_ratio * sizes.chunks // 2
+    rest = sizes.ff_ratio * chunks - half
+    x = {} if layer == 0 else _wait(sizes, counter(sizes, Kind.X, layer - 1))
+    source = Source.EMBED if layer == 0 else _x(layer)
+    yield Instruction(Op.NORM, layer, src=source, **x)
+    yield Instruction(
+        Op.FC1,
+        layer,
+        signal=at(Kind.ACT),
+        src=source,
+        block=worker,
+        num_blocks=sizes.ff_ratio,
+        num_chunks=chunks,
+    )
+    yield Instruction(
+        Op.QKV, layer, signal=at(Kind.Q), src=source, block=worker, num_blocks=3, num_chunks=chunks
+    )
+    part = {"block": worker, "num_blocks": 1}
+    act = _wait(sizes, at(Kind.ACT))
+    yield Instruction(Op.FC2, layer, **act, **part, chunk=0, num_chunks=half)
+    heads = {"wait": at(Kind.Q), "wait_count": SPLITS, "wait_stride": SPLITS}
+    yield Instruction(Op.ATTEND, layer, **heads, signal=at(Kind.PART), block=worker)
+    yield Instruction(Op.FC2, layer, **part, chunk=half, num_chunks=rest)
+    yield Instruction(
+        Op.OUT,
+        layer,
+        **_wait(sizes, at(Kind.PART)),
+        signal=at(Kind.X),
+        src=source,
+        dst=_x(layer + 1),
+        **part,
+        num_chunks=chunks,
+    )
+
+
+def _x(layer: int) -> Source:
+    """The buffer of the residual stream that enters a layer; layers write and read in turns."""
+    return Source(layer % 2)
+
+
+def _wait(sizes: ModelSizes, which: int) -> dict[str, int]:
+    """A wait for all workers' signals."""
+    return {"wait": which, "wait_count": sizes.num_workers, "wait_stride": sizes.num_workers}
+
+
+def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:
+    """Stages of the stream in the order of use."""
+    stage = 0
+    for each in instructions:
+        yield dataclasses.replace(each, stage=stage if each.num_stages else 0)
+        stage += each.num_stages

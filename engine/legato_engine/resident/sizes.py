@@ -1,0 +1,92 @@
+"""Sizes of a decoder with parallel attention and MLP, and how the resident kernel divides them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+BLOCK = 16
+"""Output rows of a block, the unit of matrix work."""
+HEAD_DIM = 64
+ROTARY_DIM = 32
+SPLITS = HEAD_DIM // BLOCK
+"""Workers of a head: each owns 16 of its dimensions, and a quarter of its pages."""
+GROUP = 64
+"""Inputs of a stage that one warp multiplies."""
+WARPS = 8
+"""Warps of a worker that compute."""
+PAGE = 16
+"""Positions of a KV page."""
+PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
+"""Keys and values of one head in one page, bf16."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A decoder; the MLP is `ff_ratio` times as wide as the residual stream.
+
+    Raises:
+        ValueError: a size that the kernel's division into workers does not fit.
+    """
+
+    dim: int
+    ff_ratio: int
+    num_layers: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.dim <= 0 or self.dim % HEAD_DIM:
+            raise ValueError(f"dim {self.dim} is not a multiple of {HEAD_DIM}")
+        if self.vocab_size % BLOCK or self.vocab_size < self.dim:
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is not a multiple of {BLOCK} of at least {self.dim}"
+            )
+        if self.ff_ratio < 2 or self.num_layers < 1:
+            raise ValueError(f"ff_ratio {self.ff_ratio} or num_layers {self.num_layers} too small")
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads."""
+        return self.dim // HEAD_DIM
+
+    @property
+    def ff_dim(self) -> int:
+        """Inner width of the MLP."""
+        return self.dim * self.ff_ratio
+
+    @property
+    def num_workers(self) -> int:
+        """Thread blocks, one per block of the residual stream."""
+        return self.dim // BLOCK
+
+    @property
+    def chunk(self) -> int:
+        """Inputs of a stage: 64 for each warp, of as many warps as divide `dim` evenly."""
+        return next(n * GROUP for n in range(WARPS, 0, -1) if self.dim % (n * GROUP) == 0)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a block with `dim` inputs."""
+        return self.dim // self.chunk
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage of weights."""
+        return BLOCK * self.chunk * 2
+
+    @property
+    def pages_per_stage(self) -> int:
+        """KV pages of a head that a stage holds."""
+        return max(1, self.stage_bytes // PAGE_BYTES)
+
+    @property
+    def vocab_blocks(self) -> int:
+        """Blocks of the output head."""
+        return self.vocab_size // BLOCK
+
+    def head_blocks(self, worker: int) -> int:
+        """Blocks of the output head that a worker has: `worker`, `worker + num_workers`, ..."""
+        return len(range(worker, self.vocab_blocks, self.num_workers))
+
+
+MOONDREAM2 = ModelSizes(dim=2048, ff_ratio=4, num_layers=24, vocab_size=51200)
+LEGATO_TINY = ModelSizes(dim=320, ff_ratio=3, num_layers=6, vocab_size=1536)

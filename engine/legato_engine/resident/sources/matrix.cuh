@@ -1,0 +1,287 @@
+// Products of the tokens with blocks of weights from the ring, and what becomes of their sums.
+//
+// In a warp lane = 4g + t. A warp multiplies 64 inputs of every stage; a sum's .x and .y are row g of tokens 2t and
+// 2t + 1 of a tile, .z and .w row g + 8.
+#pragma once
+#include "worker.cuh"
+
+// 64 inputs of the tokens, as a lane holds them for the products.
+struct Inputs {
+  uint4 of[TILES][2];
+  // Global memory; `from` is the warp's own in the first token.
+  __device__ __forceinline__ void load(const bf16* from, int stride, int rows) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        of[tile][half] = tile * 8 + g < rows ? load_fresh(from + (tile * 8 + g) * stride + half * 32 + t * 8)
+                                             : uint4{0, 0, 0, 0};
+  }
+};
+
+// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (the benchmark packs them so).
+struct Fragment {
+  uint4 of[4];
+  __device__ __forceinline__ void load(const unsigned char* stage) {
+    const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) of[i] = from[i * 32];
+  }
+};
+
+// Sums of a block, in two chains that are added at the end.
+struct Sums {
+  float4 of[2][TILES];
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) of[0][tile] = of[1][tile] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+  __device__ __forceinline__ void add(const Fragment& f, const Inputs& in) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 &a = f.of[half * 2], &x = in.of[tile][half];
+        mma(of[half][tile], a.x, a.y, a.z, a.w, x.x, x.y);
+      }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 &a = f.of[half * 2 + 1], &x = in.of[tile][half];
+        mma(of[half][tile], a.x, a.y, a.z, a.w, x.z, x.w);
+      }
+  }
+  __device__ __forceinline__ void store(Shared& shared, int block) const {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      const float4 &x = of[0][tile], &y = of[1][tile];
+      shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] =
+          float4{x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+    }
+  }
+};
+
+__device__ __forceinline__ bool active() {
+  return CHUNK == WARPS * GROUP || threadIdx.x / 32 * GROUP < CHUNK;
+}
+
+// Stages of the ring in registers, the next one ahead of the products of this one.
+struct Reader {
+  Fragment next;
+  __device__ __forceinline__ void begin(const Arguments& a, Place& at, Ring& ring) {
+    next.load(ring.get(a, at));
+    ring.release();
+  }
+  // `more`: there is a stage after this one.
+  __device__ __forceinline__ void multiply(
+      const Arguments& a, Place& at, Ring& ring, Sums& sums, const Inputs& in, bool more) {
+    const Fragment mine = next;
+    if (more) next.load(ring.get(a, at));
+    if (active()) sums.add(mine, in);
+    if (more) ring.release();
+  }
+};
+
+// What the warps multiplied of a block.
+__device__ __forceinline__ float4 total(const Shared& shared, int block, int tile) {
+  float4 all = shared.sums[0][block][tile][threadIdx.x % 32];
+#pragma unroll
+  for (int warp = 1; warp < WARPS; warp++) {
+    const float4 more = shared.sums[warp][block][tile][threadIdx.x % 32];
+    all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
+  }
+  return all;
+}
+
+// Whether the residual stream stays in registers from its norm on. More tiles of it would be spilled while other
+// instructions run, so that it is read again.
+constexpr bool KEPT = TILES == 1;
+
+// The residual stream of the tokens, as a warp holds it.
+struct Held {
+  Inputs chunks[CHUNKS];
+  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int source) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int token = tile * 8 + g;
+          const int input = c * CHUNK + warp * GROUP + half * 32 + t * 8;
+          const bool live = token < a.rows && active();
+          const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
+                                                    : x + (live ? token * DIM : 0);
+          chunks[c].of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
+        }
+  }
+  // The warp's part of the moments.
+  __device__ __forceinline__ void sum(Shared& shared) const {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
+      constexpr u32 ONES = 0x3f803f80u;
+      float4 sums[2] = {}, squares[2] = {};
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const uint4& x = chunks[c].of[tile][half];
+          mma(sums[half], ONES, 0u, ONES, 0u, x.x, x.y);
+          mma(squares[half], x.x, 0u, x.y, 0u, x.x, x.y);
+          mma(sums[half], ONES, 0u, ONES, 0u, x.z, x.w);
+          mma(squares[half], x.z, 0u, x.w, 0u, x.z, x.w);
+        }
+      if (g / 2 == t)
+        shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sums[0].y + sums[1].y, squares[0].y + squares[1].y}
+                                                   : float2{sums[0].x + sums[1].x, squares[0].x + squares[1].x};
+    }
+  }
+};
+
+// Mean and inverse deviation of a token.
+__device__ __forceinline__ float2 moments(const Shared& shared, int token) {
+  float sum = 0.f, squares = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; warp++) {
+    const float2 one = shared.moments[warp][token];
+    sum += one.x, squares += one.y;
+  }
+  const float mean = sum / DIM;
+  return float2{mean, rsqrtf(squares / DIM - mean * mean + 1e-5f)};
+}
+
+__device__ __forceinline__ float normed(float sum, float2 moments, float2 folded) {
+  return moments.y * (sum - moments.x * folded.x) + folded.y;
+}
+
+// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
+__device__ __forceinline__ void multiply_blocks(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, int blocks) {
+  Reader reader;
+  reader.begin(a, at, ring);
+  for (int block = 0; block < blocks; block++) {
+    Sums sums;
+    sums.clear();
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+      reader.multiply(a, at, ring, sums, held.chunks[c], c + 1 < CHUNKS || block + 1 < blocks);
+    sums.store(shared, block);
+  }
+}
+
+__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, Held& kept, const Instruction& it) {
+  Held here;
+  Held& held = KEPT ? kept : here;
+  held.load(a, shared, it.src);
+  held.sum(shared);
+}
+
+__device__ __forceinline__ void run_fc1(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
+  constexpr int RATIO = FF / DIM;
+  float2 low[(RATIO * TILES + WARPS - 1) / WARPS], high[(RATIO * TILES + WARPS - 1) / WARPS];
+#pragma unroll
+  for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
+    const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
+    if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
+  }
+  Held here;
+  if (!KEPT) here.load(a, shared, it.src);
+  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, it.num_blocks);
+  workers_sync();
+#pragma unroll
+  for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= it.num_blocks) continue;
+    const float4 sum = total(shared, index, tile);
+    const int row = (it.block + index * WORKERS) * BLOCK + g;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const float2 m = moments(shared, token);
+      bf16* out = a.act + (i64)token * FF + row;
+      out[0] = to_bf16(gelu_tanh(normed(j ? sum.y : sum.x, m, low[i])));
+      out[8] = to_bf16(gelu_tanh(normed(j ? sum.w : sum.z, m, high[i])));
+    }
+  }
+}
+
+__device__ __forceinline__ void run_qkv(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+  constexpr int MORE = (3 * TILES + WARPS - 1) / WARPS, HALF = ROTARY_DIM / 2;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int head = it.block / SPLITS, quarter = it.block % SPLITS;
+  const bool rotated = quarter * BLOCK < ROTARY_DIM;
+  const int dim = rotated ? quarter * 8 + g : quarter * BLOCK + g, gap = rotated ? HALF : 8;
+  const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF);
+  float2 low[MORE], high[MORE];
+  float c[MORE][2], s[MORE][2];
+  i64 slot[MORE][2];
+#pragma unroll
+  for (int i = 0; i < MORE; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= 3) continue;
+    const int row = (it.block + index * WORKERS) * BLOCK + g;
+    low[i] = folded[row], high[i] = folded[row + 8];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const int position = shared.position[token] + at.step;
+      c[i][j] = rotated && index < 2 ? a.cosines[position * HALF + dim] : 1.f;
+      s[i][j] = rotated && index < 2 ? a.sines[position * HALF + dim] : 0.f;
+      const i64 page = (i64)it.layer * a.layer_pages + a.pages[token * a.row_pages + position / PAGE];
+      slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
+    }
+  }
+  Held here;
+  if (!KEPT) here.load(a, shared, it.src);
+  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, 3);
+  workers_sync();
+#pragma unroll
+  for (int i = 0; i < MORE; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= 3) continue;
+    const float4 sum = total(shared, index, tile);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const float2 m = moments(shared, token);
+      const float x = normed(j ? sum.y : sum.x, m, low[i]), y = normed(j ? sum.w : sum.z, m, high[i]);
+      bf16* out = index == 0 ? a.q + token * DIM + head * HEAD_DIM + dim : (index == 1 ? a.keys : a.values) + slot[i][j];
+      out[0] = to_bf16(x * c[i][j] - y * s[i][j]);
+      out[gap] = to_bf16(x * s[i][j] + y * c[i][j]);
+    }
+  }
+}
+
+// Chunks of the inner activations whose inputs registers hold at once.
+constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
+
+__device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
+  if (it.chunk == 0) sums.clear();
+  const bf16* from = a.act + it.chunk * CHUNK + threadIdx.x / 32 * GROUP;
+  Reader reader;
+  for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
+    Inputs in[INNER_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < INNER_AT_ONCE; i++)
+      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? a.rows : 0);
+    if (first == 0) reader.begin(a, at, ring);
+#pragma unroll
+    for (int i = 0; i < INNER_AT_ONCE; i++) {
+      if (first + i >= it.num_chunks) break;
+      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < it.num_chunks);
+    }
+  }
+}

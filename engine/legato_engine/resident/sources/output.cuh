@@ -1,0 +1,76 @@
+// The output head, whose logits stay where they are computed, and the choice of the next token: the best logit,
+// ties to the lower id.
+#pragma once
+#include "argmax.cuh"
+#include "matrix.cuh"
+
+__device__ __forceinline__ bool better(uint2 a, uint2 b) { return a.x > b.x || (a.x == b.x && a.y < b.y); }
+__device__ __forceinline__ uint2 best_of(uint2 a, uint2 b) { return better(b, a) ? b : a; }
+__device__ __forceinline__ uint2 from_lane(uint2 mine, int lanes) {
+  return uint2{__shfl_xor_sync(~0u, mine.x, lanes), __shfl_xor_sync(~0u, mine.y, lanes)};
+}
+
+// A block's logits of a tile, whose best join the warp's own.
+__device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shared& shared, int row, int tile, float4 sum) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float2 low = a.head_folded[row], high = a.head_folded[row + 8];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int token = tile * 8 + t * 2 + j;
+    uint2 mine = {0u, 0u};
+    if (token < a.rows) {
+      const float2 m = moments(shared, token);
+      const float first = normed(j ? sum.y : sum.x, m, low), second = normed(j ? sum.w : sum.z, m, high);
+      if (a.logits) {
+        float* logits = a.logits + ((i64)at.step * TOKENS + token) * VOCAB + row;
+        logits[0] = first, logits[8] = second;
+      }
+      mine = best_of(uint2{to_key(first), (u32)row}, uint2{to_key(second), (u32)row + 8});
+    }
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes <<= 1) mine = best_of(mine, from_lane(mine, lanes));
+    if (g == 0) shared.best[warp][token] = best_of(shared.best[warp][token], mine);
+  }
+}
+
+__device__ __forceinline__ void run_head(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int token = lane; token < TOKENS; token += 32) shared.best[warp][token] = uint2{0u, ~0u};
+  __syncwarp();
+  Held here;
+  if (!KEPT) here.load(a, shared, it.src);
+  const Held& held = KEPT ? kept : here;
+  for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
+    const int blocks = min(BLOCKS_AT_ONCE, it.num_blocks - first);
+    multiply_blocks(a, at, shared, ring, held, blocks);
+    workers_sync();
+    for (int i = warp; i < blocks * TILES; i += WARPS) {
+      const int row = (it.block + (first + i / TILES) * WORKERS) * BLOCK + lane / 4;
+      choose(a, at, shared, row, i % TILES, total(shared, i / TILES, i % TILES));
+    }
+    workers_sync();
+  }
+  if (threadIdx.x < a.rows) {
+    uint2 all = shared.best[0][threadIdx.x];
+    for (int i = 1; i < WARPS; i++) all = best_of(all, shared.best[i][threadIdx.x]);
+    a.best[blockIdx.x * TOKENS + threadIdx.x] = all;
+  }
+}
+
+__device__ __forceinline__ void run_select(const Arguments& a, const Place& at, Shared& shared) {
+  for (int token = threadIdx.x / 32; token < a.rows; token += WARPS) {
+    uint2 mine = {0u, ~0u};
+    for (int i = threadIdx.x % 32; i < WORKERS; i += 32) {
+      const float2 one = load_fresh_float2(reinterpret_cast<const float2*>(a.best + i * TOKENS + token));
+      mine = best_of(mine, uint2{__float_as_uint(one.x), __float_as_uint(one.y)});
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes <<= 1) mine = best_of(mine, from_lane(mine, lanes));
+    if (threadIdx.x % 32 == 0) {
+      const int id = mine.y < VOCAB ? (int)mine.y : 0;  // after a failed wait it may be anything
+      shared.token[token] = id;
+      if (blockIdx.x == 0) a.tokens[at.step * a.rows + token] = id;
+    }
+  }
+}

@@ -1,0 +1,113 @@
+// The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
+// in its order: they wait for free stages alone. They take turns by stages, as the many small copies of keys and
+// values take one too long. What they copy of those was written in earlier steps.
+#pragma once
+#include "worker.cuh"
+
+// Whose turn a stage is.
+struct Turn {
+  const int own;
+  int next = 0;
+  __device__ __forceinline__ bool mine() {
+    const bool is = next == own;
+    if (++next == PRODUCERS) next = 0;
+    return is;
+  }
+};
+
+__device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, u32 bytes) {
+  wait_barrier(a, at, ring.shared.empty + ring.slot, ring.phase ^ 1, 2, ring.slot);
+  if (!at.dead) barrier_expect(ring.shared.full + ring.slot, bytes);
+  return ring.shared.ring[ring.slot];
+}
+
+__device__ __forceinline__ void produce_weights(
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages, u64 policy) {
+  for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
+    if (turn.mine() && threadIdx.x % 32 == 0) {
+      unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
+      if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
+    }
+    ring.next();
+  }
+}
+
+// A unit's pages; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
+__device__ __forceinline__ void produce_unit(
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
+  const Unit unit(index, a.rows);
+  const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
+  const int position = ring.shared.position[unit.row] + at.step, own = own_pages(position, unit.quarter);
+  const bf16* from = lane % 2 ? a.values : a.keys;
+  for (int first = 0; first < own; first += STAGE_PAGES, ring.next()) {
+    if (!turn.mine()) continue;
+    const int which = first + lane / 2;
+    const bool mine = lane / 2 < STAGE_PAGES && which < own;
+    const int filled = mine ? min(PAGE, position - (unit.quarter + SPLITS * which) * PAGE) : 0;
+    const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
+    if (lane == 0) acquire(a, at, ring, total);
+    at.dead = __shfl_sync(~0u, at.dead, 0);
+    if (mine && !at.dead) {
+      const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];
+      const bf16* source = from + (page * HEADS + head) * (PAGE * HEAD_DIM);
+      copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
+                ring.shared.full + ring.slot, policy);
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
+  Ring ring{shared};
+  Turn turn{number};
+  Place at;
+  const u64 policy = stream_policy();
+  const Instruction* table = instructions(shared);
+  const unsigned char* weights =
+      reinterpret_cast<const unsigned char*>(a.weights) + (i64)blockIdx.x * a.stream_stages * STAGE_BYTES;
+  for (at.step = 0; at.step < a.steps; at.step++)
+    for (at.index = 0; at.index < a.count; at.index++) {
+      const Instruction& it = table[at.index];
+      const int op = it.op, stages = it.num_blocks * it.num_chunks;
+      if (op == OP_ATTEND) {
+        for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+      } else if (op >= 0) {
+        produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
+      }
+      at.dead = __shfl_sync(~0u, at.dead, 0);
+      if (at.dead) {
+        __nanosleep(1000000);  // copies under way end before their memory is another's
+        return;
+      }
+    }
+}
+
+// The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.
+__device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
+  Place at;
+  const Instruction* table = instructions(shared);
+  for (at.step = 0; at.step < a.steps; at.step++)
+    for (at.index = 0; at.index < a.count; at.index++) {
+      const Instruction& it = table[at.index];
+      if (it.wait == NONE) continue;
+      wait_counter(a, at, it.wait, it.wait_count + at.step * it.wait_stride);
+      at.waits++;
+      asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.passed)), "r"(at.waits) : "memory");
+    }
+}
+
+// The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
+__device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
+  const Instruction* table = instructions(shared);
+  for (int step = 0; step < a.steps; step++)
+    for (int index = 0; index < a.count; index++) {
+      const int counter = table[index].signal;
+      if (counter == NONE) continue;
+      telling_sync();
+      if (threadIdx.x % 32 == 0) {
+        // Later steps' copies read the keys and values, which ordinary stores wrote.
+        if (table[index].op == OP_QKV) asm volatile("fence.proxy.async;" ::: "memory");
+        signal(a.counters + counter * COUNTER_WORDS);
+      }
+      __syncwarp();  // or the other lanes would wait at the next barrier, and this one's signal with them
+    }
+}

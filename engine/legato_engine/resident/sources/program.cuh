@@ -1,0 +1,31 @@
+// Written by `python -m legato_engine.resident.header`; program.py explains it.
+#pragma once
+
+constexpr int BLOCK = 16;
+constexpr int HEAD_DIM = 64;
+constexpr int ROTARY_DIM = 32;
+constexpr int SPLITS = 4;
+constexpr int GROUP = 64;
+constexpr int WARPS = 8;
+constexpr int PAGE = 16;
+constexpr int PAGE_BYTES = 4096;
+constexpr int NONE = -1;
+
+constexpr int OP_NORM = 0;
+constexpr int OP_FC1 = 1;
+constexpr int OP_QKV = 2;
+constexpr int OP_FC2 = 3;
+constexpr int OP_ATTEND = 4;
+constexpr int OP_OUT = 5;
+constexpr int OP_HEAD = 6;
+constexpr int OP_SELECT = 7;
+
+constexpr int SOURCE_X0 = 0;
+constexpr int SOURCE_X1 = 1;
+constexpr int SOURCE_EMBED = 2;
+
+struct __align__(16) Instruction {
+  int op, layer, wait, wait_count, wait_stride, signal, src, dst, block, num_blocks, chunk, num_chunks, stage;
+  int unused[3];
+};
+static_assert(sizeof(Instruction) == 64, "an instruction has 16 words");

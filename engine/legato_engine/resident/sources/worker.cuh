@@ -1,0 +1,198 @@
+// A worker of the resident kernel: its arguments, its shared memory, its ring, and its waits.
+//
+// Constants: DIM width, FF inner width, LAYERS, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
+// RING stages of the ring, TILES groups of 8 tokens. B tokens, one per row, of at most TOKENS.
+#pragma once
+#include "common.cuh"
+#include "program.cuh"
+
+constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
+constexpr int PRODUCERS = 2;
+constexpr int TOKENS = TILES * 8;
+constexpr int WORKERS = DIM / BLOCK;
+constexpr int HEADS = DIM / HEAD_DIM;
+constexpr int CHUNKS = DIM / CHUNK;
+constexpr int STAGE_BYTES = BLOCK * CHUNK * 2;
+constexpr int SLOT_BYTES = STAGE_BYTES > PAGE_BYTES ? STAGE_BYTES : PAGE_BYTES;
+constexpr int OWN_PAGES = 32;       // of a row in a worker's quarter, at most
+constexpr int BLOCKS_AT_ONCE = 4;   // whose sums shared memory holds
+constexpr int COUNTER_WORDS = 32;   // from one counter to the next
+
+struct Arguments {
+  const Instruction* table;  // [WORKERS, count]
+  u32* counters;
+  u32* abort;    // not zero: no wait waits any more
+  int* report;   // host memory: what the first overdue wait waited for
+  const bf16* weights;  // [WORKERS, stream_stages] stages
+  const float2* folded;       // [LAYERS, 3 * DIM + FF]: of QKV, then of FC1, in the order of blocks
+  const float2* head_folded;  // [VOCAB]
+  const float* out_bias;      // [LAYERS, DIM]
+  const bf16* embedding;      // [VOCAB, DIM]
+  bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
+  bf16* heads;   // [TOKENS, DIM]: what attention gives for rows that one worker per head has whole
+  float* part;   // [TOKENS, WORKERS, HEAD_DIM]: of other rows, a worker's quarter
+  float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
+  uint2* best;   // [WORKERS, TOKENS]: key and id
+  bf16 *keys, *values;        // [LAYERS, pages, HEADS, PAGE, HEAD_DIM]
+  const int* pages;           // [B, row_pages]
+  const int* position;        // [B]: of the first step
+  const float *cosines, *sines;  // [positions, ROTARY_DIM / 2]
+  const int* first_token;     // [B]
+  int* tokens;                // [steps, B]
+  float* logits;              // [steps, TOKENS, VOCAB], or null
+  bf16* trace;                // [steps, LAYERS, TOKENS, DIM]: the residual stream after each layer, or null
+  i64* profile;               // [WORKERS, steps, count, 3]: clocks, or null
+  int count, stream_stages, layer_pages, row_pages, rows, steps, patience_ms;
+};
+
+struct __align__(16) Shared {
+  unsigned char ring[RING][SLOT_BYTES];
+  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts, and heads that OUT merges
+  float2 moments[WARPS][TOKENS];
+  float2 ends[TOKENS][WARPS];
+  uint2 best[WARPS][TOKENS];
+  u64 full[RING], empty[RING];
+  int token[TOKENS];
+  int position[TOKENS];
+  int pages[TOKENS][OWN_PAGES];
+  u32 passed;  // waits of the program that are over
+};
+
+// The worker's instructions, which follow the rest in shared memory.
+__device__ __forceinline__ Instruction* instructions(Shared& shared) {
+  return reinterpret_cast<Instruction*>(&shared + 1);
+}
+
+// What a thread knows of its place in the program, for reports; `dead` threads wait for nothing any more.
+struct Place {
+  int step = 0, index = 0;
+  u32 waits = 0;
+  bool dead = false;
+};
+
+__device__ __forceinline__ u64 now() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// What a wait waits for: `kind` 0 a counter, 1 a full stage, 2 an empty one.
+struct Waited {
+  int kind, which;
+  u32 want, got;
+};
+
+// Whether to give up a wait; the first one given up is reported.
+__device__ __noinline__ bool overdue(u32* abort, int* report, int patience_ms, int step, int index, u64* deadline, Waited waited) {
+  u32 aborted;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(aborted) : "l"(abort) : "memory");
+  if (aborted) return true;
+  const u64 time = now();
+  // Stages come late when a counter does: that wait is the one to report.
+  if (*deadline == 0) *deadline = time + (u64)patience_ms * (waited.kind == 0 ? 1000000 : 3000000);
+  if (time < *deadline) return false;
+  if (atomicCAS(abort, 0u, 1u) == 0u) {
+    volatile int* to = report;
+    to[1] = blockIdx.x, to[2] = threadIdx.x / 32, to[3] = step, to[4] = index;
+    to[5] = waited.kind, to[6] = waited.which, to[7] = waited.want, to[8] = waited.got;
+    __threadfence_system();
+    to[0] = 1;
+  }
+  return true;
+}
+
+__device__ __forceinline__ bool give_up(const Arguments& a, const Place& at, u64& deadline, Waited waited) {
+  u64 until = deadline;
+  const bool over = overdue(a.abort, a.report, a.patience_ms, at.step, at.index, &until, waited);
+  deadline = until;
+  return over;
+}
+
+__device__ __forceinline__ void wait_counter(const Arguments& a, Place& at, int which, u32 target) {
+  const u32* count = a.counters + which * COUNTER_WORDS;
+  u64 deadline = 0;
+  for (u32 polls = 1; !at.dead; polls++) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    if ((int)(seen - target) >= 0) break;
+    if (polls % 1024 == 0) at.dead = give_up(a, at, deadline, Waited{0, which, target, seen});
+    __nanosleep(20);
+  }
+}
+
+__device__ __forceinline__ bool barrier_done(u64* barrier, u32 phase) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
+  return done;
+}
+
+__device__ __forceinline__ void wait_barrier(
+    const Arguments& a, Place& at, u64* barrier, u32 phase, int kind, int slot) {
+  u64 deadline = 0;
+  for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++)
+    if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
+}
+
+// The warps that compute wait for what the watcher saw; when it has given up it lets all pass.
+__device__ __forceinline__ void wait_passed(Shared& shared, Place& at) {
+  at.waits++;
+  u32 passed;
+  do
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(passed) : "r"(shared_address(&shared.passed)) : "memory");
+  while ((int)(passed - at.waits) < 0);
+}
+
+constexpr int TELLING = THREADS + 32;  // threads of the barrier with the teller
+__device__ __forceinline__ void telling_sync() { asm volatile("bar.sync 2, %0;" ::"n"(TELLING) : "memory"); }
+__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Stages in shared memory, between the producer and the warps that compute.
+struct Ring {
+  Shared& shared;
+  int slot = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == RING) slot = 0, phase ^= 1;
+  }
+  // A warp that computes: the next stage; then let it go.
+  __device__ __forceinline__ const unsigned char* get(const Arguments& a, Place& at) {
+    wait_barrier(a, at, shared.full + slot, phase, 1, slot);
+    return shared.ring[slot];
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty + slot);
+    next();
+  }
+};
+
+// Global memory that other workers write while this kernel runs.
+__device__ __forceinline__ float2 load_fresh_float2(const float2* address) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_fresh_u32(const void* address) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
+
+// Attention's work of a worker, as many units as there are rows: a unit is a row and a quarter of its pages. Of each
+// four rows a worker has all quarters of one; of what is left over, its own quarter of each.
+struct Unit {
+  int row, quarter;
+  bool whole;
+  __device__ __forceinline__ Unit(int index, int rows) {
+    whole = index < rows / SPLITS * SPLITS;
+    const int own = blockIdx.x % SPLITS;
+    row = whole ? index / SPLITS * SPLITS + own : index;
+    quarter = whole ? index % SPLITS : own;
+  }
+};
+
+// Pages of a quarter that hold positions before `position`.
+__device__ __forceinline__ int own_pages(int position, int quarter) {
+  return max(0, ((position + PAGE - 1) / PAGE - quarter + SPLITS - 1) / SPLITS);
+}

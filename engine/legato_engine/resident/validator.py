@@ -1,0 +1,184 @@
+"""Proof that a program computes its model's step, before it runs anywhere.
+
+For a program that is accepted, in every execution: no wait lasts for ever; every read finds the
+value that the model's definition wants there, written by an instruction that is over; nothing is
+overwritten while it may still be read, by the producers' copies neither; every operand is in range.
+
+Three steps in a row are examined. The counters' targets grow by the same number each step, and a
+step begins when all workers have ended the last one's head, so that more steps repeat these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from legato_engine.resident.effects import Access, Buffer, Version, reads, writes
+from legato_engine.resident.operands import check_operands
+from legato_engine.resident.order import Event, Order, Stuck
+from legato_engine.resident.program import Instruction, Op, Program, Source
+from legato_engine.resident.ring import RunAhead
+
+STEPS = 3
+_UNWRITTEN = (-1, -1)
+
+
+class InvalidProgram(Exception):
+    """A program that must not run; the text says where and why."""
+
+
+def validate(program: Program, steps: int = STEPS) -> None:
+    """Examine `steps` steps of a program.
+
+    Raises:
+        InvalidProgram: it may wait for ever, read what is not there, or overwrite what is needed.
+    """
+    fault = check_operands(program)
+    if fault:
+        raise InvalidProgram(fault)
+    try:
+        order = Order(program, steps)
+    except Stuck as stuck:
+        raise InvalidProgram(str(stuck)) from stuck
+    execution = _Execution(program, order)
+    for event in order.events:
+        execution.run(event)
+    execution.end(steps)
+
+
+@dataclasses.dataclass(slots=True)
+class _Cells:
+    """Of each cell of a buffer: its last writer, what it wrote, and each worker's last reader."""
+
+    writer: np.ndarray
+    event: np.ndarray
+    version: list[Version]
+    readers: np.ndarray
+
+    @classmethod
+    def make(cls, count: int, workers: int) -> _Cells:
+        return cls(
+            np.zeros(count, np.int32),
+            np.full(count, -1, np.int32),
+            [_UNWRITTEN] * count,
+            np.zeros((count, workers), np.int32),
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Worker:
+    """What a worker holds: a residual stream's moments, sums up to a chunk, a step's token."""
+
+    moments: Version = _UNWRITTEN
+    sums: Version = _UNWRITTEN
+    next_chunk: int = 0
+    token: int = 0
+
+
+class _Execution:
+    """One execution, whose events are ordered as in all of them as far as `order` says."""
+
+    def __init__(self, program: Program, order: Order) -> None:
+        self._program, self._sizes, self._order = program, program.sizes, order
+        num = self._sizes.num_workers
+        self._cells = {
+            (Buffer.X0, 0, 0): _Cells.make(num, num),
+            (Buffer.X1, 0, 0): _Cells.make(num, num),
+            (Buffer.ACT, 0, 0): _Cells.make(self._sizes.ff_dim // 16, num),
+            (Buffer.Q, 0, 0): _Cells.make(num, num),
+            (Buffer.PART, 0, 0): _Cells.make(num, num),
+            (Buffer.BEST, 0, 0): _Cells.make(num, num),
+        }
+        self._workers = [_Worker() for _ in range(num)]
+        self._chosen: list[range] = [range(0)] * num  # the blocks of each BEST
+        self._ahead = [RunAhead(program, worker) for worker in range(num)]
+
+    def run(self, event: Event) -> None:
+        """Do an event's reads and writes."""
+        instructions = self._program.workers[event.worker]
+        step, index = divmod(event.index, len(instructions))
+        it = instructions[index]
+        where = f"worker {event.worker}, instruction {index} of step {step}, {Op(it.op).name}"
+        for access in reads(self._sizes, event.worker, it, step):
+            self._read(event, access, where)
+        self._run_own(event.worker, it, step, where)
+        for access in writes(self._sizes, event.worker, it, step):
+            self._write(event, access, where)
+
+    def end(self, steps: int) -> None:
+        """Every worker has chosen every step's token."""
+        for number, worker in enumerate(self._workers):
+            if worker.token != steps:
+                raise InvalidProgram(f"worker {number} chose {worker.token} tokens of {steps}")
+
+    def _read(self, event: Event, access: Access, where: str) -> None:
+        cells = self._find(access)
+        index = _indices(access)
+        begin = event
+        if access.copied:
+            begin = Event(event.worker, self._ahead[event.worker].begin(event.index))
+        before = self._order.before(begin)
+        if (cells.event[index] >= before[cells.writer[index]]).any():
+            raise InvalidProgram(f"{where}: reads {access.buffer.name} that may not be written yet")
+        for cell in range(access.first, access.first + access.count * access.stride, access.stride):
+            if cells.version[cell] != access.version:
+                raise InvalidProgram(
+                    f"{where}: reads {access.buffer.name} {cell} of step and layer "
+                    f"{cells.version[cell]} instead of {access.version}"
+                )
+        cells.readers[index, event.worker] = event.index + 1
+
+    def _write(self, event: Event, access: Access, where: str) -> None:
+        cells, index = self._find(access), _indices(access)
+        before = self._order.before(event).copy()
+        before[event.worker] = event.index + 1
+        if (cells.event[index] >= before[cells.writer[index]]).any():
+            raise InvalidProgram(f"{where}: writes {access.buffer.name} beside another writer")
+        if (cells.readers[index] > before).any():
+            raise InvalidProgram(f"{where}: writes {access.buffer.name} that may still be read")
+        cells.writer[index], cells.event[index] = event.worker, event.index
+        for cell in range(access.first, access.first + access.count * access.stride, access.stride):
+            cells.version[cell] = access.version
+
+    def _run_own(self, number: int, it: Instruction, step: int, where: str) -> None:
+        """Check and change what the worker holds itself."""
+        worker, version = self._workers[number], (step, it.layer)
+        if it.src == Source.EMBED:
+            _require(it.layer == 0 and worker.token == step, where, "embeds another step's token")
+        if it.op == Op.NORM:
+            worker.moments = version
+        elif it.op in (Op.FC1, Op.QKV, Op.HEAD):
+            _require(worker.moments == version, where, f"has the moments of {worker.moments}")
+        elif it.op == Op.FC2:
+            begun = worker.sums == version and worker.next_chunk == it.chunk
+            _require(it.chunk == 0 or begun, where, f"adds to {worker.sums}")
+            worker.sums, worker.next_chunk = version, it.chunk + it.num_chunks
+        elif it.op == Op.OUT:
+            whole = worker.next_chunk == self._sizes.ff_ratio * self._sizes.chunks
+            _require(worker.sums == version and whole, where, "lacks chunks of fc2")
+            worker.sums = _UNWRITTEN
+        elif it.op == Op.SELECT:
+            blocks = sorted(block for chosen in self._chosen for block in chosen)
+            whole = blocks == list(range(self._sizes.vocab_blocks))
+            _require(whole, where, "the head's blocks are not each computed once")
+            worker.token = step + 1
+        if it.op == Op.HEAD:
+            stride = self._sizes.num_workers
+            self._chosen[number] = range(it.block, it.block + it.num_blocks * stride, stride)
+
+    def _find(self, access: Access) -> _Cells:
+        key = (access.buffer, access.layer, access.position)
+        if key not in self._cells:
+            num = self._sizes.num_workers
+            self._cells[key] = _Cells.make(num, num)
+        return self._cells[key]
+
+
+def _indices(access: Access) -> slice:
+    return slice(access.first, access.first + access.count * access.stride, access.stride)
+
+
+def _require(condition: bool, where: str, problem: str) -> None:
+    if not condition:
+        raise InvalidProgram(f"{where}: {problem}")

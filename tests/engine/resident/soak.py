@@ -1,0 +1,110 @@
+"""Mutated programs against the simulator: `python -m tests.engine.resident.soak`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import time
+
+import numpy as np
+from legato_engine.resident.order import Stuck
+from legato_engine.resident.program import Program, build_program
+from legato_engine.resident.simulator import simulate
+from legato_engine.resident.sizes import ModelSizes
+from legato_engine.resident.validator import InvalidProgram, validate
+from legato_engine.resident.weights import Cache, Outcome, Weights, forward
+
+from tests.engine.resident.mutants import mutate
+
+STEPS = 2
+TOKENS = [3, 5]
+SIZES = (ModelSizes(64, 2, 2, 128), ModelSizes(64, 3, 1, 80), ModelSizes(128, 2, 1, 160))
+RING_STAGES = 4
+
+
+@dataclasses.dataclass
+class Tally:
+    """How many mutants there were, and what became of them."""
+
+    mutants: int = 0
+    accepted: int = 0
+    same: int = 0  # of the accepted: those that are no change at all
+    simulations: int = 0
+
+
+class World:
+    """A small model, its program, and what that has to give."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        rng = np.random.default_rng(1)
+        self.weights = Weights.random(sizes, rng)
+        self.cache = Cache.random(sizes, 40, len(TOKENS), rng)
+        self.program = build_program(sizes, RING_STAGES)
+        self.expected = forward(self.weights, self.cache, TOKENS, STEPS)
+
+    def simulate(self, program: Program, seed: int) -> Outcome:
+        """In an order of its own."""
+        chance = random.Random(seed)
+        return simulate(program, self.weights, self.cache, TOKENS, STEPS, chance)
+
+    def fault(self, program: Program, orders: int, seed: int) -> str | None:
+        """What is wrong in one of so many orders."""
+        for order in range(orders):
+            try:
+                outcome = self.simulate(program, seed * 1000 + order)
+            except Stuck as stuck:
+                return str(stuck)
+            if not agree(outcome, self.expected):
+                return f"order {order}: tokens {outcome.tokens} of {self.expected.tokens}"
+        return None
+
+
+def agree(outcome: Outcome, expected: Outcome) -> bool:
+    """The same tokens, and the same numbers but for rounding in float64."""
+    pairs = ((outcome.trace, expected.trace), (outcome.best, expected.best))
+    return outcome.tokens == expected.tokens and all(
+        np.allclose(got, want, rtol=0, atol=1e-9) for got, want in pairs
+    )
+
+
+def try_mutants(worlds: list[World], seeds: range, orders: int, tally: Tally) -> None:
+    """Validate a mutant for each seed, and simulate it where it is accepted.
+
+    Raises:
+        AssertionError: an accepted mutant gives something else in some order.
+    """
+    for seed in seeds:
+        chance = random.Random(seed)
+        world = worlds[seed % len(worlds)]
+        mutant = mutate(world.program, chance)
+        tally.mutants += 1
+        try:
+            validate(mutant, STEPS)
+        except InvalidProgram:
+            continue
+        tally.accepted += 1
+        if mutant == world.program:
+            tally.same += 1
+            continue
+        tally.simulations += orders
+        fault = world.fault(mutant, orders, seed)
+        assert fault is None, f"mutant {seed} is accepted, but {fault}"
+
+
+def main() -> None:
+    """Try many mutants, and print what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutants", type=int, default=20000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--orders", type=int, default=20)
+    options = parser.parse_args()
+    begin, tally = time.monotonic(), Tally()
+    worlds = [World(sizes) for sizes in SIZES]
+    seeds = range(options.first, options.first + options.mutants)
+    try_mutants(worlds, seeds, options.orders, tally)
+    print(f"{tally}, {time.monotonic() - begin:.0f} s")  # noqa: T201 - the soak's result
+
+
+if __name__ == "__main__":
+    main()

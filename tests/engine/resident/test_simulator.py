@@ -1,0 +1,96 @@
+"""Programs run on the CPU, in random orders, with real numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import random
+import struct
+
+import legato_tiny
+import numpy as np
+import pytest
+from legato_engine.resident.order import Stuck
+from legato_engine.resident.program import NONE, Op, build_program
+from legato_engine.resident.simulator import simulate
+from legato_engine.resident.sizes import LEGATO_TINY, ModelSizes
+from legato_engine.resident.weights import Cache, Weights, forward
+
+from tests.engine.resident.soak import SIZES, Tally, World, agree, try_mutants
+
+WORLDS = [World(sizes) for sizes in SIZES]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: str(world.program.sizes))
+def test_every_order_gives_what_the_model_gives(world: World) -> None:
+    """The model's own program has one result, which is that of a plain forward pass."""
+    outcomes = [world.simulate(world.program, seed) for seed in range(20)]
+    assert all(agree(outcome, world.expected) for outcome in outcomes)
+    first = outcomes[0]
+    assert all(np.array_equal(outcome.trace, first.trace) for outcome in outcomes)
+
+
+def test_several_chunks_of_a_block_are_added() -> None:
+    """A width of more than one stage, as Moondream 2 has."""
+    sizes = ModelSizes(1024, 2, 1, 1024)
+    rng = np.random.default_rng(0)
+    weights, cache = Weights.random(sizes, rng), Cache.random(sizes, 70, 1, rng)
+    outcome = simulate(build_program(sizes, 12), weights, cache, [7], 1, random.Random(0))
+    assert sizes.chunks == 2
+    assert agree(outcome, forward(weights, cache, [7], 1))
+
+
+def test_legato_tiny_gives_the_tokens_that_it_gives() -> None:
+    """The shipped model's weights, several steps."""
+    weights = Weights.moondream(LEGATO_TINY, _tiny_tensors())
+    cache = Cache.random(LEGATO_TINY, 33, 1, np.random.default_rng(0))
+    outcome = simulate(build_program(LEGATO_TINY, 12), weights, cache, [1], 3, random.Random(0))
+    assert agree(outcome, forward(weights, cache, [1], 3))
+
+
+def test_a_signal_that_never_comes_is_noticed() -> None:
+    """The simulator ends, and says which workers wait."""
+    world = WORLDS[0]
+    workers = [list(instructions) for instructions in world.program.workers]
+    index = next(i for i, it in enumerate(workers[2]) if it.op == Op.ATTEND)
+    workers[2][index] = dataclasses.replace(workers[2][index], signal=NONE)
+    program = dataclasses.replace(world.program, workers=tuple(map(tuple, workers)))
+    with pytest.raises(Stuck, match="wait for"):
+        world.simulate(program, 0)
+
+
+@pytest.mark.parametrize("op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SELECT], ids=lambda op: op.name)
+def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
+    """The orders are adversarial enough to find what a missing wait lets happen."""
+    world = WORLDS[0]
+    workers = tuple(
+        tuple(
+            dataclasses.replace(it, wait=NONE, wait_count=0, wait_stride=0) if it.op == op else it
+            for it in instructions
+        )
+        for instructions in world.program.workers
+    )
+    assert world.fault(dataclasses.replace(world.program, workers=workers), 50, 0) is not None
+
+
+def test_mutants_that_are_accepted_are_right_in_every_order() -> None:
+    """600 mutated programs; `tests.engine.resident.soak` tries as many as one likes."""
+    tally = Tally()
+    try_mutants(WORLDS, range(600), 5, tally)
+    assert tally.accepted < tally.mutants / 2
+    assert tally.simulations > 100
+
+
+def _tiny_tensors() -> dict[str, np.ndarray]:
+    """The text model's tensors, whose bf16 numpy does not have."""
+    data = (importlib.resources.files(legato_tiny) / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name.startswith("text."):
+            assert entry["dtype"] == "BF16"
+            first, last = (8 + length + offset for offset in entry["data_offsets"])
+            bits = np.frombuffer(data[first:last], np.uint16).astype(np.uint32) << 16
+            tensors[name] = bits.view(np.float32).reshape(entry["shape"])
+    return tensors

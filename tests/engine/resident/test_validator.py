@@ -1,0 +1,125 @@
+"""What the validator refuses, and that it refuses no program of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from legato_engine.resident.program import NONE, Instruction, Op, Program, Source, build_program
+from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes
+from legato_engine.resident.validator import InvalidProgram, validate
+
+SMALL = ModelSizes(64, 2, 2, 128)
+Lists = list[list[Instruction]]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SMALL,
+        ModelSizes(128, 3, 1, 256),
+        ModelSizes(64, 3, 5, 80),
+        LEGATO_TINY,
+        dataclasses.replace(MOONDREAM2, num_layers=1),
+    ],
+    ids=["64", "128", "64x5", "tiny", "moondream2 of one layer"],
+)
+def test_programs_of_models_are_accepted(sizes: ModelSizes) -> None:
+    """Every program that the generator makes is valid, over more steps than are examined."""
+    program = build_program(sizes, 4 if sizes.dim <= 128 else 12)
+    validate(program)
+
+
+def test_more_steps_are_as_valid_as_three() -> None:
+    """The examined steps stand for those after them."""
+    validate(build_program(SMALL, 4), steps=7)
+
+
+def test_a_ring_that_holds_a_whole_layer_twice_is_refused() -> None:
+    """A producer so far ahead copies keys and values before they are written."""
+    with pytest.raises(InvalidProgram, match="ATTEND: reads KV that may not be written"):
+        validate(build_program(dataclasses.replace(SMALL, num_layers=1), 40))
+
+
+def test_a_wait_for_too_many_signals_is_refused() -> None:
+    """The text names the worker, the instruction and the counter."""
+    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 6 .* 5 signals"):
+        _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=5))
+
+
+def test_a_wait_for_the_first_of_several_signals_is_refused() -> None:
+    """Three of four signals say nothing about any one of them."""
+    with pytest.raises(InvalidProgram, match="OUT: reads PART that may not be written yet"):
+        _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=3))
+
+
+def test_a_missing_signal_is_refused() -> None:
+    """The others wait for it for ever."""
+    with pytest.raises(InvalidProgram, match=r"counter \d+, which gets"):
+        _validate_changed(Op.FC1, lambda it: dataclasses.replace(it, signal=NONE))
+
+
+def test_attention_of_another_buffer_is_refused() -> None:
+    """A norm of the buffer that this layer's output goes to finds another layer's values."""
+    with pytest.raises(InvalidProgram, match="NORM: reads X0"):
+        _validate_changed(Op.NORM, lambda it: dataclasses.replace(it, src=Source.X0), which=1)
+
+
+def test_a_wait_that_is_dropped_is_refused() -> None:
+    """Without its wait a product of attention's results may come first."""
+    with pytest.raises(InvalidProgram, match="OUT: reads PART"):
+        _validate_changed(Op.OUT, _without_wait)
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        (Op.NORM, {"src": 3}),
+        (Op.OUT, {"dst": Source.EMBED}),
+        (Op.FC1, {"block": 7}),
+        (Op.FC1, {"num_chunks": 2}),
+        (Op.FC2, {"chunk": 2}),
+        (Op.QKV, {"num_blocks": 2}),
+        (Op.HEAD, {"num_blocks": 3}),
+        (Op.QKV, {"layer": 2}),
+        (Op.SELECT, {"layer": 0}),
+        (Op.FC1, {"signal": 1000}),
+        (Op.FC1, {"stage": 1}),
+        (Op.SELECT, {"src": 0}),
+        (9, {}),
+    ],
+    ids=str,
+)
+def test_an_operand_out_of_range_is_refused(op: int, fields: dict[str, int]) -> None:
+    """No field may have a value that the device would take unseen."""
+    fields = fields or {"op": op}
+    with pytest.raises(InvalidProgram, match="instruction"):
+        _validate_changed(op if op in list(Op) else Op.FC1, lambda it: _with(it, fields))
+
+
+def test_lists_of_another_length_are_refused() -> None:
+    """The device's table has one length."""
+    program = build_program(SMALL, 4)
+    shorter = (program.workers[0][:-1], *program.workers[1:])
+    with pytest.raises(InvalidProgram, match="instructions"):
+        validate(dataclasses.replace(program, workers=shorter))
+
+
+def _validate_changed(
+    op: int, change: Callable[[Instruction], Instruction], which: int = 0
+) -> None:
+    """With one of worker 1's instructions of this op changed."""
+    program = build_program(SMALL, 4)
+    workers: Lists = [list(instructions) for instructions in program.workers]
+    index = [i for i, it in enumerate(workers[1]) if it.op == op][which]
+    workers[1][index] = change(workers[1][index])
+    validate(Program(program.sizes, program.ring_stages, tuple(map(tuple, workers))))
+
+
+def _with(it: Instruction, fields: dict[str, int]) -> Instruction:
+    return dataclasses.replace(it, **fields)
+
+
+def _without_wait(it: Instruction) -> Instruction:
+    return dataclasses.replace(it, wait=NONE, wait_count=0, wait_stride=0)
