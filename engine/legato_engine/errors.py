@@ -1,5 +1,32 @@
 """The errors of Legato.
 
+    LegatoError
+    ├── InvalidRequest            the caller must change the request
+    │   ├── InvalidField          a field is missing, out of range, or contradicts another
+    │   ├── SessionProtocol       a session message came out of order
+    │   ├── ImageUndecodable      not an image, truncated, mislabelled, zero-sized
+    │   ├── ImageTooLarge         over the pixel or byte limit, known from its header
+    │   ├── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
+    │   └── AdapterUnusable       a named adapter's file is not one for this model
+    ├── NotFound
+    │   ├── ImageNotFound
+    │   ├── ModelNotFound
+    │   └── AdapterNotFound
+    ├── TaskUnsupported           this model cannot do the task
+    ├── Busy
+    │   ├── QueueFull             retry after a while
+    │   └── QuotaExceeded         the caller's own share is used up
+    │       └── BytesExceeded     of memory, which no waiting gives back
+    ├── DeadlineExceeded          the deadline passed
+    │   └── DeadlineUnreachable   predicted wait is longer than the time left
+    ├── ClientTooSlow             the peer stopped reading its stream
+    ├── Preempted                 an operator stopped the request
+    ├── Unavailable
+    │   ├── EngineStarting
+    │   ├── EngineLost            the engine process died with the request in flight
+    │   └── Draining
+    └── InternalError             a bug; details go to the log, not to the caller
+
 `legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
 by class name, so that neither side matches text.
 """
@@ -12,7 +39,7 @@ import msgspec
 
 
 class LegatoError(Exception):
-    """Base of all errors; `metadata` is for programs."""
+    """Base of all errors; `metadata` has limits and actual values for programs."""
 
     def __init__(self, message: str = "", **metadata: str | int | float) -> None:
         super().__init__(message)
@@ -81,11 +108,11 @@ class QuotaExceeded(Busy):
 
 
 class BytesExceeded(QuotaExceeded):
-    """The caller's bytes are used up, whatever the wait; `metadata` has `caller`, not `tenant`."""
+    """The caller's share of bytes is used up; `metadata` has `caller` instead of `tenant`."""
 
 
 class DeadlineExceeded(LegatoError):
-    """The deadline passed."""
+    """The request's deadline passed."""
 
 
 class DeadlineUnreachable(DeadlineExceeded):
@@ -117,7 +144,7 @@ class Draining(Unavailable):
 
 
 class InternalError(LegatoError):
-    """A bug in Legato; details go to the log, not to the caller."""
+    """A bug in Legato."""
 
 
 class ErrorValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +166,7 @@ _KINDS = _tree(LegatoError)
 
 
 def to_value(error: LegatoError) -> ErrorValue:
+    """Convert an error to be sent to another process."""
     return ErrorValue(kind=type(error).__name__, message=error.message, metadata=error.metadata)
 
 
