@@ -57,7 +57,7 @@ class GroupedAttention(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """Map [T, D] to [T, D]; keys and values are written before attention."""
+        """[T, D]; writes keys and values before attention."""
         qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
         if self._heads.norm_eps is not None:
             self._norm(qkv_TGE)

@@ -22,12 +22,11 @@ class Linear(nn.Linear):
     counter: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out] of [..., in]."""
         counted = ops.linear_counted(input, self.weight, self.bias, self.counter)
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form) of this layer with a bias; fused kernels do not round before it."""
+        """The gelu (tanh form), for a layer with a bias; fused kernels do not round before it."""
         counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
         if counted is not None:
             return counted
@@ -46,12 +45,12 @@ class Linear(nn.Linear):
     def onto(self, to: torch.Tensor, x: torch.Tensor) -> Sum:
         """Add this layer of x to `to`: one tensor, rounded once, if the product can add it.
 
-        That tensor reuses the storage of `to`, which the caller must not read again.
+        That tensor reuses the storage of `to`, which is not to be read again.
         """
         return ops.linear_onto(to, x, self.weight, self.bias)
 
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
-        """Whether torch's fused gelu is the tanh form, which holds on CUDA only."""
+        """Torch's fused gelu is the tanh form on CUDA only."""
         return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
@@ -64,7 +63,7 @@ class TileCounters:
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Clear the counters; until the exit each layer runs at most once, with its own counter."""
+        """Clear the counters; each layer runs at most once until the exit."""
         self._counters.zero_()
         for layer, counter in zip(self._layers, self._counters, strict=True):
             layer.counter = counter

@@ -32,7 +32,6 @@ class MlpWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All four tensors."""
         return self.fc1_a_LSRD, self.fc1_b_LSRF, self.fc2_a_LSRF, self.fc2_b_LSRD
 
 
@@ -45,16 +44,14 @@ class AdapterWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the MLPs, then those of the experts."""
         return (*self.mlps.tensors, *(self.experts.tensors if self.experts is not None else ()))
 
     @property
     def rank(self) -> int:
-        """The adapter's rank, which its experts divide among them."""
+        """Divided among experts."""
         return self.mlps.fc1_a_LSRD.shape[-2]
 
     def pinned(self) -> AdapterWeights:
-        """A copy in page-locked memory."""
         mlps, experts = (
             None if each is None else MlpWeights(*(tensor.pin_memory() for tensor in each.tensors))
             for each in (self.mlps, self.experts)
@@ -73,13 +70,13 @@ class ExpertBankSizes:
     inner_dim: int
 
     def rank(self, rank: int) -> int:
-        """The rank of one expert in an adapter of that rank, at least 1."""
+        """One expert's share of an adapter's rank, at least 1."""
         return max(1, rank // self.num_active)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BankSizes:
-    """The layers that adapters change: `num_layers` with an MLP, then those with experts."""
+    """`num_layers` with an MLP, then the layers with experts."""
 
     num_layers: int
     dim: int
@@ -87,11 +84,9 @@ class BankSizes:
     experts: ExpertBankSizes | None = None
 
     def widths(self) -> tuple[int, int, int, int]:
-        """Widths of an MLP's tensors."""
         return self.dim, self.ff_dim, self.ff_dim, self.dim
 
     def expert_widths(self) -> tuple[int, int, int, int]:
-        """Widths of an expert's tensors."""
         assert self.experts is not None, "there are none"
         return self.dim, 2 * self.experts.inner_dim, self.experts.inner_dim, self.dim
 
@@ -104,11 +99,9 @@ class MlpAdapters:
     rows: AdapterRows
 
     def add_fc1(self, out_TF: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' change for x to the result of fc1."""
         return ops.add_low_rank(out_TF, x_TD, self.weights[0], self.weights[1], self.rows)
 
     def add_fc2(self, out_TD: torch.Tensor, x_TF: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' change for x to the result of fc2."""
         return ops.add_low_rank(out_TD, x_TF, self.weights[2], self.weights[3], self.rows)
 
 
@@ -124,7 +117,7 @@ class AdapterBank:
     def __init__(
         self, sizes: BankSizes, *, num_slots: int, max_rank: int, like: torch.Tensor
     ) -> None:
-        """`like` has the device and the dtype of the model's weights."""
+        """`like`: device and dtype of the model's weights."""
         slots, experts = num_slots + 1, sizes.experts
         shape = sizes.num_layers, slots, max_rank
         mlps = MlpWeights(*(like.new_zeros(*shape, width) for width in sizes.widths()))
@@ -144,12 +137,10 @@ class AdapterBank:
 
     @property
     def num_mlps(self) -> int:
-        """Layers with an MLP; those with experts follow."""
         return self._sizes.num_layers
 
     @property
     def values_per_slot(self) -> int:
-        """Values in an adapter of the highest rank."""
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
     def write(self, slot: int, adapter: AdapterWeights) -> None:
@@ -163,11 +154,11 @@ class AdapterBank:
             self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
 
     def bucket(self, rank: int) -> int:
-        """The captured rank for an adapter's rank, 0 for none."""
+        """The captured rank for a rank, 0 for none."""
         return next(each for each in self.ranks if each >= rank) if rank else 0
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:
-        """The tokens of a launch by their slots; `rank` is one of `ranks`. See `AdapterRows`."""
+        """`rank` is one of `ranks`."""
         experts, rows = self._sizes.experts, AdapterRows(slot_T, self.rank_S, rank)
         if experts is None:
             return AdaptedRows(self.weights, rows, rows)
@@ -184,7 +175,6 @@ class AdaptedRows:
     expert_rows: AdapterRows
 
     def layer(self, index: int) -> BlockAdapters:
-        """One layer's adapters."""
         dense = len(self.weights.mlps.fc1_a_LSRD)
         if index < dense:
             return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)

@@ -31,7 +31,6 @@ class ExpertLinear(nn.Module):
         self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
 
     def weights(self) -> ExpertWeights:
-        """The weights as operations take them."""
         return ExpertWeights(self.weight, self.scale)
 
 
@@ -51,12 +50,11 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
     ) -> torch.Tensor:
-        """Map [T, D] to [T, D]; a `capturable` call reads nothing on the host, except on a CPU."""
+        """[T, D]; a `capturable` call reads nothing on the host, except on a CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
 
     def use_fp8(self) -> None:
-        """See `ExpertLinear`."""
         self.fc1.use_fp8()
         self.fc2.use_fp8()

@@ -1,7 +1,6 @@
 """Tau attention: gains on queries and values, from the token and its position.
 
-Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E outputs of the fused projection,
-Z = 2 H gains.
+Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E features, Z = 2 H gains.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ class Tau(nn.Module):
     """Multiplies each head's queries and values by `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p
     + 1))`.
 
-    The first H rows of `wqwv` make the gains of queries, the others those of values. The table of
-    the position's part is float32 whatever the model's dtype, and is not in the checkpoint.
+    The first H rows of `wqwv` make the gains of queries, the others those of values. The table by
+    position is float32 whatever the model's dtype, and not in the checkpoint.
     """
 
     gain_PH: torch.Tensor
@@ -40,7 +39,7 @@ class Tau(nn.Module):
         self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
 
     def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Scale [T, 3, H, E], not yet rotated, at absolute int64 positions."""
+        """Scale [T, 3, H, E], not yet rotated, at absolute positions."""
         features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
         gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
         placed_TH = self.gain_PH[positions_T]

@@ -18,8 +18,8 @@ class KVCache:
     """Paged keys and values of all layers.
 
     `k_LNHSE`, `v_LNHSE`: layer, page, kv head, position within the page, head dim; of the model's
-    dtype, or e4m3 in units of `scale_L2` (float32; per layer, of keys and of values). Page 0 is
-    scratch: padding rows write to it, and its contents are never used.
+    dtype, or e4m3 in units of `scale_L2` (float32; of keys and of values). Page 0 is scratch:
+    padding rows write to it, and its contents are never used.
     """
 
     k_LNHSE: torch.Tensor
@@ -27,13 +27,11 @@ class KVCache:
     scale_L2: torch.Tensor | None = None
 
     def layer(self, index: int) -> LayerCache:
-        """Select one layer."""
         scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
         return LayerCache(self.k_LNHSE[index], self.v_LNHSE[index], scale_2)
 
     @property
     def page_size(self) -> int:
-        """Positions per page."""
         return self.k_LNHSE.shape[3]
 
 

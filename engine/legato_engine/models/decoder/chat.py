@@ -39,10 +39,9 @@ class Plain:
 
 
 class ChatTemplate:
-    """A chat template in jinja's sandbox.
+    """A chat template in jinja's sandbox, with thinking turned off.
 
-    `variables` are special tokens by the names that templates use. Thinking is turned off in models
-    that have it.
+    `variables`: special tokens by the names that templates use.
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class ChatTemplate:
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.
 
-        If a message has the text of a special token, messages and template are encoded apart, so
-        that it stays text. Otherwise all is encoded together, as the model's authors do.
+        If a message has the text of a special token, it is encoded apart from the template, so that
+        it stays text. Otherwise all is encoded together, as the model's authors do.
 
         Raises:
             InvalidField: the template refuses or omits a message.
@@ -80,10 +79,7 @@ class ChatTemplate:
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """Split the rendered text into the template's parts, alternating with message indices.
-
-        Templates may reorder messages: some put the system before the last question.
-        """
+        """The template's parts, alternating with message indices, which it may reorder."""
         placeholders = [
             {"role": message["role"], "content": _PLACEHOLDER.format(index)}
             for index, message in enumerate(messages)

@@ -62,7 +62,7 @@ def decoder_config(
     """Read the fields that families have in common; `partial` of a head is rotated.
 
     Raises:
-        InvalidField: a field's value is not implemented; the text names it.
+        InvalidField: a field's value is not implemented.
     """
     refuse_others(config, {"quantization_config": None})
     if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
@@ -93,7 +93,6 @@ def decoder_config(
 def head_plan(
     config: HubConfig, *, qkv_bias: bool, out_bias: bool, norm_eps: float | None = None
 ) -> HeadPlan:
-    """Read the heads; by default they divide the model's width."""
     return HeadPlan(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -118,7 +117,6 @@ def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
 
 
 def partial_rotary(config: HubConfig) -> float:
-    """Return the part of a head that is rotated."""
     return float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
 
 

@@ -75,7 +75,7 @@ def _template(folder: Path, texts: dict[str, Any]) -> str | None:
 
 
 def _content(token: object) -> str | None:
-    """Read a token that is stored as text or as an object with text."""
+    """Tokens are stored as text or as objects with text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -43,7 +43,7 @@ class TextTokenizer:
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
         """Encode text without recognising special tokens.
 
-        `opened`: as the start of a sequence, with the tokenizer's BOS if it adds one.
+        `opened`: with the tokenizer's BOS, if it adds one.
         """
         return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
 
@@ -52,16 +52,14 @@ class TextTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:
-        """Whether `encode_marked` would find a special token in the text."""
+        """Whether `encode_marked` would find a special token."""
         return self._special is not None and self._special.search(text) is not None
 
     def token_id(self, text: str) -> int | None:
-        """Look up a token by its whole text."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 

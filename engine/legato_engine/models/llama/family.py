@@ -15,7 +15,6 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 
 def find(source: ModelSource) -> ModelBundle:
-    """Find a Llama; see `bundle.find`."""
     return bundle.find(source, bundle.Family({"llama": _config}, DecoderNetwork))
 
 

@@ -42,7 +42,6 @@ class MoondreamBundle:
 
     @property
     def max_context(self) -> int:
-        """Positions of one sequence, generated ones included."""
         return self.config.text.max_context
 
     def load(
@@ -55,7 +54,6 @@ class MoondreamBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
-        """See `ModelBundle.load`."""
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -120,7 +118,7 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
-    """Read published weights, which come without configuration and tokenizer."""
+    """Published weights come without configuration and tokenizer."""
     if not source.weights:
         raise InvalidField(f"{source.name} needs a weights file or folder", field="weights")
     if not source.tokenizer:
@@ -150,7 +148,7 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
 
 
 def shipped(package: str) -> Path:
-    """Return the folder of an installed package of model files.
+    """Locate an installed package of model files.
 
     Raises:
         ModelNotFound: the package is not installed.

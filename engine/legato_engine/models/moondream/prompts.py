@@ -17,8 +17,8 @@ class Prompts:
     """Makes each skill's prompt, which follows the shared prefix. Text is stripped.
 
     Raises:
-        TaskUnsupported: the model has no template of the skill (all methods).
-        InvalidField: a text is empty, or a reference lies outside the image (all methods).
+        TaskUnsupported: the model has no template of the skill.
+        InvalidField: a text is empty, or a reference lies outside the image.
     """
 
     def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
@@ -27,7 +27,6 @@ class Prompts:
         self._tokenizer = tokenizer
 
     def caption(self, length: CaptionLength) -> Prompt:
-        """Return the template of this length."""
         templates = self._templates.caption
         if templates is None:
             raise _unsupported("caption")
@@ -43,10 +42,7 @@ class Prompts:
         system: str = "",
         history: Sequence[Turn] = (),
     ) -> Prompt:
-        """Join earlier turns, references and the question.
-
-        Earlier answers have no EOS. The system's text and a blank line precede the first question.
-        """
+        """Join turns, references and question; earlier answers have no EOS."""
         questions = [clean(turn.question, "messages") for turn in history]
         questions.append(clean(question, "question"))
         if system := system.strip():
@@ -61,15 +57,14 @@ class Prompts:
         return prompt + self._fill(template, skill, questions[-1], refs)
 
     def detect(self, name: str) -> Prompt:
-        """Ask for the object's name after a space, as inside a sentence."""
+        """Put a space before the name, as inside a sentence."""
         return self._fill(self._templates.detect, "detect", " " + clean(name, "object"), ())
 
     def point(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """Join references and the object's name after a space."""
         return self._fill(self._templates.point, "point", " " + clean(name, "object"), refs)
 
     def segment(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """Join references and the object's name, without a space."""
+        """Put no space before the name."""
         return self._fill(self._templates.segment, "segment", clean(name, "object"), refs)
 
     def _fill(
@@ -98,7 +93,7 @@ def clean(text: str, field: str) -> str:
 
 
 def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
-    """Encode a point as x and y, a box as centre and size, with exact values."""
+    """Encode a point as x and y, a box as centre and size."""
     if isinstance(ref, Point):
         _check_unit(ref.x, ref.y)
         return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))

@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special ids."""
+        """A token's bytes; none for special ids."""
         ...
 
 
@@ -44,14 +44,12 @@ class BytePairTokenizer:
         self._pieces = _pieces(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text; no id is special."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if any(token_id < NUM_SPECIAL for token_id in ids):
             raise InternalError("the tokenizer made a special id out of text")
         return tuple(ids)
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 
@@ -59,11 +57,9 @@ class StandInTokenizer:
     """One id per byte, for random weights; higher ids decode to lower-case letters."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode the text's UTF-8 bytes."""
         return tuple(NUM_SPECIAL + byte for byte in text.encode())
 
     def piece(self, token_id: int) -> bytes:
-        """Return the token's byte."""
         if token_id < NUM_SPECIAL:
             return b""
         byte = token_id - NUM_SPECIAL

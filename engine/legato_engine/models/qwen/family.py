@@ -17,7 +17,6 @@ _IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def find(source: ModelSource) -> ModelBundle:
-    """Find a Qwen; see `bundle.find`."""
     configs = {"qwen2": _second, "qwen3": _third}
     return bundle.find(source, bundle.Family(configs, DecoderNetwork))
 

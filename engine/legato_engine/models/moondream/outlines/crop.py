@@ -33,7 +33,7 @@ class NotRefinable(Exception):
 class Crop:
     """A part of an image: `extent` (height, width) pixels from (`left`, `top`), of `size` in all.
 
-    `pixels_SSC` (uint8 RGB) and `mask_SS` (uint8, 0 or 1) are the refiner's input.
+    `pixels_SSC` (uint8 RGB) and `mask_SS` (0 or 1) are the refiner's input.
     """
 
     size: tuple[int, int]
@@ -45,7 +45,7 @@ class Crop:
 
 
 def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
-    """Cut out the outline's box with a margin, and draw its mask, both `side` by `side`.
+    """Cut out the outline's box with a margin, and draw its mask.
 
     Raises:
         NotRefinable: the outline encloses no pixel.
@@ -74,7 +74,7 @@ def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
 
 
 def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
-    """Trace the outline of the refiner's result, the probability of each pixel.
+    """Trace the refiner's result, the probability of each pixel.
 
     Raises:
         NotRefinable: the mask is empty or not finite.
@@ -106,7 +106,7 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
 
 
 def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
-    """Resize by linear interpolation between pixel centres, without antialiasing."""
+    """Interpolate linearly between pixel centres, without antialiasing."""
     result = values
     for axis in range(2):
         count = values.shape[axis]
@@ -123,7 +123,7 @@ def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
 
 
 def _grown(low: float, high: float, count: int) -> tuple[int, int]:
-    """Return a range with its margins as a half-open interval of pixels."""
+    """A half-open interval of pixels, margins included."""
     low, high = low * count, high * count
     margin = (high - low) * _MARGIN
     return max(0, int(low - margin)), min(count, int(high + margin))
@@ -135,7 +135,7 @@ def _drawn(
     rows: npt.NDArray[np.int64],
     columns: npt.NDArray[np.int64],
 ) -> Mask:
-    """Mark the pixels of some rows and columns that the outline covers by more than half."""
+    """Mark pixels that the outline covers by more than half."""
     box, extent = outline.box, (size[1], size[0])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low

@@ -1,7 +1,4 @@
-"""Lines and curves fitted to rings of pixel borders, by Schneider's least-squares method.
-
-Shape legend: N points, 4 control points of a curve.
-"""
+"""Lines and curves fitted to rings of pixel borders, by Schneider's least-squares method."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class Stroke(NamedTuple):
 
     @property
     def is_line(self) -> bool:
-        """Whether it is a line."""
         return len(self.points) == 1
 
 
@@ -63,7 +59,7 @@ def fit(ring: Ring, tolerance: float) -> Curve:
 
 
 def _corners(points: Points) -> npt.NDArray[np.int64]:
-    """Find where the ring turns sharply, and most sharply in its neighbourhood."""
+    """Find sharp turns, the sharpest in their neighbourhood."""
     reach = _reach(len(points))
     before = _unit(points - np.roll(points, reach, axis=0))
     after = _unit(np.roll(points, -reach, axis=0) - points)
@@ -80,7 +76,7 @@ def _reach(count: int) -> int:
 
 
 def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tuple[Points, Points]]:
-    """Return each piece's directions from its start, and back from its end."""
+    """Each piece's directions from its start and back from its end."""
     pairs = []
     for begin, end in pairwise(cuts):
         reach = min(_reach(len(closed)), end - begin)
@@ -121,7 +117,7 @@ def _strokes(points: Points, out: Points, back: Points, tolerance: float) -> lis
 def _fitted(
     points: Points, out: Points, back: Points, tolerance: float
 ) -> tuple[Points, int, float]:
-    """Return the best curve found, the index of the farthest inner point, and its distance."""
+    """The best curve, and the farthest inner point's index and distance."""
     steps = np.hypot(*np.diff(points, axis=0).T)
     u_N = np.concatenate([[0.0], np.cumsum(steps)]) / steps.sum()
     for _ in range(_REFITS):
@@ -137,7 +133,6 @@ def _fitted(
 
 
 def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Points:
-    """Return control points [4, 2] of the nearest curve with these ends and tangents."""
     weights_N4 = _bernstein(u_N)
     first, last = points[0], points[-1]
     ends = np.outer(weights_N4[:, :2].sum(1), first) + np.outer(weights_N4[:, 2:].sum(1), last)
@@ -155,7 +150,7 @@ def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Po
 
 
 def _nearer(control: Points, u_N: Points, away: Points) -> Points:
-    """Move each point's parameter by a Newton step towards the nearest point of the curve."""
+    """Move parameters by a Newton step towards the nearest points of the curve."""
     edges = 3 * np.diff(control, axis=0)
     bends = 2 * np.diff(edges, axis=0)
     u, v = u_N[:, None], 1 - u_N[:, None]

@@ -43,18 +43,15 @@ class MoondreamRefiner:
         self.answer = torch.zeros((side, side), dtype=torch.float32, device=like.device)
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
-        """Cut out the outline's crop, on any thread."""
         pixels: CroppedImage | WholeImage = image.pixels
         assert pixels.original is not None, "the frontend did not keep the image"
         return crop.cut(outline, pixels.original, self._side)
 
     def tensors(self, prepared: Crop) -> tuple[torch.Tensor, ...]:
-        """Return the crop's pixels and mask as tensors."""
         pixels_SSC, mask_SS = map(torch.from_numpy, (prepared.pixels_SSC, prepared.mask_SS))
         return pixels_SSC[None], mask_SS
 
     def refine(self) -> None:
-        """Run the vision encoder once, then the head's iterations, from `given` to `answer`."""
         pixels = normalised(self._pixels_NSSC, self._vision.pos_emb.dtype)
         patches_NTP = patches(pixels, self._patch_size)
         early_NTV, late_NTV = self._vision.encode_tapped(patches_NTP, self._settings.early_block)
@@ -63,5 +60,4 @@ class MoondreamRefiner:
         self.answer.copy_(refined_NSS[0])
 
     def finish(self, outline: Outline, prepared: Crop, answer: Values) -> Outline:
-        """Trace the refined outline, on any thread."""
         return crop.outlined(outline.label, prepared, answer)

@@ -22,11 +22,9 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
         self._centre: list[float] = []
 
     def constraint(self) -> int:
-        """Follow the cycle x, y, size."""
         return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
-        """Return the boxes so far."""
         return DetectResult(objects=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> ObjectEvent | None:
@@ -39,7 +37,7 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:
-    """Make the box around a centre, cut to the image."""
+    """Cut the box to the image."""
     (x, y), (width, height) = centre, size
     return Box(
         x_min=max(0.0, x - width / 2),

@@ -40,4 +40,4 @@ class ObjectListSkill(SkillTask, Generic[InstanceT]):
 
     @abc.abstractmethod
     def _complete(self, payload: tuple[float, float]) -> InstanceT | None:
-        """Return the instance that this token's value completes, if any."""
+        """Return the instance that this value completes."""

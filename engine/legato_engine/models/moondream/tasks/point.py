@@ -22,11 +22,9 @@ class PointSkill(ObjectListSkill[PointEvent]):
         self._x: float | None = None
 
     def constraint(self) -> int:
-        """Follow the cycle x, y."""
         return _X if self._x is None else _Y
 
     def result(self, finish_reason: FinishReason) -> PointResult:
-        """Return the points so far."""
         return PointResult(points=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> PointEvent | None:

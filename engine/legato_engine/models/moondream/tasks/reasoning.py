@@ -25,16 +25,14 @@ class ReasoningOutput:
 
     @property
     def text(self) -> str:
-        """All reasoning so far; grounding offsets count its characters."""
+        """Grounding offsets count its characters."""
         return self._stream.text
 
     @property
     def grounding(self) -> tuple[Grounding, ...]:
-        """All groundings so far."""
         return tuple(self._grounding)
 
     def push(self, token: SampledToken) -> list[Event]:
-        """Read a token."""
         if token.token_id == self._tokens.ground_start:
             self._span_start = len(self.text)
             self._coords = []

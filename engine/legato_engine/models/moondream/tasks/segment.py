@@ -16,8 +16,8 @@ _FREE = int(Allow.FREE)  # an int, because enum lookup is slow and every step do
 class SegmentSkill(SkillTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and the first size make the box; others are ignored. Path text before the
-    box is complete is emitted with it.
+    The first two coords and the first size make the box. Path text before the box is complete is
+    emitted with it.
     """
 
     has_payload = True
@@ -32,11 +32,10 @@ class SegmentSkill(SkillTask):
         self._path = SvgPath()
 
     def constraint(self) -> int:
-        """Allow every token."""
         return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentResult:
-        """Return the outline so far: none without a box, an empty path if the text is invalid."""
+        """Without a box no outline; an empty path if the text is invalid."""
         if self._box is None:
             return SegmentResult()
         outline = Outline(path=self._path.text, box=self._box, label=self._label)

@@ -12,7 +12,7 @@ _TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow and every step do
 
 
 class TextSkill(SkillTask):
-    """Text until EOS or a stop string; the skill makes its `result`."""
+    """Text until EOS or a stop string."""
 
     def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
         super().__init__(setup)
@@ -20,7 +20,6 @@ class TextSkill(SkillTask):
         self._answer = answer
 
     def constraint(self) -> int:
-        """Allow text."""
         return _TEXT
 
     def _read(self, token: SampledToken) -> list[Event]:
