@@ -16,10 +16,10 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
 
 class Attention(nn.Module):
-    """The projections; the caller computes attention between `split` and `join`.
+    """Projections; the caller computes attention between `split` and `join`.
 
-    The caller applies `tau` after `qkv`, because `split` knows no positions. Keys and values stored
-    as e4m3 are in units of `k_scale` and `v_scale` (float32, one element).
+    The caller applies `tau` after `qkv`, because `split` knows no positions. Keys and values in
+    e4m3 have units of `k_scale` and `v_scale` (float32, one element).
     """
 
     k_scale: torch.Tensor | None
@@ -48,12 +48,11 @@ class Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        """The sum x + y, which may reuse the storage of x, and `split` of its norm."""
+        """The sum x + y may reuse the storage of x."""
         x, normed = row_ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
     def split(self, x: torch.Tensor) -> Heads:
-        """[..., H, E] of [..., D]."""
         return split_heads(self.qkv(x), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
@@ -62,7 +61,7 @@ class Attention(nn.Module):
         return out
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        """Add `join` to x [..., D], which is not to be read again."""
+        """Add `join` to x, which is not to be read again."""
         return self.proj.onto(x, heads.flatten(-2))
 
 

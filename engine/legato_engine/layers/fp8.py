@@ -1,9 +1,9 @@
 """Linear layers in e4m3: weights with a scale per output, activations with a scale per row.
 
-Activations are quantised together with the preceding norm or gelu. Nothing synchronises on a GPU,
-so all can be captured; the CPU multiplies the same numbers in float32.
+A GPU quantises activations with the preceding norm or gelu and never synchronises, so all can be
+captured; the CPU multiplies the same numbers in float32.
 
-Shape legend: T rows, D width, H heads, E head dim, K inputs and O outputs of a layer.
+Shape legend: T rows, D width, H heads, E head dim, K inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def emulated(
     scale_1O: torch.Tensor,
     bias_O: torch.Tensor,
 ) -> torch.Tensor:
-    """Like `multiplied`, in float32 and rounded to the bias's dtype."""
+    """Like `multiplied`, in float32, rounded to the bias's dtype."""
     x_TK = values_TK.float() * scale_T1
     w_OK = weight_OK.float() * scale_1O.t()
     return ops.linear(x_TK, w_OK, bias_O.float()).to(bias_O.dtype)
 
 
 class Fp8Attention(nn.Module):
-    """The projections of a loaded `Attention` in e4m3."""
+    """A loaded `Attention` in e4m3."""
 
     def __init__(self, attn: Attention, num_heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers, and several layers of one input run as one."""
+"""Linear layers, single and packed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form), for a layer with a bias; fused kernels do not round before it."""
+        """The gelu (tanh form), with a bias; fused kernels do not round before it."""
         counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
         if counted is not None:
             return counted
@@ -43,9 +43,9 @@ class Linear(nn.Linear):
             self.in_features += padding
 
     def onto(self, to: torch.Tensor, x: torch.Tensor) -> Sum:
-        """Add this layer of x to `to`: one tensor, rounded once, if the product can add it.
+        """Add this layer of x to `to`, rounded once if the product can add it.
 
-        That tensor reuses the storage of `to`, which is not to be read again.
+        The sum reuses the storage of `to`, which is not to be read again.
         """
         return ops.linear_onto(to, x, self.weight, self.bias)
 
@@ -55,7 +55,7 @@ class Linear(nn.Linear):
 
 
 class TileCounters:
-    """Tile counters of several layers' products, cleared together; see `ops.linear_counted`."""
+    """Tile counters of several layers' products, cleared together."""
 
     def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
         self._layers = layers
@@ -77,7 +77,7 @@ class TileCounters:
 class PackedLinear(Linear):
     """Layers over one input that run as one and are separate in checkpoints.
 
-    `parts` maps names to numbers of outputs, in the order of the rows of `weight`.
+    `parts`: numbers of outputs by name, in the order of `weight`'s rows.
     """
 
     def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:

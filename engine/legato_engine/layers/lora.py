@@ -1,7 +1,7 @@
 """Low-rank adapters of MLPs and experts, in device slots at fixed addresses.
 
 Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
-Q ranks of one expert.
+Q ranks of one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LEAST_RANK = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """The adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
+    """Adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
 
-    An adapter's own tensors lack the dimension S. For experts the tensors are [L, S, X, Q, W], and
-    fc1 covers both halves of the gated unit.
+    An adapter's own tensors lack S. Those of experts are [L, S, X, Q, W], and fc1 covers both
+    halves of the gated unit.
     """
 
     fc1_a_LSRD: torch.Tensor
@@ -37,7 +37,7 @@ class MlpWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """A decoder's adapters: of its MLPs, and of the experts in the layers after them."""
+    """A decoder's adapters; layers with experts follow those with MLPs."""
 
     mlps: MlpWeights
     experts: MlpWeights | None = None
@@ -62,7 +62,7 @@ class AdapterWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertBankSizes:
-    """The layers with experts; a token's `num_active` experts share an adapter's rank."""
+    """The layers with experts; `num_active` experts share an adapter's rank."""
 
     num_layers: int
     num_experts: int
@@ -93,7 +93,7 @@ class BankSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpAdapters:
-    """One layer's adapters and the tokens that read them."""
+    """One layer's adapters, and the tokens that read them."""
 
     weights: tuple[torch.Tensor, ...]  # as `MlpWeights.tensors`, without L
     rows: AdapterRows
@@ -109,7 +109,7 @@ BlockAdapters = MlpAdapters | ExpertAdapters
 
 
 class AdapterBank:
-    """Slots for `num_slots` adapters up to `max_rank`; slot 0 means no adapter and stays zero.
+    """Slots for adapters up to `max_rank`; slot 0 means no adapter and stays zero.
 
     All methods run on the compute stream.
     """
@@ -144,7 +144,7 @@ class AdapterBank:
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
     def write(self, slot: int, adapter: AdapterWeights) -> None:
-        """Write an adapter into a slot that no earlier launch reads."""
+        """Fill a slot that no earlier launch reads."""
         for slots, own in zip(self.weights.tensors, adapter.tensors, strict=True):
             room, rank = slots[:, slot], own.shape[-2]
             room[..., :rank, :].copy_(own, non_blocking=True)
@@ -168,7 +168,7 @@ class AdapterBank:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """The tokens of a launch by their slots; `expert_rows` have the ranks of one expert."""
+    """The tokens of a launch by slot; `expert_rows` have the ranks of one expert."""
 
     weights: AdapterWeights
     rows: AdapterRows

@@ -1,6 +1,6 @@
 """A mixture of experts in place of an MLP.
 
-Shape legend: T tokens, D width, X experts, I and O inputs and outputs of one layer of an expert.
+Shape legend: T tokens, D width, X experts, I inputs and O outputs of an expert's layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExpertLinear(nn.Module):
         self.register_buffer("scale", None)
 
     def use_fp8(self) -> None:
-        """Replace the weights by e4m3 ones with a float32 `scale` [X, O], to be loaded."""
+        """Replace the weights by e4m3 with a float32 `scale` [X, O], to be loaded."""
         empty = torch.empty_like(self.weight, dtype=torch.float8_e4m3fn)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
@@ -35,7 +35,7 @@ class ExpertLinear(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routes each token through `num_active` experts, see `ops.experts`.
+    """Routes each token through `num_active` experts.
 
     `fc1` makes both halves of the gated unit; only the router has biases.
     """
@@ -50,7 +50,7 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
     ) -> torch.Tensor:
-        """[T, D]; a `capturable` call reads nothing on the host, except on a CPU."""
+        """A `capturable` call reads nothing on the host, except on a CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)

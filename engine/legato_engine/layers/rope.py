@@ -77,5 +77,5 @@ class Rope(nn.Module):
         self.sin_PR = angle_PR.sin().to(device)
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, R/2] of int64 positions."""
+        """Cosines and sines [T, 1, R/2]."""
         return self.cos_PR[positions_T][:, None], self.sin_PR[positions_T][:, None]

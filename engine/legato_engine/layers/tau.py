@@ -23,7 +23,7 @@ class Tau(nn.Module):
     gain_PH: torch.Tensor
 
     def __init__(self, dim: int, num_heads: int, max_positions: int, gelu: str) -> None:
-        """`gelu` is "tanh" for the approximation, else exact."""
+        """`gelu`: "tanh" for the approximation, else exact."""
         super().__init__()
         self._max_positions = max_positions
         self._approximate = "tanh" if gelu == "tanh" else "none"
@@ -39,7 +39,7 @@ class Tau(nn.Module):
         self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
 
     def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Scale [T, 3, H, E], not yet rotated, at absolute positions."""
+        """Scale [T, 3, H, E], not yet rotated."""
         features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
         gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
         placed_TH = self.gain_PH[positions_T]

@@ -1,4 +1,4 @@
-"""How a model is named, and a model that is found but not loaded."""
+"""A model's source, and a model that is found but not loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's name and files; the family chooses what is empty, and a `max_context` of 0."""
+    """A model's name and files; the family chooses what is empty or 0."""
 
     name: str
     weights: str = ""
@@ -60,10 +60,10 @@ class ModelBundle(Protocol):
         """Load the weights, with `vision_fp8` those of the vision encoder in fp8.
 
         `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-        weights have scales for it.
+        weights have scales.
 
         Raises:
-            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), the
-                device or model cannot run fp8, or scales are missing.
+            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), fp8
+                cannot run, or scales are missing.
         """
         ...

@@ -1,6 +1,6 @@
 """What a model may offer beyond `Model`: one protocol per capability.
 
-Shape legend: B rows, C images, P positions of an image prefix, D text width, M pages.
+Shape legend: B rows, C images, P prefix positions, D text width, M pages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class ValueHeads(Protocol):
-    """Heads that read a value (a coordinate, a size) from the hidden state of a sampled token."""
+    """Heads that read the value (a coordinate, a size) of a sampled token."""
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """[B, 2] float32: each sampled token's value, zero for plain tokens."""
+        """[B, 2] float32, zero for plain tokens."""
         ...
 
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
     ) -> torch.Tensor:
-        """[B] float32, of what `payload` returned; zero for plain tokens."""
+        """[B] float32 of what `payload` returned, zero for plain tokens."""
         ...
 
 
@@ -50,15 +50,13 @@ class Adapter:
 class AdapterSupport(Protocol):
     """Low-rank adapters, chosen by each row of a launch."""
 
-    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
-        """Allocate device memory for adapters."""
-        ...
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank: ...
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
         """Parse an adapter file, on any thread, without the compute stream.
 
         Raises:
-            AdapterUnusable: the file does not fit this model.
+            AdapterUnusable: the file does not fit.
         """
         ...
 
@@ -74,12 +72,11 @@ class AcceleratedStep(Protocol):
 class ImageEncoder(Protocol):
     """Embeds images in steps of fixed shape at fixed addresses, one image at a time.
 
-    An image has 1 to `max_crops` crops. Its calls, in order: `stage` (on the host), `upload`,
-    `cut`, `encode` of the first crops; for each further range of crops, ascending, `gather`,
-    `encode`, `scatter`; then `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
+    Calls for an image, in order: `stage` (on the host), `upload`, `cut`, `encode` of up to
+    `max_crops` crops; for each further range, ascending, `gather`, `encode`, `scatter`; then
+    `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
 
-    `index` selects a buffer, which holds an image's pixels and embeddings until the next image with
-    that index.
+    `index` selects a buffer, which holds pixels and embeddings until its next image.
     """
 
     max_crops: int
@@ -97,7 +94,7 @@ class ImageEncoder(Protocol):
         ...
 
     def gather(self, first: int, stop: int) -> None:
-        """Copy crops `[first, stop)` to where `encode` reads `gathered` crops."""
+        """Copy crops to where `encode` reads `gathered` ones."""
         ...
 
     def encode(self, count: int, *, gathered: bool) -> None:
@@ -105,17 +102,17 @@ class ImageEncoder(Protocol):
         ...
 
     def scatter(self, first: int, stop: int) -> None:
-        """Copy features of gathered crops to crops `[first, stop)`."""
+        """Copy features of gathered crops back."""
         ...
 
     def finish(self, index: int) -> torch.Tensor:
-        """[P, D] embeddings of BOS and the image, in the buffer."""
+        """[P, D] of BOS and the image, in the buffer."""
         ...
 
     def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
         """Run the decoder over C buffers from `first`, in one pass.
 
-        The bits may differ from those of one `Model.cache_span` after another.
+        The bits may differ from those of `Model.cache_span`.
         """
         ...
 
@@ -130,20 +127,16 @@ class DraftReader(Protocol):
     """Drafts trained for this model."""
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """Read a draft that proposes tokens from this KV cache.
-
-        Raises:
-            InvalidField: the file cannot be read or does not fit the model.
-        """
+        """Raises InvalidField if the file does not fit the model."""
         ...
 
 
 class MaskRefiner(Protocol):
     """Refines outlines, one at a time; `given` and `answer` have fixed addresses.
 
-    An outline's calls, in order: `prepare` (any thread); on the compute stream a copy of `tensors`
-    into `given`, then `refine`, which can be captured; `finish` (any thread) on a copy of `answer`.
-    If `prepare` or `finish` raises, the outline stays unrefined.
+    Calls for an outline, in order: `prepare` (any thread); on the compute stream a copy of
+    `tensors` into `given`, then `refine`, which can be captured; `finish` (any thread) on a copy of
+    `answer`. If `prepare` or `finish` raises, the outline stays unrefined.
     """
 
     given: tuple[torch.Tensor, ...]
@@ -154,13 +147,13 @@ class MaskRefiner(Protocol):
         ...
 
     def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
-        """Host tensors of the shapes and dtypes of `given`."""
+        """Host tensors shaped as `given`."""
         ...
 
     def refine(self) -> None: ...
 
     def finish(self, outline: Outline, prepared: Any, answer: Any) -> Outline:
-        """Make the refined outline; `answer` is a numpy array."""
+        """`answer` is a numpy array."""
         ...
 
 
@@ -168,17 +161,13 @@ class RefinerReader(Protocol):
     """Refiners of outlines trained for this model."""
 
     def mask_refiner(self, path: Path) -> MaskRefiner:
-        """Read a refiner's weights.
-
-        Raises:
-            InvalidField: the file cannot be read or does not fit the model.
-        """
+        """Raises InvalidField if the file does not fit the model."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The capabilities of a loaded model on its device; None for each that it lacks."""
+    """Capabilities of a loaded model on its device; None for each that it lacks."""
 
     values: ValueHeads | None = None
     adapters: AdapterSupport | None = None

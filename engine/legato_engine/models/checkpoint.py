@@ -62,10 +62,7 @@ def randomise(
 ) -> None:
     """Fill a network with seeded noise, made on the device (CPU and GPU seeds differ).
 
-    `scale`: the standard deviation by name and shape. Tensors that match `gains` have a mean of 1.
-
-    Raises:
-        InvalidField: the network does not fit `memory` bytes.
+    `scale`: standard deviation by name and shape. Tensors that match `gains` have a mean of 1.
     """
     require_memory(network, device, memory)
     generator = torch.Generator(device).manual_seed(seed)
@@ -82,11 +79,6 @@ def randomise(
 
 
 def require_memory(network: nn.Module, device: torch.device, memory: int | None) -> None:
-    """Check that the network's tensors fit `memory` bytes.
-
-    Raises:
-        InvalidField: they do not.
-    """
     tensors: dict[str, torch.Tensor] = network.state_dict()
     needed = sum(tensor.nbytes for tensor in tensors.values())
     if memory is None or needed <= memory:
@@ -131,7 +123,7 @@ class Meter:
 
 
 def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Group moves by mapping of their file, which frees what was read when it ends."""
+    """Group moves by mapping, whose end frees what was read."""
     part: list[Move] = []
     size = 0
     for move in moves:

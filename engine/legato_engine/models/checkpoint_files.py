@@ -49,7 +49,7 @@ class Header(NamedTuple):
 def headers(path: Path) -> tuple[Header, ...]:
     """List the tensors of a .safetensors or .pt file, or of a folder with one file or shards.
 
-    Of a .pt file only a dict of tensors is unpickled. A name may occur in two files.
+    Of a .pt file only a dict of tensors is unpickled.
 
     Raises:
         InvalidField: a file is missing, truncated or of another kind.

@@ -21,7 +21,7 @@ _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 class Destination(NamedTuple):
     """The parameter that a stored tensor fills, whole or from `first_row`.
 
-    `transposed`: the file has rows and columns swapped. `flat`: the file may have any shape.
+    `transposed`: the file swaps rows and columns. `flat`: the file may have any shape.
     """
 
     name: str
@@ -52,19 +52,19 @@ class Move(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The stored name, and the parameter's if it differs by more than a prefix."""
+        """The stored name, and the parameter's if that differs by more than a prefix."""
         stored, name = self.header.name, self.destination.name
         return name if stored.endswith(name) else f"{stored} ({name})"
 
     def rows(self, full: Sequence[int]) -> range:
-        """The rows that it fills of a parameter of shape `full`."""
+        """The rows that it fills of the shape `full`."""
         if self.destination.first_row is None:
             return range(*full[:1] or (1,))
         return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])
 
 
 def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
-    """Assign each stored tensor its destination, in the order of the headers.
+    """Assign stored tensors their destinations, in the order of the headers.
 
     Raises:
         InvalidField: tensors are missing, unknown, given twice, or of a wrong shape or dtype.
@@ -140,7 +140,6 @@ def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` of `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

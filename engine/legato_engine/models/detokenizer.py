@@ -1,4 +1,4 @@
-"""Incremental detokenization: whole characters only, cut before a stop string."""
+"""Incremental detokenization, cut before a stop string."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from legato_engine.tasks import Constraint, Task
 class PreparedImage:
     """A decoded image, ready for the vision encoder.
 
-    `pixels` has the model's own layout (numpy uint8). Equal images have equal keys, by which shared
-    prefixes are looked up.
+    `pixels`: the model's own layout (numpy uint8). Equal images have equal keys, which identify
+    shared prefixes.
     """
 
     key: str

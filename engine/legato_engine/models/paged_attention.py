@@ -1,7 +1,7 @@
-"""Positions, pages and masks of a decoder's passes, the same for every family.
+"""Positions, pages and masks of a decoder's passes.
 
-Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence, C
-sequences of P positions, M pages of one.
+Shape legend: T tokens, B rows of one token, L positions, C sequences of P positions, M pages of
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
 
 
 def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
-    """Attend within the span, and if it is causal to all positions before."""
+    """Attend within the span, and if causal to all positions before."""
     end = span.start + num_tokens
 
     def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, cache: LayerCache) -> Heads:
@@ -33,7 +33,7 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
 
 
 def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
-    """Locate the first tokens of several sequences, equally many of each."""
+    """Locate the first tokens of several sequences of equal length."""
     return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
 
 

@@ -1,6 +1,6 @@
 """Paged keys and values, and the positions of a pass in them.
 
-Shape legend: T tokens of one sequence, B rows of one token each, M pages of one.
+Shape legend: T tokens of one sequence, B rows of one token, M pages of one sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KVCache:
 
 @dataclasses.dataclass(slots=True)
 class DecodeBatch:
-    """The int64 positions and page ids of B single-token rows; `adapters` None: no row has one."""
+    """Positions and page ids (int64) of single-token rows; `adapters` None: no row has one."""
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
@@ -46,9 +46,9 @@ class DecodeBatch:
 
 @dataclasses.dataclass(slots=True)
 class PrefillSpan:
-    """T consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
+    """Consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 
-    `bidirectional`: all T positions attend to each other (image prefix, `start` 0); else causal.
+    `bidirectional`: all attend to each other (image prefix, `start` 0); else causal.
     """
 
     start: int

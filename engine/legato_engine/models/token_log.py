@@ -12,7 +12,7 @@ from legato_engine.tasks import SampledToken
 class TokenLog:
     """Describes each token of a sequence, in order, by its text or its value.
 
-    Without `logprobs` they are dropped, because a launch computes them for all of its rows. `coord`
+    Log-probabilities may be dropped, because a launch computes them for all of its rows. `coord`
     and `size`: the ids that carry values.
     """
 

@@ -1,4 +1,4 @@
-"""Prompts of conversations, by the model's chat template or without one."""
+"""Prompts of conversations, with or without a chat template."""
 
 from __future__ import annotations
 
@@ -19,17 +19,12 @@ Render = Callable[[Sequence[Message], str], str]
 
 
 class Plain:
-    """The prompt of a model without a template: the question itself."""
+    """Prompts without a template: the question itself."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Encode the question.
-
-        Raises:
-            TaskUnsupported: there is a conversation before it.
-        """
         if task.system or task.history:
             raise TaskUnsupported(
                 "this model has no chat template: it takes one question and no conversation",
@@ -47,11 +42,7 @@ class ChatTemplate:
     def __init__(
         self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
     ) -> None:
-        """Compile and try the template.
-
-        Raises:
-            InvalidField: it does not run.
-        """
+        """Compile and try the template."""
         self._render = _compiled(template, variables)
         self._tokenizer = tokenizer
         self._render(_messages(QueryTask(question="?")), "weights")
@@ -59,8 +50,8 @@ class ChatTemplate:
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.
 
-        If a message has the text of a special token, it is encoded apart from the template, so that
-        it stays text. Otherwise all is encoded together, as the model's authors do.
+        A message with the text of a special token is encoded apart, so that it stays text;
+        otherwise all is encoded together, as the model's authors do.
 
         Raises:
             InvalidField: the template refuses or omits a message.

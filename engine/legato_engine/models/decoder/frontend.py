@@ -36,16 +36,14 @@ _SKILLS = {
 
 
 class Prompter(Protocol):
-    """Makes a prompt of a question."""
+    """Makes a prompt of a question and its conversation."""
 
-    def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Encode the conversation and the question."""
-        ...
+    def encode(self, task: QueryTask) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSetup:
-    """The parts of a frontend; any id of `eos` ends an answer."""
+    """Parts of a frontend; any id of `eos` ends an answer."""
 
     name: str
     prompter: Prompter

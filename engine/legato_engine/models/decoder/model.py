@@ -1,4 +1,7 @@
-"""A text decoder on a device."""
+"""A text decoder on a device.
+
+Shape legend: T tokens, B rows, D text width, V vocabulary.
+"""
 
 from __future__ import annotations
 

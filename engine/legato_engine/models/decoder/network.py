@@ -1,6 +1,6 @@
 """The decoder of all text families.
 
-Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
+Shape legend: T tokens, B rows of one token, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class GatedBlock(nn.Module):
 class DecoderNetwork(nn.Module):
     """All weights; `block` makes a layer with the signature of `GatedBlock.forward`.
 
-    Modules are named as in Llama's checkpoints, apart from packed layers; other families override
-    `checkpoint_name`.
+    Modules are named as in Llama's checkpoints, apart from packed layers.
     """
 
     def __init__(

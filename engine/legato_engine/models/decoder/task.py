@@ -9,7 +9,7 @@ from legato_engine.tasks import SampledToken, with_token
 
 
 class TextTask:
-    """A `Task` that ends with an EOS, a stop string or its budget; `log` describes its tokens."""
+    """A `Task` that ends with an EOS, a stop string or its budget."""
 
     constrained = False
     has_payload = False

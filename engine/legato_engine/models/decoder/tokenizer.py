@@ -21,11 +21,7 @@ class TextTokenizer:
     """Thread-safe encoding and decoding."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            InvalidField: it is missing, or its ids cannot be decoded to bytes.
-        """
+        """Raises InvalidField if ids cannot be decoded to bytes."""
         data = _read(path)
         self._tokenizer = _parse(data, path)
         self._inert = _parse(data, path)
@@ -41,14 +37,11 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
-        """Encode text without recognising special tokens.
-
-        `opened`: with the tokenizer's BOS, if it adds one.
-        """
+        """Recognise no special tokens; `opened`: add the tokenizer's BOS, if it has one."""
         return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
 
     def encode_marked(self, text: str) -> tuple[int, ...]:
-        """Encode text with its special tokens, and add none."""
+        """Recognise special tokens, and add none."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:

@@ -1,6 +1,6 @@
 """Hugging Face checkpoints for decoder networks, and random weights.
 
-Layers of a `PackedLinear` are stored apart; a tied head may be stored with the embeddings.
+Layers of a `PackedLinear` are stored apart; a tied head may be stored, too.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
 
 
 def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
-    """Check a stored head, because it is not loaded."""
+    """A stored head must equal the embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and models with its configuration: gated blocks, grouped queries, scaled rope."""
+"""Llama 1 to 3 and models with its configuration."""
 
 from __future__ import annotations
 

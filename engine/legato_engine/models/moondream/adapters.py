@@ -52,8 +52,7 @@ def parse_adapter(
     """Parse a file; layers that it omits are zero.
 
     Raises:
-        AdapterUnusable: the file is broken or does not fit; with `limit` and `actual` of the rank
-            if that is out of range.
+        AdapterUnusable: the file is broken or does not fit; with `limit` and `actual` of the rank.
     """
     sizes = bank_sizes(config.text)
     if data.startswith(_ZIP):
@@ -177,7 +176,7 @@ def _shape(layer: int, part: str, sizes: BankSizes, rank: int) -> tuple[int, ...
 
 
 def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int, ...]:
-    """Shape of a part in an adapter slot, rank before width; `routed`: of experts."""
+    """Rank before width; `routed`: of experts."""
     index, experts = _PARTS.index(part), sizes.experts
     if experts is None or not routed:
         return rank, sizes.widths()[index]
@@ -187,7 +186,7 @@ def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tupl
 def _stacked(
     tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Stack the layers of each part, so that a slice of the rank is contiguous."""
+    """Stack the layers of each part; a slice of the rank is contiguous."""
 
     def stacked(layers: range, *, routed: bool) -> MlpWeights:
         stacks = []

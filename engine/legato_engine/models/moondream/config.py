@@ -1,4 +1,4 @@
-"""A Moondream model's configuration: sizes, token ids and templates."""
+"""A Moondream model's configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TauConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts instead of MLPs from layer `first_layer` on, `num_active` per token."""
+    """Experts instead of MLPs from `first_layer` on, `num_active` per token."""
 
     first_layer: int
     num_experts: int
@@ -65,7 +65,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decoder; `tau` None: no gains; `moe` None: every layer has an MLP."""
+    """The decoder; `tau` None: no gains; `moe` None: MLPs only."""
 
     dim: int
     ff_dim: int
@@ -86,8 +86,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Coordinates and sizes: Fourier features in, bins out.
 
-    `inner_dim` is of two-layer heads; None: a norm and one linear layer. Bin b of B coord bins
-    means b / B; with `coord_reaches_one`, b / (B - 1).
+    `inner_dim` None: heads of a norm and one linear layer. Bin b of B coord bins means b / B; with
+    `coord_reaches_one`, b / (B - 1).
     """
 
     coord_features: int
@@ -103,9 +103,7 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refinement of outlines: the head reads `early_block` of vision and the last, `iterations`
-    times.
-    """
+    """Refinement of outlines by vision block `early_block` and the last, `iterations` times."""
 
     early_block: int
     iterations: int = 5
@@ -142,8 +140,7 @@ class CaptionTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Templates by skill; None: the model lacks the skill.
 
-    A query suffix may end with several answer ids, a training artefact; as many separate reasoning
-    from the answer.
+    A query suffix may end with several answer ids, a training artefact; as many follow reasoning.
     """
 
     caption: CaptionTemplates | None = None
@@ -165,7 +162,7 @@ class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model without weights and tokenizer. `sampling` is of text; other skills are greedy."""
+    """A model without weights and tokenizer; `sampling` is of text, other skills are greedy."""
 
     architecture: str
     name: str

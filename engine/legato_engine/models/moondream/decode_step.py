@@ -1,6 +1,6 @@
 """Moondream's decode step by kernels.
 
-Shape legend: B tokens, D text width, V vocabulary, R rows of the token state.
+Shape legend: B tokens, D text width, V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class MoondreamStep:
                 self.head(hidden_BD[part], logits_BV[part])
 
     def embed(self, inputs: StepInputs, hidden_BD: torch.Tensor) -> None:
-        """Fill the residual stream with embeddings or encoded values."""
         tokens = TokenInputs(
             inputs.source_B,
             inputs.token_R,
@@ -108,7 +107,7 @@ class MoondreamStep:
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits of coord and size bins; only those that a token needs are up to date."""
+        """Float32 logits of coord and size bins, up to date if a token needs them."""
         return self._values.bins(token_B, hidden_BD)
 
     def payload(

@@ -1,10 +1,10 @@
 """A draft of one layer, applied to the model's last hidden state.
 
-It reads keys and values that one of the model's layers has cached, so it sees the image and keeps
-no cache. Embeddings and head are the model's.
+It reads keys and values of one of the model's layers, so it sees the image and keeps no cache.
+Embeddings and head are the model's.
 
-The file is safetensors of `DraftLayer`'s parameters. Its metadata names the `layer` whose keys and
-values it reads, and may name the `model`.
+The file is safetensors of `DraftLayer`'s parameters. Its metadata names that `layer`, and may name
+the `model`.
 
 Shape legend: R rows, K proposed tokens, D width, H heads, E head dim, F inner width.
 """
@@ -32,7 +32,7 @@ _INNER = "fc1.weight"  # [F, D]
 
 
 class DraftLayer(nn.Module):
-    """Predicts the next hidden state from the last one and the token sampled from it."""
+    """Predicts the next hidden state from the last and the token sampled from it."""
 
     def __init__(self, dim: int, inner: int, num_heads: int) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class DraftLayer(nn.Module):
     def next_state(
         self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
     ) -> torch.Tensor:
-        """[R, D]; `seen_RHE`: the attention's output."""
+        """`seen_RHE`: the attention's output."""
         inner_RF = F.gelu(self.fc1(joined_RD), approximate="tanh")
         next_RD: torch.Tensor = state_RD + self.proj(seen_RHE.flatten(1)) + self.fc2(inner_RF)
         return next_RD
 
 
 class DraftProposer:
-    """A `Proposer` by a `DraftLayer`: all rows at once, token by token."""
+    """A `Proposer` by a `DraftLayer`, token by token."""
 
     def __init__(self, draft: DraftLayer, text: Text, kv: KVCache, layer: int) -> None:
         self._draft = draft
@@ -95,11 +95,7 @@ class DraftProposer:
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
-    """Read a draft file, to run by kernels if they support its sizes.
-
-    Raises:
-        InvalidField: the file cannot be read or does not fit the model.
-    """
+    """Read a draft, to run by kernels if they support its sizes."""
     tensors, notes = _read(path)
     if notes.get("model", config.name) != config.name:
         raise _unusable(path, f"is for the model {notes['model']}, not {config.name}")

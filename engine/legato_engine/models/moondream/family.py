@@ -84,8 +84,7 @@ def find(source: ModelSource) -> ModelBundle:
 
     - `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and
       optionally adapters and draft.safetensors; by default that of the package legato-tiny.
-    - `moondream2`, `moondream3`, `moondream3.1`: `weights` is a file or a folder, `tokenizer` a
-      tokenizer.json.
+    - `moondream2`, `moondream3`, `moondream3.1`: a `weights` file or folder and a `tokenizer` file.
     - `random-tiny`, `random-tiny3`: always random weights.
 
     With `random_weights` nothing is read, and text is made of bytes.
@@ -148,11 +147,7 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
 
 
 def shipped(package: str) -> Path:
-    """Locate an installed package of model files.
-
-    Raises:
-        ModelNotFound: the package is not installed.
-    """
+    """Locate an installed package of model files."""
     try:
         module = importlib.import_module(package)
     except ImportError:

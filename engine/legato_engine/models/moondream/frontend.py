@@ -1,4 +1,4 @@
-"""The Moondream frontend: images, prompts and tasks."""
+"""The Moondream frontend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moondream's vision encoder on a GPU, which also cuts images; every shape can be captured.
 
-Shape legend: N crops, T tokens of a crop, P values of a patch (of an image: its positions), D
-vision width, X text width, C image buffers, M pages of a sequence.
+Shape legend: N crops, T tokens of a crop, P values of a patch or positions of an image, D vision
+width, X text width, C image buffers, M pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES_PER_LOAD = 8  # unaligned rows of patches would be copied first
 
 
 class MoondreamImageEncoder:
-    """An `ImageEncoder` over a network's vision and text parts; bfloat16 on CUDA."""
+    """An `ImageEncoder` over vision and text parts; bfloat16 on CUDA."""
 
     def __init__(
         self,
@@ -63,7 +63,6 @@ class MoondreamImageEncoder:
         self.embeddings_CPD[:, 0] = text.wte[config.tokens.bos]
 
     def stage(self, index: int, image: PreparedImage) -> None:
-        """Write the plan to pinned memory, and the pixels unless they are pinned."""
         pixels: WholeImage = image.pixels
         self._staged[index] = stage(pixels.pixels_HWC, pixels.plan, self._hosts[index])
 

@@ -1,8 +1,7 @@
 """The two published layouts of Moondream checkpoints: stored names to the network's.
 
-Layout A prefixes the network's names with `model.`. Layout B begins with `text_model`,
-`vision_encoder` or `region_model`, and its feature tables are transposed. Either may store tau's
-weights in two halves.
+Layout A prefixes the network's names with `model.`. Layout B has other names, and its feature
+tables are transposed. Either may store tau's weights in two halves.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
 
 
 def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
-    """Map stored names to destinations; without `kv_scales`, these are unused."""
+    """Map stored names; without `kv_scales`, these are unused."""
 
     def destination(stored: str) -> str | Destination | None:
         name = _plain(stored)

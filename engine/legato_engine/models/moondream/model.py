@@ -45,7 +45,7 @@ class Network(nn.Module):
 
 
 class MoondreamModel:
-    """A `Model` with all of its `Capabilities` over a loaded, frozen `Network`."""
+    """A `Model` with all `Capabilities` over a loaded, frozen `Network`."""
 
     def __init__(self, config: MoondreamConfig, network: Network) -> None:
         text = config.text

@@ -1,6 +1,6 @@
 """Images to crops: the number of tiles and the pixels of each.
 
-Shape legend: N crops, H and W pixels, C channels.
+Shape legend: N crops, H, W pixels, C channels.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ Pixels = npt.NDArray[np.uint8]
 class CroppedImage:
     """An image as crops for the vision encoder.
 
-    `pixels_NHWC` (uint8 RGB) has the whole image, then `tiling` (rows, columns) tiles row by row;
-    with (1, 1) no tile, because it would be the whole image again. `original` [H, W, C] is the
-    image itself, if kept.
+    `pixels_NHWC` (uint8 RGB): the whole image, then `tiling` (rows, columns) tiles row by row; with
+    (1, 1) no tile, because it would be the whole image again. `original` [H, W, C]: if kept.
     """
 
     pixels_NHWC: Pixels
@@ -60,7 +59,7 @@ class WholeImage:
 def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
     """Choose rows and columns of tiles, by the rule that the model was trained with.
 
-    Up to `max_crops` tiles, but more in one row of an image thinner than about 1 to 20.
+    Up to `max_crops`, but more in one row of an image thinner than about 1 to 20.
     """
     if config.max_crops <= 1:
         return (1, 1)

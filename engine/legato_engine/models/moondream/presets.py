@@ -113,12 +113,12 @@ def moondream3_config() -> MoondreamConfig:
 
 
 def moondream3_1_config() -> MoondreamConfig:
-    """Moondream 3.1: the preview's shape with other weights."""
+    """The preview's shape with other weights."""
     return msgspec.structs.replace(moondream3_config(), name="moondream3.1")
 
 
 def legato_tiny_config() -> MoondreamConfig:
-    """The sizes of legato-tiny with stand-in templates, for random weights only."""
+    """The sizes of legato-tiny with stand-in templates, for random weights."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="legato-tiny",

@@ -1,4 +1,4 @@
-"""Prompts: template ids around spatial references and text."""
+"""Prompts: templates around spatial references and text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Prompt = tuple[PromptToken, ...]
 
 
 class Prompts:
-    """Makes each skill's prompt, which follows the shared prefix. Text is stripped.
+    """Makes each skill's prompt, which follows the shared prefix; text is stripped.
 
     Raises:
-        TaskUnsupported: the model has no template of the skill.
+        TaskUnsupported: the model has no such template.
         InvalidField: a text is empty, or a reference lies outside the image.
     """
 
@@ -81,11 +81,6 @@ class Prompts:
 
 
 def clean(text: str, field: str) -> str:
-    """Strip a text.
-
-    Raises:
-        InvalidField: nothing is left.
-    """
     stripped = text.strip()
     if not stripped:
         raise InvalidField(f"{field} is empty", field=field)

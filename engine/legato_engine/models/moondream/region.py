@@ -1,4 +1,4 @@
-"""Coordinates and sizes: encoded as embeddings, decoded as bins from the residual stream.
+"""Coordinates and sizes: encoded as embeddings, decoded as bins.
 
 Shape legend: T tokens, D text width, F Fourier features.
 """
@@ -19,7 +19,7 @@ _SIZE_OCTAVES = 10
 
 
 class Region(nn.Module):
-    """Encoders and decoders of float32 values; a decoder is an MLP, or a norm and a layer."""
+    """Encoders and decoders of float32 values."""
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Region(nn.Module):
         self.size_decoder = _decoder(text_dim, config.inner_dim, 2 * config.size_bins)
 
     def encode_coord(self, value_T1: torch.Tensor) -> torch.Tensor:
-        """[T, D] of coordinates in 0..1."""
+        """[T, D] of values in 0..1."""
         out_TD: torch.Tensor = self.coord_encoder(_fourier(value_T1, self.coord_features))
         return out_TD
 
     def encode_size(self, size_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D] of sizes in 0..1."""
+        """[T, D] of values in 0..1."""
         out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
         return out_TD
 
@@ -54,7 +54,7 @@ class Region(nn.Module):
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
-        """[T] float32, of decoded coordinates' bins."""
+        """[T] float32."""
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
         return _logprobs(self._coord_logits(hidden_TD), bin_T)
 

@@ -1,4 +1,4 @@
-"""A network's weights and adapters for the kernels of a decode step."""
+"""Weights and adapters for the kernels of a decode step."""
 
 from __future__ import annotations
 

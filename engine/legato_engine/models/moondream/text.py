@@ -1,7 +1,7 @@
 """The decoder: parallel blocks over paged keys and values.
 
-Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary; C sequences
-of P positions, M pages of one.
+Shape legend: T tokens, B rows of one token, D width, V vocabulary; C sequences of P positions, M
+pages of one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TextBlock(nn.Module):
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
-        """Write the tokens' keys and values first."""
+        """Write keys and values first."""
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
         mlp = self._feed_forward(
@@ -157,12 +157,12 @@ class Text(nn.Module):
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write what `prefill` does; skip the rest of the last block."""
+        """Skip the rest of the last block."""
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
         self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 
     def cache_stacked(self, x_CPD: torch.Tensor, pages_CM: torch.Tensor, kv: KVCache) -> None:
-        """Write keys and values of several bidirectional prefixes in one pass.
+        """Cache several bidirectional prefixes in one pass.
 
         The bits may differ from those of `cache_span`, because a library's rounding may depend on
         the number of rows.

@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
     """Encoding and decoding of plain text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text without recognising special tokens."""
+        """Recognise no special tokens."""
         ...
 
     def piece(self, token_id: int) -> bytes:
@@ -31,11 +31,6 @@ class BytePairTokenizer:
     """A byte-level tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            InvalidField: it is missing or of another kind.
-        """
         data = _read(path)
         for token in data.get("added_tokens") or ():
             token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL

@@ -1,7 +1,7 @@
 """The vision encoder: crops to the image's embeddings.
 
-Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width,
-P values of a patch, Y and W rows and columns of the stitched grid.
+Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width, P values
+of a patch, Y and W sides of the stitched grid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from legato_engine.models.moondream.config import VisionConfig
 
 
 class VisionBlock(nn.Module):
-    """Sequential pre-norm block; the tokens of a crop attend to each other.
+    """Sequential pre-norm block over the tokens of a crop.
 
     The residual stream is one or two terms, so that the next norm can be fused with their sum.
     """
@@ -77,7 +77,7 @@ class Vision(nn.Module):
         return projected_TX
 
     def use_fp8(self) -> None:
-        """Quantise blocks and projector, in place and layer by layer, after loading.
+        """Quantise in place and layer by layer, after loading.
 
         Raises:
             InvalidField: the device or a layer's size does not allow it.
@@ -90,7 +90,7 @@ class Vision(nn.Module):
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
     def count_apart(self) -> None:
-        """Clear all layers' tile counters at once; then only one pass may run at a time."""
+        """Clear all tile counters at once; then only one pass may run at a time."""
         tall = list[Linear]()
         for block in self.blocks:
             assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
@@ -144,7 +144,7 @@ def normalised(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
-    """[N, T, P]: patches row by row; values by channel, row and column."""
+    """[N, T, P]: row by row; values by channel, row and column."""
     count, height, width, channels = pixels_NHWC.shape
     shape = (count, height // size, size, width // size, size, channels)
     values_NYXCyx = pixels_NHWC.reshape(shape).permute(0, 1, 3, 5, 2, 4)
@@ -152,7 +152,7 @@ def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def stitch(tiles_NGGD: torch.Tensor, tiling: tuple[int, int], margin: int) -> torch.Tensor:
-    """[Y, W, D]: tiles joined without their overlap; outer margins stay."""
+    """[Y, W, D]: tiles without their overlap; outer margins stay."""
     rows, columns = tiling
     grid = tiles_NGGD.shape[1]
 

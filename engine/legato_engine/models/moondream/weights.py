@@ -31,7 +31,7 @@ def load_weights(
 ) -> Network:
     """Load a file or folder in either published layout.
 
-    Experts stay in e4m3 if stored so. `kv_dtype`: see `ModelBundle.load`.
+    Experts stay in e4m3 if stored so.
 
     Raises:
         InvalidField: as `checkpoint.load`; or scales of keys and values are missing or invalid.

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2 in transformers' format: parallel blocks, biases, partial rotation."""
+"""Phi 1, 1.5 and 2 in transformers' format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 
 class PhiBlock(nn.Module):
-    """Attention and MLP read the same normed input; one residual add of both."""
+    """Attention and MLP of the same normed input, added in one residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (biases of queries, keys and values), and Qwen 3 (normed heads)."""
+"""Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The refiner's input from an image and an outline, and the outline of its result.
 
-Shape legend: H, W pixels of the image or its crop, S side of the refiner's input.
+Shape legend: H, W pixels of an image or crop, S side of the refiner's input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotRefinable(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop:
-    """A part of an image: `extent` (height, width) pixels from (`left`, `top`), of `size` in all.
+    """`extent` (height, width) pixels from (`left`, `top`) of an image of `size`.
 
     `pixels_SSC` (uint8 RGB) and `mask_SS` (0 or 1) are the refiner's input.
     """
@@ -45,11 +45,7 @@ class Crop:
 
 
 def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
-    """Cut out the outline's box with a margin, and draw its mask.
-
-    Raises:
-        NotRefinable: the outline encloses no pixel.
-    """
+    """Cut out the outline's box with a margin, and draw its mask."""
     height, width = image_HWC.shape[:2]
     box = outline.box
     left, right = _grown(box.x_min, box.x_max, width)
@@ -74,11 +70,7 @@ def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
 
 
 def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
-    """Trace the refiner's result, the probability of each pixel.
-
-    Raises:
-        NotRefinable: the mask is empty or not finite.
-    """
+    """Trace the refiner's result, the probability of each pixel."""
     if not np.isfinite(share_SS).all():
         raise NotRefinable("the refiner's mask is not finite")
     height, width = crop.size

@@ -1,4 +1,4 @@
-"""Lines and curves fitted to rings of pixel borders, by Schneider's least-squares method."""
+"""Lines and curves fitted to rings of pixel borders, by Schneider's method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH_REFITTING = 4.0  # times the tolerance
 
 
 class Stroke(NamedTuple):
-    """A line to one point, or a curve of three points, from the end of the last stroke."""
+    """A line to one point, or a curve of three points, from the last stroke's end."""
 
     points: Points
 
@@ -39,8 +39,8 @@ class Curve(NamedTuple):
 def fit(ring: Ring, tolerance: float) -> Curve:
     """Fit a curve within `tolerance` pixels of a ring, without its staircase.
 
-    The midpoints of a ring's steps are within half a pixel of the shape that the mask was drawn
-    from, and means of three midpoints are nearer.
+    Midpoints of a ring's steps are within half a pixel of the shape that the mask was drawn from;
+    means of three midpoints are nearer.
     """
     middles = (ring + np.roll(ring, -1, axis=0)) / 2
     points = (middles + np.roll(middles, 1, axis=0) + np.roll(middles, -1, axis=0)) / 3
@@ -76,7 +76,7 @@ def _reach(count: int) -> int:
 
 
 def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tuple[Points, Points]]:
-    """Each piece's directions from its start and back from its end."""
+    """Directions of each piece from its start and back from its end."""
     pairs = []
     for begin, end in pairwise(cuts):
         reach = min(_reach(len(closed)), end - begin)
@@ -150,7 +150,7 @@ def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Po
 
 
 def _nearer(control: Points, u_N: Points, away: Points) -> Points:
-    """Move parameters by a Newton step towards the nearest points of the curve."""
+    """Move parameters by a Newton step towards the nearest points."""
     edges = 3 * np.diff(control, axis=0)
     bends = 2 * np.diff(edges, axis=0)
     u, v = u_N[:, None], 1 - u_N[:, None]

@@ -1,9 +1,8 @@
 """The refiner's network, a mask decoder like SAM-HQ's.
 
 Features of an early and of the last vision block are fused, and the current mask is added. Mask
-tokens and an IoU token exchange attention with these features, which are upsampled to eight times
-the grid; their product with each mask token is a mask. The mask with the highest predicted IoU
-becomes the current mask of the next iteration.
+tokens and an IoU token exchange attention with them. The product of the upsampled features with
+each mask token is a mask; that with the highest predicted IoU is the next iteration's current mask.
 
 Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks, P
 cells of the upsampled grid, S side of the mask.
@@ -53,7 +52,7 @@ class Attention(nn.Module):
 
 
 class TwoWayBlock(nn.Module):
-    """Self-attention of tokens, cross-attention to the image, an MLP, and cross-attention back."""
+    """Self-attention of tokens, cross-attention to the image, an MLP, and attention back."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -70,7 +69,6 @@ class TwoWayBlock(nn.Module):
         token_pe: torch.Tensor,
         image_pe: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`*_pe` are positional embeddings."""
         query = tokens_BQE + token_pe
         tokens_BQE = self.norm1(tokens_BQE + self.output_self_attn(query, query, tokens_BQE))
         seen = self.cross_attn_token_to_image(

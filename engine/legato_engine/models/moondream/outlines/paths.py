@@ -1,6 +1,6 @@
 """SVG paths to masks, by the nonzero fill rule.
 
-Shape legend: N points of a polygon, E edges of all, H, W rows and columns.
+Shape legend: N points of a polygon, E edges, H, W rows and columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def polygons(path: str) -> list[Points]:
 
 
 def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
-    """[H, W]: whether points at these ascending columns and rows lie within the closed rings."""
+    """[H, W]: whether points at these ascending columns and rows lie within the rings."""
     change = np.zeros((len(ys_H), len(xs_W) + 1), np.int16)
     if rings:
         ends_E2 = np.concatenate([np.roll(ring, -1, axis=0) for ring in rings])
@@ -49,7 +49,7 @@ def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
 def _count(
     change: npt.NDArray[np.int16], starts_E2: Points, ends_E2: Points, xs_W: Points, ys_H: Points
 ) -> None:
-    """Add up changes of the winding number along each row."""
+    """Add up changes of the winding number along rows."""
     down = starts_E2[:, 1] < ends_E2[:, 1]
     upper = np.where(down[:, None], starts_E2, ends_E2)
     lower = np.where(down[:, None], ends_E2, starts_E2)
@@ -78,7 +78,7 @@ def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
 
 
 class _Pen:
-    """Draws strokes; the pen is at the last position of the newest ring."""
+    """Draws strokes from the last position of the newest ring."""
 
     def __init__(self) -> None:
         self.rings: list[list[Position]] = []

@@ -1,6 +1,6 @@
 """Refinement of outlines by vision features of their crops.
 
-Shape legend: N = 1 crop, S its side, C channels, T its tokens, V vision width.
+Shape legend: N = 1 crop, S its side, C channels, T tokens, V vision width.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 
 class MoondreamRefiner:
-    """A `MaskRefiner` over a network's vision part and a mask head."""
+    """A `MaskRefiner` over a vision part and a mask head."""
 
     def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
-        """Load the head.
-
-        Raises:
-            InvalidField: the model takes no refiner, or the file does not fit it.
-        """
         if config.refiner is None:
             raise InvalidField(f"{config.name} takes no refiner", field="refiner")
         like, side = vision.pos_emb, config.vision.crop_size

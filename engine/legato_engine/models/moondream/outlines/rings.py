@@ -42,7 +42,7 @@ def trace(mask_HW: Mask) -> list[Ring]:
 
 
 def area(ring: Ring) -> float:
-    """Count the pixels inside; negative for a hole."""
+    """Pixels inside; negative for a hole."""
     x, y = ring.T
     return float(x @ np.roll(y, -1) - np.roll(x, -1) @ y) / 2
 
@@ -62,10 +62,7 @@ def fill(rings: Sequence[Ring], shape: tuple[int, int]) -> Mask:
 
 
 def cleaned(mask_HW: Mask, min_area: float) -> Mask:
-    """Drop islands and holes below `min_area` pixels, then close by 3 by 3.
-
-    The largest island always stays.
-    """
+    """Drop islands and holes below `min_area` pixels, but never the largest island; then close."""
     rings = [(area(ring), ring) for ring in trace(mask_HW)]
     largest = max((size for size, _ in rings), default=0.0)
     kept = [ring for size, ring in rings if abs(size) >= min_area or size == largest]
@@ -80,7 +77,7 @@ def _closed(mask_HW: Mask) -> Mask:
 
 
 def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
-    """Set if a pixel or a neighbour along the axis is; two pixels shorter."""
+    """Set if a pixel or a neighbour along the axis is; two shorter."""
     count = mask_HW.shape[axis] - 2
     first, second, third = (np.take(mask_HW, range(n, n + count), axis) for n in range(3))
     found: Mask = first | second | third
@@ -110,7 +107,7 @@ def _keys(
 
 
 def _cycles(following: list[int], order: list[int]) -> list[list[int]]:
-    """Group steps into cycles, which begin in this order."""
+    """Group steps into cycles that begin in this order."""
     seen = bytearray(len(following))
     walks = []
     for first in order:

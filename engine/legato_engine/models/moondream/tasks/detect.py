@@ -7,12 +7,12 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
-# Ints, because enum lookup is slow and every step does it.
+# Ints, because enum lookup is slow.
 _CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
 
 
 class DetectSkill(ObjectListSkill[ObjectEvent]):
-    """Boxes of all instances: x, y and size of each, then EOS."""
+    """Boxes: x, y and size of each, then EOS."""
 
     tokens_per_object = 3
     default_max_objects = 50

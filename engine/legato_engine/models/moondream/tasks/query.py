@@ -1,4 +1,4 @@
-"""The query skill, with and without reasoning."""
+"""The query skill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato_engine.models.moondream.tasks.text_skill import TextSkill
 from legato_engine.models.text_output import TextOutput
 from legato_engine.tasks import SampledToken
 
-# Ints, because enum lookup is slow and every step does it.
+# Ints, because enum lookup is slow.
 _REASONING, _TEXT, _ANSWER = int(Allow.REASONING), int(Allow.TEXT), int(Allow.ANSWER)
 
 
@@ -46,7 +46,7 @@ class ReasonedQuerySkill(QuerySkill):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens before the answer, answer tokens included."""
+        """Answer tokens included."""
         return self._num_before_answer
 
     def constraint(self) -> int:

@@ -13,7 +13,7 @@ class ReasoningOutput:
     """Turns tokens into `ReasoningDelta` events.
 
     A span runs from `ground_start` to `ground_end`. Its coord tokens are pairs of x and y; an
-    unpaired last one is dropped. A span without points is not reported.
+    unpaired last one is dropped, as is a span without points.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: SpecialTokens) -> None:

@@ -10,14 +10,13 @@ from legato_engine.models.moondream.tasks.svg_path import SvgPath
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.tasks import SampledToken
 
-_FREE = int(Allow.FREE)  # an int, because enum lookup is slow and every step does it
+_FREE = int(Allow.FREE)  # an int, because enum lookup is slow
 
 
 class SegmentSkill(SkillTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and the first size make the box. Path text before the box is complete is
-    emitted with it.
+    The first two coords and size make the box. Earlier path text is emitted with it.
     """
 
     has_payload = True

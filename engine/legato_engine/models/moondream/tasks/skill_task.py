@@ -1,4 +1,4 @@
-"""The task of a skill: its prompt and its token budget."""
+"""The task of a skill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from legato_engine.tasks import SampledToken, with_token
 class TaskSetup:
     """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context.
 
-    `values_in_text`: answers may hold coords and sizes. `log`: if requested.
+    `values_in_text`: answers may hold coords and sizes.
     """
 
     prompt: tuple[PromptToken, ...]
@@ -27,7 +27,7 @@ class TaskSetup:
 
 
 class SkillTask(abc.ABC):
-    """A `Task`. Skills read a token in `_read`, which may set `finish_reason`."""
+    """A `Task`; skills read a token in `_read`, which may set `finish_reason`."""
 
     constrained = False
     has_payload = False
@@ -63,7 +63,7 @@ class SkillTask(abc.ABC):
     def _read(self, token: SampledToken) -> list[Event]: ...
 
     def _close(self) -> list[Event]:
-        """Return the events held back until the end."""
+        """Return the events held back."""
         return []
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.models.text_output import TextOutput
 from legato_engine.tasks import SampledToken
 
-_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow and every step does it
+_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow
 
 
 class TextSkill(SkillTask):
