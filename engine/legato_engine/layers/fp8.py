@@ -28,8 +28,7 @@ class Fp8Linear(nn.Module):
         """Quantise on the layer's device.
 
         Raises:
-            InvalidField: the device cannot multiply e4m3, the sizes are no multiples of
-                `MULTIPLE`, or a layer on a GPU is not bfloat16.
+            InvalidField: the device, a size or a dtype does not allow it.
         """
         super().__init__()
         if problem := _problem(linear):

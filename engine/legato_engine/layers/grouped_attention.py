@@ -36,7 +36,7 @@ class HeadPlan:
 
 
 class GroupedAttention(nn.Module):
-    """Projections, rotation and the write to the cache, then `attend`."""
+    """Projections, rotation and the write to the cache; `attend` computes attention."""
 
     def __init__(self, dim: int, heads: HeadPlan) -> None:
         super().__init__()

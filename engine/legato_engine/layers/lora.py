@@ -1,4 +1,4 @@
-"""Low-rank adapters of MLPs and experts, in device slots at fixed addresses.
+"""Low-rank adapters in device slots at fixed addresses.
 
 Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
 Q ranks of one.
@@ -117,7 +117,7 @@ class AdapterBank:
     def __init__(
         self, sizes: BankSizes, *, num_slots: int, max_rank: int, like: torch.Tensor
     ) -> None:
-        """`like`: device and dtype of the model's weights."""
+        """`like`: the model's device and dtype."""
         slots, experts = num_slots + 1, sizes.experts
         shape = sizes.num_layers, slots, max_rank
         mlps = MlpWeights(*(like.new_zeros(*shape, width) for width in sizes.widths()))

@@ -15,7 +15,7 @@ from legato_engine.layers.linear import Linear
 
 
 class ExpertLinear(nn.Module):
-    """One bias-free linear layer of every expert: `weight` [X, O, I]."""
+    """One bias-free layer of every expert: `weight` [X, O, I]."""
 
     scale: torch.Tensor | None
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the first dimensions of a head.
+"""Rotary position embedding.
 
 Shape legend: T tokens, R rotated dims, P positions.
 """
@@ -28,7 +28,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slows pairs with few turns in `first_context` positions.
+    """Slows pairs by their turns in `first_context` positions.
 
     Fewer than `low` turns: by `factor`; more than `high`: not at all; in between smoothly.
     """
@@ -66,7 +66,7 @@ class Rope(nn.Module):
         self.register_buffer("sin_PR", empty, persistent=False)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables, after the weights are on their device."""
+        """Compute the tables."""
         exponent_R = torch.arange(0, self._rotary_dim, 2, dtype=torch.float32) / self._rotary_dim
         divisor_R = self._theta**exponent_R
         if self._scaling is not None:

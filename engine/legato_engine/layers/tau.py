@@ -1,4 +1,4 @@
-"""Tau attention: gains on queries and values, from the token and its position.
+"""Tau attention: gains by token and position.
 
 Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E features, Z = 2 H gains.
 """
@@ -33,7 +33,6 @@ class Tau(nn.Module):
         self.register_buffer("gain_PH", empty, persistent=False)
 
     def fill(self) -> None:
-        """Compute the table, after the weights are on their device."""
         positions_P = torch.arange(self._max_positions, dtype=torch.float32)
         log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
         self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5

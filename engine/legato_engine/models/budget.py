@@ -1,4 +1,4 @@
-"""A request's sampling and token budget, with defaults filled in."""
+"""A request's sampling and token budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's source, and a model that is found but not loaded."""
+"""Models that are found but not loaded."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Adapter:
 
 
 class AdapterSupport(Protocol):
-    """Low-rank adapters, chosen by each row of a launch."""
+    """Low-rank adapters, chosen by row."""
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank: ...
 
@@ -72,9 +72,9 @@ class AcceleratedStep(Protocol):
 class ImageEncoder(Protocol):
     """Embeds images in steps of fixed shape at fixed addresses, one image at a time.
 
-    Calls for an image, in order: `stage` (on the host), `upload`, `cut`, `encode` of up to
-    `max_crops` crops; for each further range, ascending, `gather`, `encode`, `scatter`; then
-    `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
+    Calls for an image of up to `max_crops` crops, in order: `stage` (on the host), `upload`, `cut`,
+    `encode` of the first crops; for each further range, ascending, `gather`, `encode`, `scatter`;
+    then `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
 
     `index` selects a buffer, which holds pixels and embeddings until its next image.
     """
@@ -118,7 +118,7 @@ class ImageEncoder(Protocol):
 
 
 class ImageEncoding(Protocol):
-    """Resizing, tiling and encoding of images on the device."""
+    """Image encoding on the device."""
 
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder: ...
 
@@ -127,16 +127,20 @@ class DraftReader(Protocol):
     """Drafts trained for this model."""
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """Raises InvalidField if the file does not fit the model."""
+        """Read a draft that proposes tokens from this KV cache.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
         ...
 
 
 class MaskRefiner(Protocol):
     """Refines outlines, one at a time; `given` and `answer` have fixed addresses.
 
-    Calls for an outline, in order: `prepare` (any thread); on the compute stream a copy of
-    `tensors` into `given`, then `refine`, which can be captured; `finish` (any thread) on a copy of
-    `answer`. If `prepare` or `finish` raises, the outline stays unrefined.
+    Calls, in order: `prepare` (any thread); on the compute stream a copy of `tensors` into `given`,
+    then `refine`, which can be captured; `finish` (any thread) on a copy of `answer`. If `prepare`
+    or `finish` raises, the outline stays unrefined.
     """
 
     given: tuple[torch.Tensor, ...]
@@ -147,7 +151,7 @@ class MaskRefiner(Protocol):
         ...
 
     def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
-        """Host tensors shaped as `given`."""
+        """Host tensors of the shapes and dtypes of `given`."""
         ...
 
     def refine(self) -> None: ...
@@ -161,13 +165,17 @@ class RefinerReader(Protocol):
     """Refiners of outlines trained for this model."""
 
     def mask_refiner(self, path: Path) -> MaskRefiner:
-        """Raises InvalidField if the file does not fit the model."""
+        """Read a refiner's weights.
+
+        Raises:
+            InvalidField: the file does not fit the model.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Capabilities of a loaded model on its device; None for each that it lacks."""
+    """Capabilities of a loaded model; None for each that it lacks."""
 
     values: ValueHeads | None = None
     adapters: AdapterSupport | None = None

@@ -1,4 +1,4 @@
-"""Weight files: their paths, headers and tensors."""
+"""Weight files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strict match of stored tensors with a network's parameters, from headers alone."""
+"""The strict match of stored tensors with parameters, from headers alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class Move(NamedTuple):
         return name if stored.endswith(name) else f"{stored} ({name})"
 
     def rows(self, full: Sequence[int]) -> range:
-        """The rows that it fills of the shape `full`."""
         if self.destination.first_row is None:
             return range(*full[:1] or (1,))
         return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])

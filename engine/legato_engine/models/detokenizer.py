@@ -57,7 +57,6 @@ class Detokenizer:
         return text
 
     def _num_held(self, pending: str) -> int:
-        """The length of the longest suffix that begins a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if any(stop.startswith(pending[-length:]) for stop in self._stop):

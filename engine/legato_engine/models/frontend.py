@@ -1,4 +1,4 @@
-"""The half of a model that never touches the device: images, prompts, tasks. It loads no torch."""
+"""The half of a model that never touches the device; it loads no torch."""
 
 from __future__ import annotations
 

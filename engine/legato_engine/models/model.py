@@ -18,8 +18,8 @@ from legato_engine.tasks import Constraint
 class Model(Protocol):
     """An architecture with its weights on a device. All methods run on the compute stream.
 
-    Methods are pure functions. `decode` and `logits` keep no allocation and read no device value on
-    the host, so they can be captured.
+    Methods are pure functions of arguments and weights. `decode` and `logits` keep no allocation
+    and read no device value on the host, so they can be captured.
     """
 
     constraints: tuple[Constraint, ...]  # index 0 allows every token

@@ -23,8 +23,8 @@ class StepInputs:
     position of its sequence that this step writes; above its position for a padding token, whose
     results are undefined. `adapter_slot_R` None: no row has an adapter.
 
-    Adjacent tokens of one row form groups that read keys and values once; `num_groups` of the
-    layout affects only speed.
+    Adjacent tokens of one row form groups that read keys and values once. The step is laid out for
+    `num_groups` of them, which affects only speed.
     """
 
     source_B: torch.Tensor
@@ -72,5 +72,5 @@ class StepKernels(Protocol):
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write sampled tokens' values, here and to their rows' state."""
+        """Write sampled tokens' values to `payload_B2` and to their rows' state."""
         ...

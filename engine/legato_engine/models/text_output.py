@@ -1,4 +1,4 @@
-"""Generated text as events, cut before a stop string."""
+"""Generated text as events."""
 
 from __future__ import annotations
 

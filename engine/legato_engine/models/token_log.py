@@ -1,4 +1,4 @@
-"""Sampled tokens in the form that requests may ask for."""
+"""Sampled tokens as requests may ask for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from legato_engine.tasks import SampledToken
 class TokenLog:
     """Describes each token of a sequence, in order, by its text or its value.
 
-    Log-probabilities may be dropped, because a launch computes them for all of its rows. `coord`
-    and `size`: the ids that carry values.
+    Without `logprobs` log-probabilities are dropped, because a launch computes them for all of its
+    rows. `coord` and `size`: the ids that carry values.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prompts of conversations, with or without a chat template."""
+"""Prompts of conversations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ChatTemplate:
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """The template's parts, alternating with message indices, which it may reorder."""
+        """The template's parts, alternating with message indices in any order."""
         placeholders = [
             {"role": message["role"], "content": _PLACEHOLDER.format(index)}
             for index, message in enumerate(messages)

@@ -1,4 +1,4 @@
-"""Settings of a Hugging Face folder: end-of-sequence ids, sampling and chat template."""
+"""Settings of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def _template(folder: Path, texts: dict[str, Any]) -> str | None:
 
 
 def _content(token: object) -> str | None:
-    """Read text, or an object with text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -1,4 +1,4 @@
-"""A text family's tokenizer.json: text to ids, and ids to bytes."""
+"""A text family's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class TextTokenizer:
     """Thread-safe encoding and decoding."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidField if ids cannot be decoded to bytes."""
         data = _read(path)
         self._tokenizer = _parse(data, path)
         self._inert = _parse(data, path)
@@ -33,7 +32,6 @@ class TextTokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:

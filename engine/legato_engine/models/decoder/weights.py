@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints for decoder networks, and random weights.
+"""Hugging Face checkpoints for decoder networks.
 
 Layers of a `PackedLinear` are stored apart; a tied head may be stored, too.
 """

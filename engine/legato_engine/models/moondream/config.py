@@ -140,7 +140,8 @@ class CaptionTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Templates by skill; None: the model lacks the skill.
 
-    A query suffix may end with several answer ids, a training artefact; as many follow reasoning.
+    A query suffix may end with several answer ids, a training artefact; as many separate reasoning
+    from the answer.
     """
 
     caption: CaptionTemplates | None = None

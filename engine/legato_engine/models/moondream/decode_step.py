@@ -37,7 +37,7 @@ from legato_engine.models.step_kernels import StepInputs
 
 
 class MoondreamStep:
-    """A `StepKernels` over a network's text and region parts."""
+    """A `StepKernels` over text and region parts."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class MoondreamStep:
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits of coord and size bins, up to date if a token needs them."""
+        """Float32 logits of coord and size bins; only those that a token needs are up to date."""
         return self._values.bins(token_B, hidden_BD)
 
     def payload(

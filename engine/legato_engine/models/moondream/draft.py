@@ -95,7 +95,6 @@ class DraftProposer:
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
-    """Read a draft, to run by kernels if they support its sizes."""
     tensors, notes = _read(path)
     if notes.get("model", config.name) != config.name:
         raise _unusable(path, f"is for the model {notes['model']}, not {config.name}")

@@ -117,7 +117,6 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
-    """Published weights come without configuration and tokenizer."""
     if not source.weights:
         raise InvalidField(f"{source.name} needs a weights file or folder", field="weights")
     if not source.tokenizer:
@@ -147,7 +146,6 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
 
 
 def shipped(package: str) -> Path:
-    """Locate an installed package of model files."""
     try:
         module = importlib.import_module(package)
     except ImportError:

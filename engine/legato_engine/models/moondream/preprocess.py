@@ -1,4 +1,4 @@
-"""Images to crops: the number of tiles and the pixels of each.
+"""Images to crops.
 
 Shape legend: N crops, H, W pixels, C channels.
 """

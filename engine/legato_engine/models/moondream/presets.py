@@ -113,7 +113,6 @@ def moondream3_config() -> MoondreamConfig:
 
 
 def moondream3_1_config() -> MoondreamConfig:
-    """The preview's shape with other weights."""
     return msgspec.structs.replace(moondream3_config(), name="moondream3.1")
 
 
@@ -186,7 +185,6 @@ def tiny_random_config() -> MoondreamConfig:
 
 
 def tiny_random3_config() -> MoondreamConfig:
-    """The tiny model with Moondream 3's gains, experts and normed heads."""
     tiny = tiny_random_config()
     replace = msgspec.structs.replace
     return replace(

@@ -1,4 +1,4 @@
-"""Prompts: templates around spatial references and text."""
+"""Prompts around spatial references and text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ Prompt = tuple[PromptToken, ...]
 
 
 class Prompts:
-    """Makes each skill's prompt, which follows the shared prefix; text is stripped.
-
-    Raises:
-        TaskUnsupported: the model has no such template.
-        InvalidField: a text is empty, or a reference lies outside the image.
-    """
+    """Makes each skill's prompt, which follows the shared prefix; text is stripped."""
 
     def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
         self._templates = config.templates

@@ -35,17 +35,15 @@ class Region(nn.Module):
         self.size_decoder = _decoder(text_dim, config.inner_dim, 2 * config.size_bins)
 
     def encode_coord(self, value_T1: torch.Tensor) -> torch.Tensor:
-        """[T, D] of values in 0..1."""
+        """[T, D] of coordinates in 0..1."""
         out_TD: torch.Tensor = self.coord_encoder(_fourier(value_T1, self.coord_features))
         return out_TD
 
     def encode_size(self, size_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D] of values in 0..1."""
         out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
         return out_TD
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T] float32 coordinates."""
         return self._coord_logits(hidden_TD).argmax(-1).float() / self._coord_divisor
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -54,7 +52,6 @@ class Region(nn.Module):
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
-        """[T] float32."""
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
         return _logprobs(self._coord_logits(hidden_TD), bin_T)
 
@@ -69,7 +66,6 @@ class Region(nn.Module):
         return logits_TN
 
     def _size_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, 2, bins]."""
         logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
         return logits_TN.reshape(-1, 2, self._size_bins)
 

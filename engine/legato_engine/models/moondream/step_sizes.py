@@ -1,4 +1,4 @@
-"""Moondream's sizes as its kernels are compiled for them."""
+"""Moondream's sizes for its kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and adapters for the kernels of a decode step."""
+"""Weights for the kernels of a decode step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder: parallel blocks over paged keys and values.
+"""The decoder.
 
 Shape legend: T tokens, B rows of one token, D width, V vocabulary; C sequences of P positions, M
 pages of one.
@@ -59,7 +59,6 @@ class TextBlock(nn.Module):
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
-        """Write keys and values first."""
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
         mlp = self._feed_forward(
@@ -74,7 +73,6 @@ class TextBlock(nn.Module):
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
-        """Write keys and values only."""
         self._write(self._norm(terms)[1], where, positions_T, cache)
 
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +155,7 @@ class Text(nn.Module):
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Skip the rest of the last block."""
+        """Write keys and values; skip the rest of the last block."""
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
         self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 

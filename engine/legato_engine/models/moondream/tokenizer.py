@@ -22,9 +22,7 @@ class Tokenizer(Protocol):
         """Recognise no special tokens."""
         ...
 
-    def piece(self, token_id: int) -> bytes:
-        """A token's bytes; none for special ids."""
-        ...
+    def piece(self, token_id: int) -> bytes: ...
 
 
 class BytePairTokenizer:

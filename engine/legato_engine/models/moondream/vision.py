@@ -34,7 +34,7 @@ class VisionBlock(nn.Module):
         self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
     def forward(self, x_NTD: torch.Tensor, y_NTD: torch.Tensor | None) -> Sum:
-        """Return the terms; x may be overwritten."""
+        """The sum may overwrite x."""
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
@@ -80,7 +80,7 @@ class Vision(nn.Module):
         """Quantise in place and layer by layer, after loading.
 
         Raises:
-            InvalidField: the device or a layer's size does not allow it.
+            InvalidField: the device or a layer does not allow it.
         """
         if isinstance(self.proj_mlp, Fp8MLP):
             return
@@ -98,7 +98,6 @@ class Vision(nn.Module):
         self._counters = TileCounters(tall, self.pos_emb.device)
 
     def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
-        """[N, T, D] of uint8 crops."""
         pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
         return self.encode_patches(patches(pixels, self._config.patch_size))
 
@@ -130,7 +129,7 @@ class Vision(nn.Module):
         return contextlib.nullcontext() if self._counters is None else self._counters.cleared()
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
-        """[T, D]: tiles stitched and pooled to the grid of a crop."""
+        """[T, D]: tiles stitched and pooled to one grid."""
         grid = self._config.grid
         tiles_NGGD = tiles_NTD.reshape(-1, grid, grid, tiles_NTD.shape[-1])
         stitched_YWD = stitch(tiles_NGGD, tiling, self._config.overlap_margin)

@@ -29,12 +29,10 @@ def load_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    """Load a file or folder in either published layout.
-
-    Experts stay in e4m3 if stored so.
+    """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
 
     Raises:
-        InvalidField: as `checkpoint.load`; or scales of keys and values are missing or invalid.
+        InvalidField: as `checkpoint.load`, or scales are missing or invalid.
     """
     network = _empty(config, dtype)
     stored = headers(path)

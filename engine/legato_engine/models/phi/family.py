@@ -23,7 +23,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 
 class PhiBlock(nn.Module):
-    """Attention and MLP of the same normed input, added in one residual."""
+    """Parallel attention and MLP, added in one residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

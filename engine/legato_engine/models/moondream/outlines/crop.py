@@ -1,4 +1,4 @@
-"""The refiner's input from an image and an outline, and the outline of its result.
+"""The refiner's input, and the outline of its result.
 
 Shape legend: H, W pixels of an image or crop, S side of the refiner's input.
 """
@@ -33,7 +33,7 @@ class NotRefinable(Exception):
 class Crop:
     """`extent` (height, width) pixels from (`left`, `top`) of an image of `size`.
 
-    `pixels_SSC` (uint8 RGB) and `mask_SS` (0 or 1) are the refiner's input.
+    `pixels_SSC` (uint8 RGB) and `mask_SS` (uint8, 0 or 1) are the refiner's input.
     """
 
     size: tuple[int, int]
@@ -75,7 +75,6 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
         raise NotRefinable("the refiner's mask is not finite")
     height, width = crop.size
     side = share_SS.shape[0]
-    # Traced at the crop's resolution, up to `_FINENESS` times the result's.
     traced = tuple(min(count, _FINENESS * side) for count in crop.extent)
     pixels = np.array(
         [crop.extent[1] / traced[1], crop.extent[0] / traced[0]]
@@ -115,7 +114,6 @@ def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
 
 
 def _grown(low: float, high: float, count: int) -> tuple[int, int]:
-    """A half-open interval of pixels, margins included."""
     low, high = low * count, high * count
     margin = (high - low) * _MARGIN
     return max(0, int(low - margin)), min(count, int(high + margin))

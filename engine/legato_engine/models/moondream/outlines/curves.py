@@ -59,7 +59,6 @@ def fit(ring: Ring, tolerance: float) -> Curve:
 
 
 def _corners(points: Points) -> npt.NDArray[np.int64]:
-    """Find sharp turns, the sharpest in their neighbourhood."""
     reach = _reach(len(points))
     before = _unit(points - np.roll(points, reach, axis=0))
     after = _unit(np.roll(points, -reach, axis=0) - points)

@@ -2,7 +2,7 @@
 
 Features of an early and of the last vision block are fused, and the current mask is added. Mask
 tokens and an IoU token exchange attention with them. The product of the upsampled features with
-each mask token is a mask; that with the highest predicted IoU is the next iteration's current mask.
+each mask token is a mask; that of the highest predicted IoU is the next iteration's.
 
 Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks, P
 cells of the upsampled grid, S side of the mask.
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class TwoWayBlock(nn.Module):
-    """Self-attention of tokens, cross-attention to the image, an MLP, and attention back."""
+    """Attention of tokens to themselves and the image, an MLP, and attention back."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

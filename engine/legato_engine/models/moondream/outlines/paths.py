@@ -49,7 +49,6 @@ def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
 def _count(
     change: npt.NDArray[np.int16], starts_E2: Points, ends_E2: Points, xs_W: Points, ys_H: Points
 ) -> None:
-    """Add up changes of the winding number along rows."""
     down = starts_E2[:, 1] < ends_E2[:, 1]
     upper = np.where(down[:, None], starts_E2, ends_E2)
     lower = np.where(down[:, None], ends_E2, starts_E2)

@@ -1,4 +1,4 @@
-"""Refinement of outlines by vision features of their crops.
+"""Refinement of outlines by vision features.
 
 Shape legend: N = 1 crop, S its side, C channels, T tokens, V vision width.
 """

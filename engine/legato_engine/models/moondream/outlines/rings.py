@@ -62,7 +62,10 @@ def fill(rings: Sequence[Ring], shape: tuple[int, int]) -> Mask:
 
 
 def cleaned(mask_HW: Mask, min_area: float) -> Mask:
-    """Drop islands and holes below `min_area` pixels, but never the largest island; then close."""
+    """Drop islands and holes below `min_area` pixels, then close by 3 by 3.
+
+    The largest island always stays.
+    """
     rings = [(area(ring), ring) for ring in trace(mask_HW)]
     largest = max((size for size, _ in rings), default=0.0)
     kept = [ring for size, ring in rings if abs(size) >= min_area or size == largest]
@@ -107,7 +110,6 @@ def _keys(
 
 
 def _cycles(following: list[int], order: list[int]) -> list[list[int]]:
-    """Group steps into cycles that begin in this order."""
     seen = bytearray(len(following))
     walks = []
     for first in order:

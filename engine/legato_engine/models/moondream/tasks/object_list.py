@@ -39,5 +39,4 @@ class ObjectListSkill(SkillTask, Generic[InstanceT]):
         return [instance]
 
     @abc.abstractmethod
-    def _complete(self, payload: tuple[float, float]) -> InstanceT | None:
-        """Return the instance that this value completes."""
+    def _complete(self, payload: tuple[float, float]) -> InstanceT | None: ...

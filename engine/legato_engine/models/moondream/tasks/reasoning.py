@@ -1,4 +1,4 @@
-"""Reasoning text, and the points that ground spans of it."""
+"""Reasoning and its grounding."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _FREE = int(Allow.FREE)  # an int, because enum lookup is slow
 class SegmentSkill(SkillTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and size make the box. Earlier path text is emitted with it.
+    The first two coords and size make the box; earlier path text is emitted with it.
     """
 
     has_payload = True
@@ -34,7 +34,7 @@ class SegmentSkill(SkillTask):
         return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentResult:
-        """Without a box no outline; an empty path if the text is invalid."""
+        """No outline without a box; an empty path if the text is invalid."""
         if self._box is None:
             return SegmentResult()
         outline = Outline(path=self._path.text, box=self._box, label=self._label)

@@ -63,7 +63,6 @@ class SkillTask(abc.ABC):
     def _read(self, token: SampledToken) -> list[Event]: ...
 
     def _close(self) -> list[Event]:
-        """Return the events held back."""
         return []
 
     @abc.abstractmethod
