@@ -16,11 +16,10 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
 
 class Attention(nn.Module):
-    """The projections; the caller computes attention between `split` and `join`.
+    """Projections; the caller computes attention between `split` and `join`.
 
-    `tau` scales queries and values after `qkv`; the caller applies it, because `split` knows no
-    positions. Keys and values may be stored as e4m3 in units of `k_scale` and `v_scale` (float32,
-    one element).
+    The caller applies `tau` after `qkv`, because `split` knows no positions. Keys and values in
+    e4m3 have units of `k_scale` and `v_scale` (float32, one element).
     """
 
     k_scale: torch.Tensor | None
@@ -36,13 +35,12 @@ class Attention(nn.Module):
         self.register_buffer("v_scale", None)
 
     def use_fp8_kv(self) -> None:
-        """Allocate scales for keys and values, to be loaded."""
+        """Allocate scales, to be loaded."""
         empty_1 = torch.empty(1, dtype=torch.float32, device=self.qkv.weight.device)
         self.k_scale, self.v_scale = empty_1, empty_1.clone()
 
     @property
     def kv_scale_2(self) -> torch.Tensor | None:
-        """The scales of keys and of values, if any."""
         if self.k_scale is None or self.v_scale is None:
             return None
         return torch.cat([self.k_scale, self.v_scale])
@@ -50,12 +48,11 @@ class Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        """Return the sum x + y and `split` of its norm; the sum may reuse the storage of x."""
+        """The sum x + y may reuse the storage of x."""
         x, normed = row_ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
     def split(self, x: torch.Tensor) -> Heads:
-        """Queries, keys and values [..., H, E] of [..., D]."""
         return split_heads(self.qkv(x), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
@@ -64,7 +61,7 @@ class Attention(nn.Module):
         return out
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        """Return x [..., D] plus `join` of [..., H, E]; x is not to be read again."""
+        """Add `join` to x, which is not to be read again."""
         return self.proj.onto(x, heads.flatten(-2))
 
 

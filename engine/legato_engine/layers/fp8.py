@@ -1,10 +1,9 @@
 """Linear layers in e4m3: weights with a scale per output, activations with a scale per row.
 
-Activations are quantised together with the preceding operation: a norm, a gelu or nothing. On a GPU
-nothing synchronises, so all of it can be captured; the CPU multiplies the same numbers in float32.
+A GPU quantises activations with the preceding norm or gelu and never synchronises, so all can be
+captured; the CPU multiplies the same numbers in float32.
 
-Shape legend: T rows, D width, H heads, E head dim, K inputs and O outputs of a layer; `...` any
-leading dimensions.
+Shape legend: T rows, D width, H heads, E head dim, K inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ MULTIPLE = 16  # of inputs and outputs of a layer
 
 
 class Fp8Linear(nn.Module):
-    """A loaded linear layer, quantised: `weight` e4m3 [O, K], `scale` float32 [1, O]."""
+    """A loaded linear layer: `weight` e4m3 [O, K], `scale` float32 [1, O]."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Quantise on the layer's device.
 
         Raises:
-            InvalidField: the device cannot multiply e4m3, the sizes are no multiples of
-                `MULTIPLE`, or a layer on a GPU is not bfloat16.
+            InvalidField: the device, a size or a dtype does not allow it.
         """
         super().__init__()
         if problem := _problem(linear):
@@ -41,11 +39,10 @@ class Fp8Linear(nn.Module):
         self.bias = _constant(linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., O] of [..., K]."""
         return self.multiply(row_ops.quantise(x))
 
     def multiply(self, x: Quantised) -> torch.Tensor:
-        """[..., O] in the bias's dtype, on a GPU bfloat16."""
+        """[..., O] in the bias's dtype."""
         values, scale = x.values.flatten(0, -2), x.scale.flatten(0, -2)
         if values.device.type == "cpu":
             out = emulated(values, scale, self.weight, self.scale, self.bias)
@@ -61,7 +58,7 @@ def multiplied(
     scale_1O: torch.Tensor,
     bias_O: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply e4m3 matrices to [T, O] bfloat16; the bias is bfloat16."""
+    """[T, O] bfloat16, as is the bias."""
     return torch._scaled_mm(
         values_TK,
         weight_OK.t(),
@@ -80,14 +77,14 @@ def emulated(
     scale_1O: torch.Tensor,
     bias_O: torch.Tensor,
 ) -> torch.Tensor:
-    """Like `multiplied`, in float32 and rounded to the bias's dtype."""
+    """Like `multiplied`, in float32, rounded to the bias's dtype."""
     x_TK = values_TK.float() * scale_T1
     w_OK = weight_OK.float() * scale_1O.t()
     return ops.linear(x_TK, w_OK, bias_O.float()).to(bias_O.dtype)
 
 
 class Fp8Attention(nn.Module):
-    """The projections of a loaded `Attention` in e4m3."""
+    """A loaded `Attention` in e4m3."""
 
     def __init__(self, attn: Attention, num_heads: int) -> None:
         super().__init__()
@@ -98,16 +95,13 @@ class Fp8Attention(nn.Module):
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
-        """See `Attention`."""
         x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
-        """[..., D] of [..., H, E]."""
         return self.proj.multiply(row_ops.quantise(heads.flatten(-2)))
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        """See `Attention`."""
         return x, self.join(heads)
 
 
@@ -120,11 +114,9 @@ class Fp8MLP(nn.Module):
         self.fc2 = Fp8Linear(mlp.fc2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., O] of [..., K]."""
         return self._multiply(row_ops.quantise(x))
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
-        """See `MLP`."""
         x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, self._multiply(normed)
 

@@ -19,7 +19,6 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to [..., dim]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down_proj(F.silu(gate) * up)
         return out

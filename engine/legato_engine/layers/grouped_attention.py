@@ -1,6 +1,6 @@
-"""Self-attention on paged keys and values, where several query heads may share a key head.
+"""Self-attention on paged keys and values, where query heads may share a key head.
 
-Shape legend: T tokens, D width, G heads of queries, keys and values together, H heads, E head dim.
+Shape legend: T tokens, D width, G heads of queries, keys and values, H heads, E head dim.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ Attend = Callable[[Heads, Heads, Heads, LayerCache], Heads]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """Numbers of heads, biases and norms.
+    """Heads, biases and norms; `num_heads` is a multiple of `num_kv_heads`.
 
-    `num_heads` is a multiple of `num_kv_heads`. With a `norm_eps`, queries and keys are RMS-normed
-    per head before rotation.
+    With a `norm_eps`, queries and keys are RMS-normed per head before rotation.
     """
 
     num_heads: int
@@ -57,7 +56,7 @@ class GroupedAttention(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """Map [T, D] to [T, D]; keys and values are written before attention."""
+        """Write keys and values before attention."""
         qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
         if self._heads.norm_eps is not None:
             self._norm(qkv_TGE)

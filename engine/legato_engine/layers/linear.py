@@ -1,4 +1,4 @@
-"""Linear layers, and several layers of one input run as one."""
+"""Linear layers, single and packed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class Linear(nn.Linear):
     counter: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out] of [..., in]."""
         counted = ops.linear_counted(input, self.weight, self.bias, self.counter)
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form) of this layer with a bias; fused kernels do not round before it."""
+        """The gelu (tanh form) of a layer with a bias; fused kernels do not round before it."""
         counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
         if counted is not None:
             return counted
@@ -44,19 +43,19 @@ class Linear(nn.Linear):
             self.in_features += padding
 
     def onto(self, to: torch.Tensor, x: torch.Tensor) -> Sum:
-        """Add this layer of x to `to`: one tensor, rounded once, if the product can add it.
+        """Add this layer of x to `to`, rounded once if the product can add it.
 
-        That tensor reuses the storage of `to`, which the caller must not read again.
+        The sum reuses the storage of `to`, which is not to be read again.
         """
         return ops.linear_onto(to, x, self.weight, self.bias)
 
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
-        """Whether torch's fused gelu is the tanh form, which holds on CUDA only."""
+        """Torch's fused gelu is the tanh form on CUDA only."""
         return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
 class TileCounters:
-    """Tile counters of several layers' products, cleared together; see `ops.linear_counted`."""
+    """Tile counters of several layers' products, cleared together."""
 
     def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
         self._layers = layers
@@ -64,7 +63,7 @@ class TileCounters:
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Clear the counters; until the exit each layer runs at most once, with its own counter."""
+        """Clear the counters; each layer runs at most once until the exit."""
         self._counters.zero_()
         for layer, counter in zip(self._layers, self._counters, strict=True):
             layer.counter = counter
@@ -78,7 +77,7 @@ class TileCounters:
 class PackedLinear(Linear):
     """Layers over one input that run as one and are separate in checkpoints.
 
-    `parts` maps names to numbers of outputs, in the order of the rows of `weight`.
+    `parts`: numbers of outputs by name, in the order of `weight`'s rows.
     """
 
     def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:

@@ -1,7 +1,7 @@
-"""Low-rank adapters of MLPs and experts, in device slots at fixed addresses.
+"""Low-rank adapters in device slots at fixed addresses.
 
 Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
-Q ranks of one expert.
+Q ranks of one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LEAST_RANK = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpWeights:
-    """The adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
+    """Adapters of all MLPs: B(A x) is added to the results of fc1 and fc2, without a factor.
 
-    An adapter's own tensors lack the dimension S. For experts the tensors are [L, S, X, Q, W], and
-    fc1 covers both halves of the gated unit.
+    An adapter's own tensors lack S. Those of experts are [L, S, X, Q, W], and fc1 covers both
+    halves of the gated unit.
     """
 
     fc1_a_LSRD: torch.Tensor
@@ -32,29 +32,26 @@ class MlpWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All four tensors."""
         return self.fc1_a_LSRD, self.fc1_b_LSRF, self.fc2_a_LSRF, self.fc2_b_LSRD
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """A decoder's adapters: of its MLPs, and of the experts in the layers after them."""
+    """A decoder's adapters; layers with experts follow those with MLPs."""
 
     mlps: MlpWeights
     experts: MlpWeights | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the MLPs, then those of the experts."""
         return (*self.mlps.tensors, *(self.experts.tensors if self.experts is not None else ()))
 
     @property
     def rank(self) -> int:
-        """The adapter's rank, which its experts divide among them."""
+        """Divided among experts."""
         return self.mlps.fc1_a_LSRD.shape[-2]
 
     def pinned(self) -> AdapterWeights:
-        """A copy in page-locked memory."""
         mlps, experts = (
             None if each is None else MlpWeights(*(tensor.pin_memory() for tensor in each.tensors))
             for each in (self.mlps, self.experts)
@@ -65,7 +62,7 @@ class AdapterWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertBankSizes:
-    """The layers with experts; a token's `num_active` experts share an adapter's rank."""
+    """The layers with experts; `num_active` experts share an adapter's rank."""
 
     num_layers: int
     num_experts: int
@@ -73,13 +70,13 @@ class ExpertBankSizes:
     inner_dim: int
 
     def rank(self, rank: int) -> int:
-        """The rank of one expert in an adapter of that rank, at least 1."""
+        """One expert's share of an adapter's rank, at least 1."""
         return max(1, rank // self.num_active)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BankSizes:
-    """The layers that adapters change: `num_layers` with an MLP, then those with experts."""
+    """`num_layers` with an MLP, then the layers with experts."""
 
     num_layers: int
     dim: int
@@ -87,28 +84,24 @@ class BankSizes:
     experts: ExpertBankSizes | None = None
 
     def widths(self) -> tuple[int, int, int, int]:
-        """Widths of an MLP's tensors."""
         return self.dim, self.ff_dim, self.ff_dim, self.dim
 
     def expert_widths(self) -> tuple[int, int, int, int]:
-        """Widths of an expert's tensors."""
         assert self.experts is not None, "there are none"
         return self.dim, 2 * self.experts.inner_dim, self.experts.inner_dim, self.dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpAdapters:
-    """One layer's adapters and the tokens that read them."""
+    """One layer's adapters, and the tokens that read them."""
 
     weights: tuple[torch.Tensor, ...]  # as `MlpWeights.tensors`, without L
     rows: AdapterRows
 
     def add_fc1(self, out_TF: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' change for x to the result of fc1."""
         return ops.add_low_rank(out_TF, x_TD, self.weights[0], self.weights[1], self.rows)
 
     def add_fc2(self, out_TD: torch.Tensor, x_TF: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' change for x to the result of fc2."""
         return ops.add_low_rank(out_TD, x_TF, self.weights[2], self.weights[3], self.rows)
 
 
@@ -116,7 +109,7 @@ BlockAdapters = MlpAdapters | ExpertAdapters
 
 
 class AdapterBank:
-    """Slots for `num_slots` adapters up to `max_rank`; slot 0 means no adapter and stays zero.
+    """Slots for adapters up to `max_rank`; slot 0 means no adapter and stays zero.
 
     All methods run on the compute stream.
     """
@@ -124,7 +117,7 @@ class AdapterBank:
     def __init__(
         self, sizes: BankSizes, *, num_slots: int, max_rank: int, like: torch.Tensor
     ) -> None:
-        """`like` has the device and the dtype of the model's weights."""
+        """`like`: the model's device and dtype."""
         slots, experts = num_slots + 1, sizes.experts
         shape = sizes.num_layers, slots, max_rank
         mlps = MlpWeights(*(like.new_zeros(*shape, width) for width in sizes.widths()))
@@ -144,16 +137,14 @@ class AdapterBank:
 
     @property
     def num_mlps(self) -> int:
-        """Layers with an MLP; those with experts follow."""
         return self._sizes.num_layers
 
     @property
     def values_per_slot(self) -> int:
-        """Values in an adapter of the highest rank."""
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
     def write(self, slot: int, adapter: AdapterWeights) -> None:
-        """Write an adapter into a slot that no earlier launch reads."""
+        """Fill a slot that no earlier launch reads."""
         for slots, own in zip(self.weights.tensors, adapter.tensors, strict=True):
             room, rank = slots[:, slot], own.shape[-2]
             room[..., :rank, :].copy_(own, non_blocking=True)
@@ -163,11 +154,11 @@ class AdapterBank:
             self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
 
     def bucket(self, rank: int) -> int:
-        """The captured rank for an adapter's rank, 0 for none."""
+        """The captured rank for a rank, 0 for none."""
         return next(each for each in self.ranks if each >= rank) if rank else 0
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:
-        """The tokens of a launch by their slots; `rank` is one of `ranks`. See `AdapterRows`."""
+        """`rank` is one of `ranks`."""
         experts, rows = self._sizes.experts, AdapterRows(slot_T, self.rank_S, rank)
         if experts is None:
             return AdaptedRows(self.weights, rows, rows)
@@ -177,14 +168,13 @@ class AdapterBank:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """The tokens of a launch by their slots; `expert_rows` have the ranks of one expert."""
+    """The tokens of a launch by slot; `expert_rows` have the ranks of one expert."""
 
     weights: AdapterWeights
     rows: AdapterRows
     expert_rows: AdapterRows
 
     def layer(self, index: int) -> BlockAdapters:
-        """One layer's adapters."""
         dense = len(self.weights.mlps.fc1_a_LSRD)
         if index < dense:
             return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)

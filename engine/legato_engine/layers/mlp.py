@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.fc2 = Linear(inner_dim, out_dim)
 
     def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
-        """Map [..., dim] to [..., out_dim]; with adapters [T, dim], each token by its own."""
+        """With adapters, x is [T, dim]."""
         if adapters is None:
             out: torch.Tensor = self.fc2(self.fc1.gelu(x))
             return out
@@ -28,6 +28,6 @@ class MLP(nn.Module):
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
-        """Return x + y plus this MLP of its norm; the sum may reuse the storage of x."""
+        """The sum x + y may reuse the storage of x."""
         x, normed = row_ops.add_norm(x, y, ln)
         return self.fc2.onto(x, self.fc1.gelu(normed))

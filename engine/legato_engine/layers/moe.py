@@ -1,6 +1,6 @@
 """A mixture of experts in place of an MLP.
 
-Shape legend: T tokens, D width, X experts, I and O inputs and outputs of one layer of an expert.
+Shape legend: T tokens, D width, X experts, I inputs and O outputs of an expert's layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from legato_engine.layers.linear import Linear
 
 
 class ExpertLinear(nn.Module):
-    """One bias-free linear layer of every expert: `weight` [X, O, I]."""
+    """One bias-free layer of every expert: `weight` [X, O, I]."""
 
     scale: torch.Tensor | None
 
@@ -25,18 +25,17 @@ class ExpertLinear(nn.Module):
         self.register_buffer("scale", None)
 
     def use_fp8(self) -> None:
-        """Replace the weights by e4m3 ones with a float32 `scale` [X, O], to be loaded."""
+        """Replace the weights by e4m3 with a float32 `scale` [X, O], to be loaded."""
         empty = torch.empty_like(self.weight, dtype=torch.float8_e4m3fn)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
 
     def weights(self) -> ExpertWeights:
-        """The weights as operations take them."""
         return ExpertWeights(self.weight, self.scale)
 
 
 class MoE(nn.Module):
-    """Routes each token through `num_active` experts, see `ops.experts`.
+    """Routes each token through `num_active` experts.
 
     `fc1` makes both halves of the gated unit; only the router has biases.
     """
@@ -51,12 +50,11 @@ class MoE(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
     ) -> torch.Tensor:
-        """Map [T, D] to [T, D]; a `capturable` call reads nothing on the host, except on a CPU."""
+        """A `capturable` call reads nothing on the host, except on a CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
         return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
 
     def use_fp8(self) -> None:
-        """See `ExpertLinear`."""
         self.fc1.use_fp8()
         self.fc2.use_fp8()

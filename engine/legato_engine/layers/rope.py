@@ -1,4 +1,4 @@
-"""Rotary position embedding of the first dimensions of a head.
+"""Rotary position embedding.
 
 Shape legend: T tokens, R rotated dims, P positions.
 """
@@ -23,16 +23,14 @@ class LinearScaling:
     factor: float
 
     def __call__(self, divisor_R: torch.Tensor) -> torch.Tensor:
-        """See `Scaling`."""
         return divisor_R * self.factor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slows only pairs that rotate few times in `first_context` positions.
+    """Slows pairs by their turns in `first_context` positions.
 
-    Pairs with fewer than `low` turns slow down by `factor`, those with more than `high` keep their
-    speed, and the factor changes smoothly in between.
+    Fewer than `low` turns: by `factor`; more than `high`: not at all; in between smoothly.
     """
 
     factor: float
@@ -41,7 +39,6 @@ class Llama3Scaling:
     first_context: int
 
     def __call__(self, divisor_R: torch.Tensor) -> torch.Tensor:
-        """See `Scaling`."""
         turns_R = self.first_context / (2 * math.pi * divisor_R)
         kept_R = ((turns_R - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
         return divisor_R / ((1 - kept_R) / self.factor + kept_R)
@@ -50,8 +47,7 @@ class Llama3Scaling:
 class Rope(nn.Module):
     """Rotates pairs (i, i + R/2) of the first R dims by position * theta^(-2i/R).
 
-    A `scaling` changes the speed of each pair. The tables are float32 whatever the model's dtype,
-    and are not in its checkpoint.
+    The tables are float32 whatever the model's dtype, and not in its checkpoint.
     """
 
     cos_PR: torch.Tensor
@@ -70,7 +66,7 @@ class Rope(nn.Module):
         self.register_buffer("sin_PR", empty, persistent=False)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables, after the weights are on their device."""
+        """Compute the tables."""
         exponent_R = torch.arange(0, self._rotary_dim, 2, dtype=torch.float32) / self._rotary_dim
         divisor_R = self._theta**exponent_R
         if self._scaling is not None:
@@ -81,5 +77,5 @@ class Rope(nn.Module):
         self.sin_PR = angle_PR.sin().to(device)
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, R/2] of int64 positions."""
+        """Cosines and sines [T, 1, R/2]."""
         return self.cos_PR[positions_T][:, None], self.sin_PR[positions_T][:, None]

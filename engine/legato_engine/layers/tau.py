@@ -1,7 +1,6 @@
-"""Tau attention: gains on queries and values, from the token and its position.
+"""Tau attention: gains by token and position.
 
-Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E outputs of the fused projection,
-Z = 2 H gains.
+Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E features, Z = 2 H gains.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ class Tau(nn.Module):
     """Multiplies each head's queries and values by `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p
     + 1))`.
 
-    The first H rows of `wqwv` make the gains of queries, the others those of values. The table of
-    the position's part is float32 whatever the model's dtype, and is not in the checkpoint.
+    The first H rows of `wqwv` make the gains of queries, the others those of values. The table by
+    position is float32 whatever the model's dtype, and not in the checkpoint.
     """
 
     gain_PH: torch.Tensor
 
     def __init__(self, dim: int, num_heads: int, max_positions: int, gelu: str) -> None:
-        """`gelu` is "tanh" for the approximation, else exact."""
+        """`gelu`: "tanh" for the approximation, else exact."""
         super().__init__()
         self._max_positions = max_positions
         self._approximate = "tanh" if gelu == "tanh" else "none"
@@ -34,13 +33,12 @@ class Tau(nn.Module):
         self.register_buffer("gain_PH", empty, persistent=False)
 
     def fill(self) -> None:
-        """Compute the table, after the weights are on their device."""
         positions_P = torch.arange(self._max_positions, dtype=torch.float32)
         log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
         self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
 
     def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Scale [T, 3, H, E], not yet rotated, at absolute int64 positions."""
+        """Scale [T, 3, H, E], not yet rotated."""
         features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
         gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
         placed_TH = self.gain_PH[positions_T]

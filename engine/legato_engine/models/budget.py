@@ -1,4 +1,4 @@
-"""A request's sampling and its token budget, with defaults filled in."""
+"""A request's sampling and token budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.errors import InvalidField, PromptTooLong
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of text for requests that leave it open."""
+    """Sampling for requests that leave it open."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -40,18 +40,13 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
 
 
 def max_objects(asked: int | None, default: int) -> int:
-    """Bound the number of objects.
-
-    Raises:
-        InvalidField: the bound is below 1.
-    """
     if asked is not None and asked < 1:
         raise InvalidField("max_objects is at least 1", field="max_objects")
     return default if asked is None else asked
 
 
 def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
-    """Cut `wanted` tokens to those that fit the context; the last one needs no position.
+    """Cut `wanted` tokens to the context; the last one needs no position.
 
     Raises:
         PromptTooLong: not even one token fits.

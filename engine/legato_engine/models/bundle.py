@@ -1,4 +1,4 @@
-"""How a model is named, and a model that is found but not loaded."""
+"""Models that are found but not loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's name and files; the family chooses what is empty, and a `max_context` of 0."""
+    """A model's name and files; the family chooses what is empty or 0."""
 
     name: str
     weights: str = ""
@@ -30,18 +30,16 @@ class ModelBundle(Protocol):
     """A model whose configuration is read and whose weights are not."""
 
     @property
-    def frontend(self) -> ModelFrontend:
-        """The half without a device."""
-        ...
+    def frontend(self) -> ModelFrontend: ...
 
     @property
     def adapters(self) -> Path | None:
-        """The folder of adapters beside the weights."""
+        """A folder beside the weights."""
         ...
 
     @property
     def draft(self) -> Path | None:
-        """The draft file beside the weights."""
+        """A file beside the weights."""
         ...
 
     @property
@@ -59,13 +57,13 @@ class ModelBundle(Protocol):
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> Model:
-        """Load the weights onto a device, with `vision_fp8` those of the vision encoder in fp8.
+        """Load the weights, with `vision_fp8` those of the vision encoder in fp8.
 
-        `kv_dtype`: keys and values are stored as `fp8`, in the dtype of the `model`, or (`auto`) as
-        fp8 if the weights have scales for it.
+        `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
+        weights have scales.
 
         Raises:
-            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), the
-                device or model cannot run fp8, or scales are missing.
+            InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), fp8
+                cannot run, or scales are missing.
         """
         ...

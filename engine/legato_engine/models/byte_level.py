@@ -1,4 +1,4 @@
-"""Byte-level vocabularies, whose entries write bytes as letters."""
+"""Byte-level vocabularies."""
 
 from __future__ import annotations
 

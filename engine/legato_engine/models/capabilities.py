@@ -1,6 +1,6 @@
 """What a model may offer beyond `Model`: one protocol per capability.
 
-Shape legend: B rows, C images, P positions of an image prefix, D text width, M pages.
+Shape legend: B rows, C images, P prefix positions, D text width, M pages.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class ValueHeads(Protocol):
-    """Heads that read a value (a coordinate, a size) from the hidden state of a sampled token."""
+    """Heads that read the value (a coordinate, a size) of a sampled token."""
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """[B, 2] float32: the value of each sampled token, zero for plain tokens."""
+        """[B, 2] float32, zero for plain tokens."""
         ...
 
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
     ) -> torch.Tensor:
-        """[B] float32: log-probability of what `payload` returned, zero for plain tokens."""
+        """[B] float32 of what `payload` returned, zero for plain tokens."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """A fine-tune on the host; `key` names the content (same file, same key)."""
+    """A fine-tune on the host; `key` names the content."""
 
     key: str
     rank: int
@@ -48,17 +48,15 @@ class Adapter:
 
 
 class AdapterSupport(Protocol):
-    """Low-rank adapters, chosen by each row of a launch."""
+    """Low-rank adapters, chosen by row."""
 
-    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
-        """Allocate device memory for adapters, which `DecodeBatch` and `PrefillSpan` refer to."""
-        ...
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank: ...
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
-        """Parse an adapter file. Safe on any thread; does not use the compute stream.
+        """Parse an adapter file, on any thread, without the compute stream.
 
         Raises:
-            AdapterUnusable: the file does not fit this model; the text says why.
+            AdapterUnusable: the file does not fit.
         """
         ...
 
@@ -67,20 +65,18 @@ class AcceleratedStep(Protocol):
     """Kernels for a whole decode step."""
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        """Build the kernels over this cache; None if they cannot run on the device or the cache."""
+        """None if the kernels cannot run on the device or the cache."""
         ...
 
 
 class ImageEncoder(Protocol):
     """Embeds images in steps of fixed shape at fixed addresses, one image at a time.
 
-    Takes images with 1 to `max_crops` crops. Calls for one image come in this order: `stage` (on
-    the host), `upload`, `cut`, `encode` of its first crops; then for each further range of crops,
-    ascending, `gather`, `encode` and `scatter`; then `finish`. `cut`, `encode`, `finish` and
-    `cache` can be captured.
+    Calls for an image of up to `max_crops` crops, in order: `stage` (on the host), `upload`, `cut`,
+    `encode` of the first crops; for each further range, ascending, `gather`, `encode`, `scatter`;
+    then `finish`. `cut`, `encode`, `finish` and `cache` can be captured.
 
-    `index` selects one of the encoder's image buffers. It holds the pixels and embeddings of one
-    image until the next image with that index.
+    `index` selects a buffer, which holds pixels and embeddings until its next image.
     """
 
     max_crops: int
@@ -91,83 +87,77 @@ class ImageEncoder(Protocol):
         """Put the image into pinned memory."""
         ...
 
-    def upload(self, index: int) -> None:
-        """Enqueue the copies to the device."""
-        ...
+    def upload(self, index: int) -> None: ...
 
     def cut(self) -> None:
-        """Enqueue cutting the image uploaded last into crops."""
+        """Cut the image uploaded last."""
         ...
 
     def gather(self, first: int, stop: int) -> None:
-        """Enqueue copying crops `[first, stop)` to where `encode` reads `gathered` crops."""
+        """Copy crops to where `encode` reads `gathered` ones."""
         ...
 
     def encode(self, count: int, *, gathered: bool) -> None:
-        """Enqueue the vision encoder over the first `count` crops, or over the gathered ones."""
+        """Encode the first `count` crops, or the gathered ones."""
         ...
 
     def scatter(self, first: int, stop: int) -> None:
-        """Enqueue copying the features of the gathered crops to crops `[first, stop)`."""
+        """Copy features of gathered crops back."""
         ...
 
     def finish(self, index: int) -> torch.Tensor:
-        """Enqueue the rest; return the buffer's [P, D] embeddings of BOS and the image."""
+        """[P, D] of BOS and the image, in the buffer."""
         ...
 
     def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
-        """Enqueue the decoder over the embeddings of C buffers from `first`, in one pass.
+        """Run the decoder over C buffers from `first`, in one pass.
 
-        The bits may differ from those of one `Model.cache_span` after another.
+        The bits may differ from those of `Model.cache_span`.
         """
         ...
 
 
 class ImageEncoding(Protocol):
-    """Resizing, tiling and encoding of images on the device."""
+    """Image encoding on the device."""
 
-    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:
-        """Allocate an encoder with `num_images` image buffers."""
-        ...
+    def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder: ...
 
 
 class DraftReader(Protocol):
     """Drafts trained for this model."""
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """Read a draft that proposes this model's next tokens from its KV cache.
+        """Read a draft that proposes tokens from this KV cache.
 
         Raises:
-            InvalidField: the file cannot be read or does not fit the model.
+            InvalidField: the file does not fit the model.
         """
         ...
 
 
 class MaskRefiner(Protocol):
-    """Refines outlines, one at a time; `given` and `answer` are tensors at fixed addresses.
+    """Refines outlines, one at a time; `given` and `answer` have fixed addresses.
 
-    Calls for one outline come in this order: `prepare` (any thread); on the compute stream a copy
-    of `tensors` into `given`, then `refine`, which can be captured; `finish` (any thread) on a copy
-    of `answer`. If `prepare` or `finish` raises, the outline stays unrefined.
+    Calls, in order: `prepare` (any thread); on the compute stream a copy of `tensors` into `given`,
+    then `refine`, which can be captured; `finish` (any thread) on a copy of `answer`. If `prepare`
+    or `finish` raises, the outline stays unrefined.
     """
 
     given: tuple[torch.Tensor, ...]
     answer: torch.Tensor
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Any:
-        """Crop what is needed from an image of a frontend that is `keeping_images`."""
+        """Crop an image of a frontend that is `keeping_images`."""
         ...
 
     def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
-        """Return host tensors of the shapes and dtypes of `given`."""
+        """Host tensors of the shapes and dtypes of `given`."""
         ...
 
-    def refine(self) -> None:
-        """Enqueue the computation of `answer` from `given`."""
-        ...
+    def refine(self) -> None: ...
 
     def finish(self, outline: Outline, prepared: Any, answer: Any) -> Outline:
-        """Make the refined outline; `answer` is a numpy array."""
+        """`answer` is a numpy array."""
         ...
 
 
@@ -178,14 +168,14 @@ class RefinerReader(Protocol):
         """Read a refiner's weights.
 
         Raises:
-            InvalidField: the file cannot be read or does not fit the model.
+            InvalidField: the file does not fit the model.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The capabilities of one loaded model on its device; None for each that it lacks."""
+    """Capabilities of a loaded model; None for each that it lacks."""
 
     values: ValueHeads | None = None
     adapters: AdapterSupport | None = None

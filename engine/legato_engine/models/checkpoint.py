@@ -1,8 +1,8 @@
 """Loading of checkpoints and of random weights into networks.
 
 A network comes on the meta device, each parameter in the dtype that it runs in. Nothing is
-allocated before all tensors are known to fit. Then each is mapped, moved and cast, and the mapping
-is dropped again, so that the host holds little more than the weights that stay there.
+allocated before all tensors are known to fit. Few tensors are mapped at a time, so that the host
+holds little more than the weights that stay there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load(
     memory: int | None = None,
     progress: Progress = lambda fraction: None,
 ) -> None:
-    """Fill a network with frozen copies of the tensors on the device.
+    """Fill a network with frozen copies of the tensors.
 
     Raises:
         InvalidField: the tensors do not fit the network (see `plan`), or the network does not fit
@@ -62,11 +62,7 @@ def randomise(
 ) -> None:
     """Fill a network with seeded noise, made on the device (CPU and GPU seeds differ).
 
-    `scale` gives the standard deviation of a tensor by name and shape. Tensors whose names match
-    `gains` have a mean of 1.
-
-    Raises:
-        InvalidField: the network does not fit `memory` bytes.
+    `scale`: standard deviation by name and shape. Tensors that match `gains` have a mean of 1.
     """
     require_memory(network, device, memory)
     generator = torch.Generator(device).manual_seed(seed)
@@ -83,11 +79,6 @@ def randomise(
 
 
 def require_memory(network: nn.Module, device: torch.device, memory: int | None) -> None:
-    """Check that the network's tensors fit `memory` bytes.
-
-    Raises:
-        InvalidField: they do not.
-    """
     tensors: dict[str, torch.Tensor] = network.state_dict()
     needed = sum(tensor.nbytes for tensor in tensors.values())
     if memory is None or needed <= memory:
@@ -121,7 +112,6 @@ class Meter:
         self._percent = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that are done."""
         self._done += num_bytes
         percent = self._done * 100 // self._total
         if self._percent < percent < 100:
@@ -129,12 +119,11 @@ class Meter:
             self._progress(percent / 100)
 
     def finish(self) -> None:
-        """Report the end."""
         self._progress(1.0)
 
 
 def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Group moves that share a mapping of their file, which frees what was read when it ends."""
+    """Group moves by mapping, whose end frees what was read."""
     part: list[Move] = []
     size = 0
     for move in moves:
@@ -150,7 +139,7 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
 def _carry(
     network: nn.Module, destination: Destination, stored: torch.Tensor, device: torch.device
 ) -> None:
-    """Copy a tensor to the device as stored, and cast it there into the parameter or its rows."""
+    """Copy a tensor as stored, and cast it on the device."""
     path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
     if getattr(module, leaf).is_meta:

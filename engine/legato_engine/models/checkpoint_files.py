@@ -1,4 +1,4 @@
-"""Weight files: their paths, headers and tensors."""
+"""Weight files."""
 
 from __future__ import annotations
 
@@ -43,14 +43,13 @@ class Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def headers(path: Path) -> tuple[Header, ...]:
     """List the tensors of a .safetensors or .pt file, or of a folder with one file or shards.
 
-    Of a .pt file only a dict of tensors is unpickled. Two files may have the same name.
+    Of a .pt file only a dict of tensors is unpickled.
 
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
@@ -60,7 +59,7 @@ def headers(path: Path) -> tuple[Header, ...]:
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Map a file to read tensors by name; the mapping stays until the last tensor is gone."""
+    """Read tensors by name; the mapping stays until the last tensor is gone."""
     if file.suffix in _PICKLED:
         yield _unpickled(file).__getitem__
     else:
@@ -111,7 +110,6 @@ def _open(file: Path) -> safe_open:
 
 
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:
-    """Map the file's tensors; data is read on use."""
     try:
         content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

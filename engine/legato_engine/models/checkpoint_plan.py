@@ -1,4 +1,4 @@
-"""The strict match of stored tensors with a network's parameters, from headers alone."""
+"""The strict match of stored tensors with parameters, from headers alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 class Destination(NamedTuple):
     """The parameter that a stored tensor fills, whole or from `first_row`.
 
-    `transposed`: the file has rows and columns swapped. `flat`: the file may have any shape.
+    `transposed`: the file swaps rows and columns. `flat`: the file may have any shape.
     """
 
     name: str
@@ -42,35 +42,31 @@ class Move(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape at its destination."""
         if self.destination.flat:
             return (math.prod(self.header.shape),)
         return self.header.shape[::-1] if self.destination.transposed else self.header.shape
 
     @property
     def source(self) -> str:
-        """The stored name and file name."""
         return f"{self.header.name} in {self.header.file.name}"
 
     @property
     def label(self) -> str:
-        """The stored name, and the parameter's if they differ by more than a prefix."""
+        """The stored name, and the parameter's if that differs by more than a prefix."""
         stored, name = self.header.name, self.destination.name
         return name if stored.endswith(name) else f"{stored} ({name})"
 
     def rows(self, full: Sequence[int]) -> range:
-        """Return the rows it fills of a parameter of shape `full`."""
         if self.destination.first_row is None:
             return range(*full[:1] or (1,))
         return range(self.destination.first_row, self.destination.first_row + (*self.shape, 1)[0])
 
 
 def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
-    """Assign each stored tensor its destination, in the order of the headers.
+    """Assign stored tensors their destinations, in the order of the headers.
 
     Raises:
-        InvalidField: tensors are missing, unknown (the nearest name is given), given twice, or of a
-            wrong shape or dtype. The text names up to 20 and counts the rest.
+        InvalidField: tensors are missing, unknown, given twice, or of a wrong shape or dtype.
     """
     expected: dict[str, torch.Tensor] = network.state_dict()
     moves = tuple(_moves(headers, rename))
@@ -143,7 +139,6 @@ def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` of `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 

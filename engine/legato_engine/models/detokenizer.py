@@ -1,4 +1,4 @@
-"""Incremental detokenization: whole characters only, cut before a stop string."""
+"""Incremental detokenization, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Pieces(Protocol):
     """A vocabulary's bytes by token id."""
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes, which may be a part of a character; none for special ids."""
+        """A token's bytes, perhaps part of a character; none for special ids."""
         ...
 
 
 class Detokenizer:
     """Joins tokens into text; the results of `push` and `close` add up to `text`.
 
-    Bytes of an unfinished character wait for the rest, and are dropped if there is none. Text that
-    may begin a stop string waits until that is decided. Leading whitespace is dropped.
+    Bytes of an unfinished character wait for the rest, and text that may begin a stop string until
+    that is decided. Leading whitespace and unfinished characters are dropped.
     """
 
     def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """Read a token; return the text that is final now. Sets `stopped` at a stop string."""
+        """Return the text that is final now; set `stopped` at a stop string."""
         if self.stopped:
             return ""
         pending = self._held + self._decoder.decode(self._tokenizer.piece(token_id))
@@ -49,7 +49,6 @@ class Detokenizer:
         return self._show(pending[:shown])
 
     def close(self) -> str:
-        """Return the text still held back."""
         held, self._held = self._held, ""
         return self._show(held)
 
@@ -58,7 +57,6 @@ class Detokenizer:
         return text
 
     def _num_held(self, pending: str) -> int:
-        """Return the length of the longest suffix of `pending` that begins a stop string."""
         longest = max(map(len, self._stop), default=0) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if any(stop.startswith(pending[-length:]) for stop in self._stop):

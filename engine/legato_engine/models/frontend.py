@@ -1,4 +1,4 @@
-"""The half of a model that never touches the device: images, prompts, tasks. It loads no torch."""
+"""The half of a model that never touches the device; it loads no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from legato_engine.tasks import Constraint, Task
 class PreparedImage:
     """A decoded image, ready for the vision encoder.
 
-    `pixels` has the model's own layout (numpy uint8). `key` names the content: equal images have
-    equal keys, and shared prefixes are looked up by it.
+    `pixels`: the model's own layout (numpy uint8). Equal images have equal keys, which identify
+    shared prefixes.
     """
 
     key: str
@@ -27,8 +27,7 @@ class PreparedImage:
 class ModelFrontend(Protocol):
     """Prepares images and makes tasks, on any thread.
 
-    Without `takes_images`, `prepare_image` is never called, and `make_task` refuses requests that
-    have an image.
+    Without `takes_images`, `prepare_image` is never called, and `make_task` refuses images.
     """
 
     name: str
@@ -37,27 +36,27 @@ class ModelFrontend(Protocol):
     constraints: tuple[Constraint, ...]
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
-        """Resize and tile a decoded image (a PIL RGB image); runs on worker threads."""
+        """Resize and tile a PIL RGB image, on worker threads."""
         ...
 
     def resizing_on_device(self) -> ModelFrontend:
-        """Return this frontend with resizing and tiling left to an `ImageEncoder`."""
+        """Leave resizing and tiling to an `ImageEncoder`."""
         ...
 
     def keeping_images(self) -> ModelFrontend:
-        """Return this frontend with prepared images that keep their decoded pixels."""
+        """Keep decoded pixels in prepared images."""
         ...
 
     def prefix_length(self, has_image: bool) -> int:
-        """Count the positions of the shared prefix: BOS and the image's tokens; 0 without BOS."""
+        """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
         ...
 
     def make_task(self, request: Request) -> Task:
-        """Make the request's state machine, with its sampling and seed resolved.
+        """Make the task, with its sampling and seed resolved.
 
         Raises:
-            InvalidField: a field is out of range, or there is an image that the model cannot take.
+            InvalidField: a field is out of range, or the model cannot take the image.
             TaskUnsupported: the model does not have this task.
-            PromptTooLong: the prompt leaves no position of the context to generate into.
+            PromptTooLong: the prompt leaves no position to generate into.
         """
         ...

@@ -1,4 +1,4 @@
-"""The seam between the runtime and an architecture; optional parts are in `capabilities`.
+"""The seam between the runtime and an architecture.
 
 Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions, L layers.
 """
@@ -18,8 +18,8 @@ from legato_engine.tasks import Constraint
 class Model(Protocol):
     """An architecture with its weights on a device. All methods run on the compute stream.
 
-    Methods are pure functions of their arguments and the weights. `decode` and `logits` keep no
-    allocation and read no device value on the host, so a decode step can be captured as a graph.
+    Methods are pure functions of arguments and weights. `decode` and `logits` keep no allocation
+    and read no device value on the host, so they can be captured.
     """
 
     constraints: tuple[Constraint, ...]  # index 0 allows every token
@@ -35,24 +35,22 @@ class Model(Protocol):
     kv_scale_L2: torch.Tensor | None  # float32 scales of an e4m3 `KVCache`; None: `dtype`, unscaled
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the model offers beyond this protocol."""
-        ...
+    def capabilities(self) -> Capabilities: ...
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
-        """[P, D]: BOS, then the image's embeddings; P is the frontend's `prefix_length`."""
+        """[P, D]: BOS and the image; P is the frontend's `prefix_length`."""
         ...
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D]: token embeddings, or the encoded payload where the token carries a value."""
+        """[T, D]: embeddings, or the encoded payload of a token with a value."""
         ...
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        """[T, D] final residual stream; writes keys and values of the span into its pages."""
+        """[T, D] final residual stream; writes the span's keys and values."""
         ...
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write what `prefill` writes, without computing the residual stream it returns."""
+        """Write what `prefill` writes, without the residual stream."""
         ...
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:

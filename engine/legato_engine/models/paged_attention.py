@@ -1,7 +1,7 @@
-"""Positions, pages and masks of a decoder's passes, the same for every family.
+"""Positions, pages and masks of a decoder's passes.
 
-Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence, C
-sequences, P positions of each, M pages of one.
+Shape legend: T tokens, B rows of one token, L positions, C sequences of P positions, M pages of
+one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
 def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
-    """Locate a span's tokens."""
     return ops.Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
 
 
 def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
-    """Attend within the span, and if it is causal to all positions before."""
+    """Attend within the span, and if causal to all positions before."""
     end = span.start + num_tokens
 
     def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, cache: LayerCache) -> Heads:
@@ -34,12 +33,12 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
 
 
 def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
-    """Locate the first tokens of several sequences, equally many of each."""
+    """Locate the first tokens of several sequences of equal length."""
     return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
 
 
 def stacked_attention(num_sequences: int) -> Attend:
-    """Attend within each of several adjacent sequences of equal length, in both directions."""
+    """Attend within each of several adjacent sequences, in both directions."""
 
     def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, _cache: LayerCache) -> Heads:
         shape = num_sequences, -1, *q_THE.shape[1:]
@@ -50,7 +49,6 @@ def stacked_attention(num_sequences: int) -> Attend:
 
 
 def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
-    """Locate the tokens of a decode step."""
     index_B1 = (batch.positions_B // kv.page_size)[:, None]
     pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
     angles = rope.at(batch.positions_B)
@@ -58,7 +56,7 @@ def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionM
 
 
 def step_attention(batch: DecodeBatch) -> Attend:
-    """Attend from each row's token to its sequence up to that token."""
+    """Attend from each token to its sequence up to there."""
 
     def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
         k_NHSE, v_NHSE, scale_2 = cache

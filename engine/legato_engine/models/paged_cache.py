@@ -1,6 +1,6 @@
 """Paged keys and values, and the positions of a pass in them.
 
-Shape legend: T tokens of one sequence, B rows of one token each, M pages of one.
+Shape legend: T tokens of one sequence, B rows of one token, M pages of one sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class KVCache:
     """Paged keys and values of all layers.
 
     `k_LNHSE`, `v_LNHSE`: layer, page, kv head, position within the page, head dim; of the model's
-    dtype, or e4m3 in units of `scale_L2` (float32; per layer, of keys and of values). Page 0 is
-    scratch: padding rows write to it, and its contents are never used.
+    dtype, or e4m3 in units of `scale_L2` (float32; of keys and of values). Page 0 is scratch:
+    padding rows write to it, and its contents are never used.
     """
 
     k_LNHSE: torch.Tensor
@@ -27,19 +27,17 @@ class KVCache:
     scale_L2: torch.Tensor | None = None
 
     def layer(self, index: int) -> LayerCache:
-        """Select one layer."""
         scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
         return LayerCache(self.k_LNHSE[index], self.v_LNHSE[index], scale_2)
 
     @property
     def page_size(self) -> int:
-        """Positions per page."""
         return self.k_LNHSE.shape[3]
 
 
 @dataclasses.dataclass(slots=True)
 class DecodeBatch:
-    """The int64 positions and page ids of B single-token rows; `adapters` None: no row has one."""
+    """Positions and page ids (int64) of single-token rows; `adapters` None: no row has one."""
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
@@ -48,9 +46,9 @@ class DecodeBatch:
 
 @dataclasses.dataclass(slots=True)
 class PrefillSpan:
-    """T consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
+    """Consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 
-    `bidirectional`: all T positions attend to each other (image prefix, `start` 0); else causal.
+    `bidirectional`: all attend to each other (image prefix, `start` 0); else causal.
     """
 
     start: int

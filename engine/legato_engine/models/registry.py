@@ -1,4 +1,4 @@
-"""The table of models by name.
+"""Models by name.
 
 A family is a module with `find(source: ModelSource) -> ModelBundle`, imported on first use.
 """
@@ -32,7 +32,7 @@ def resolve(
     random_weights: bool = False,
     max_context: int = 0,
 ) -> ModelBundle:
-    """Find a model by name, in the files that its family's `find` describes.
+    """Find a model by name.
 
     Raises:
         ModelNotFound: the name is unknown.

@@ -1,6 +1,6 @@
 """A decode step as CUDA kernels, and its inputs.
 
-Shape legend: B tokens of a step, R rows, M pages of a row, D text width, V vocabulary.
+Shape legend: B tokens, R rows, M pages of a row, D text width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
-    """B tokens of a step at fixed addresses; several may be of one row. int64 but for payloads.
+    """B tokens of a step at fixed addresses, int64 but for payloads.
 
     Token b is `token_R[source_B[b]]`, the newest sampled token of that row, with its payload; with
-    source -1 it is `prompt_token_B[b]`. `row_B` is its row of the page table. `fresh_B` is the
-    first position of its sequence that this step writes; a padding token has a `fresh_B` above its
-    position, and its results are undefined. `adapter_slot_R` is each row's adapter slot, None if
-    no row has an adapter.
+    source -1 it is `prompt_token_B[b]`. `row_B`: rows of the page table. `fresh_B`: the first
+    position of its sequence that this step writes; above its position for a padding token, whose
+    results are undefined. `adapter_slot_R` None: no row has an adapter.
 
     Adjacent tokens of one row form groups that read keys and values once. The step is laid out for
     `num_groups` of them, which affects only speed.
@@ -41,7 +40,6 @@ class StepInputs:
     num_groups: int = 1 << 30
 
     def part(self, of: slice) -> StepInputs:
-        """Select some of the tokens."""
         return dataclasses.replace(
             self,
             source_B=self.source_B[of],
@@ -56,8 +54,8 @@ class StepInputs:
 class StepKernels(Protocol):
     """A whole decode step as a few kernels, over fixed addresses.
 
-    Results are batch-invariant: a token's bits do not depend on the batch. Steps share scratch
-    memory, so two steps must not run at the same time.
+    A token's bits do not depend on the batch. Steps share scratch memory, so two must not run at
+    the same time.
     """
 
     def forward(
@@ -74,5 +72,5 @@ class StepKernels(Protocol):
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write the values of sampled tokens to `payload_B2` and to their rows' state."""
+        """Write sampled tokens' values to `payload_B2` and to their rows' state."""
         ...

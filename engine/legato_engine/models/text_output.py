@@ -1,4 +1,4 @@
-"""Generated text as events, cut before a stop string."""
+"""Generated text as events."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ class TextOutput:
 
     @property
     def text(self) -> str:
-        """The text of all events so far."""
         return self._stream.text
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
         return self._stream.stopped
 
     def push(self, token_id: int) -> list[Event]:
-        """Read a token."""
         text = self._stream.push(token_id)
         return [TextDelta(text=text)] if text else []
 
     def close(self) -> list[Event]:
-        """Emit the text held back."""
         text = self._stream.close()
         return [TextDelta(text=text)] if text else []

@@ -1,4 +1,4 @@
-"""Sampled tokens in the form that requests may ask for."""
+"""Sampled tokens as requests may ask for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TokenLog:
     """Describes each token of a sequence, in order, by its text or its value.
 
     Without `logprobs` log-probabilities are dropped, because a launch computes them for all of its
-    rows. `coord` and `size` are the ids that carry values, if the model has any.
+    rows. `coord` and `size`: the ids that carry values.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class TokenLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def read(self, token: SampledToken) -> TokenInfo:
-        """Describe the next token; its text is what it completes, shown or not."""
+        """The text is what the token completes, shown or not."""
         return TokenInfo(
             token_id=token.token_id,
             text=self._decoder.decode(self._pieces.piece(token.token_id)),

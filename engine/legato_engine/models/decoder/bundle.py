@@ -48,7 +48,6 @@ class DecoderBundle:
 
     @property
     def max_context(self) -> int:
-        """Positions of one sequence, generated ones included."""
         return self.config.max_context
 
     def load(
@@ -61,12 +60,6 @@ class DecoderBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
-        """Load the weights.
-
-        Raises:
-            InvalidField: the weights do not fit the model or `memory`; or `vision_fp8` or a
-                `kv_dtype` of fp8, which text models do not have.
-        """
         if vision_fp8:
             raise InvalidField(f"{self.name} has no vision encoder", field="vision_dtype")
         if kv_dtype == "fp8":
@@ -82,7 +75,7 @@ class DecoderBundle:
 
 
 def find(source: ModelSource, family: Family) -> DecoderBundle:
-    """Find a family's model in a folder of config.json, tokenizer.json and model*.safetensors.
+    """Find a model in a folder of config.json, tokenizer.json and model*.safetensors.
 
     tokenizer_config.json, generation_config.json and chat_template.jinja are optional. Nothing is
     downloaded. `random_weights` need no safetensors.

@@ -1,4 +1,4 @@
-"""Prompts of conversations, by the model's chat template or without one."""
+"""Prompts of conversations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,12 @@ Render = Callable[[Sequence[Message], str], str]
 
 
 class Plain:
-    """The prompt of a model without a template: the question itself."""
+    """Prompts without a template: the question itself."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Encode the question.
-
-        Raises:
-            TaskUnsupported: there is a conversation before it.
-        """
         if task.system or task.history:
             raise TaskUnsupported(
                 "this model has no chat template: it takes one question and no conversation",
@@ -39,20 +34,15 @@ class Plain:
 
 
 class ChatTemplate:
-    """A chat template in jinja's sandbox.
+    """A chat template in jinja's sandbox, with thinking turned off.
 
-    `variables` are special tokens by the names that templates use. Thinking is turned off in models
-    that have it.
+    `variables`: special tokens by the names that templates use.
     """
 
     def __init__(
         self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
     ) -> None:
-        """Compile and try the template.
-
-        Raises:
-            InvalidField: it does not run.
-        """
+        """Compile and try the template."""
         self._render = _compiled(template, variables)
         self._tokenizer = tokenizer
         self._render(_messages(QueryTask(question="?")), "weights")
@@ -60,8 +50,8 @@ class ChatTemplate:
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         """Encode the conversation as the template renders it.
 
-        If a message has the text of a special token, messages and template are encoded apart, so
-        that it stays text. Otherwise all is encoded together, as the model's authors do.
+        A message with the text of a special token is encoded apart, so that it stays text;
+        otherwise all is encoded together, as the model's authors do.
 
         Raises:
             InvalidField: the template refuses or omits a message.
@@ -80,10 +70,7 @@ class ChatTemplate:
         return tuple(ids)
 
     def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
-        """Split the rendered text into the template's parts, alternating with message indices.
-
-        Templates may reorder messages: some put the system before the last question.
-        """
+        """The template's parts, alternating with message indices in any order."""
         placeholders = [
             {"role": message["role"], "content": _PLACEHOLDER.format(index)}
             for index, message in enumerate(messages)

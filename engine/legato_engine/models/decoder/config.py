@@ -1,6 +1,6 @@
 """A text decoder's sizes, read from a Hugging Face config.json.
 
-Settings that are not implemented are refused by name.
+Settings that are not implemented are refused with `InvalidField`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FULL = "full_attention"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The sizes of every family; `tied_head`: the embeddings are the head, too."""
+    """Sizes of every family; `tied_head`: the embeddings are the head, too."""
 
     dim: int
     ff_dim: int
@@ -39,11 +39,6 @@ class DecoderConfig:
 
 
 def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
-    """Read the folder's config.json.
-
-    Raises:
-        InvalidField: it cannot be read, or its type is none of `model_types`.
-    """
     found = _model_type(folder)
     if found not in model_types:
         known = " or ".join(map(repr, model_types))
@@ -59,11 +54,7 @@ def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
 def decoder_config(
     config: HubConfig, *, norm_eps: float, heads: HeadPlan, partial: float = 1.0
 ) -> DecoderConfig:
-    """Read the fields that families have in common; `partial` of a head is rotated.
-
-    Raises:
-        InvalidField: a field's value is not implemented; the text names it.
-    """
+    """Read the fields that families have in common; `partial` of a head is rotated."""
     refuse_others(config, {"quantization_config": None})
     if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
         raise _refusal(f"layer_types has {sorted(other)}; only {_FULL!r} is implemented")
@@ -93,7 +84,6 @@ def decoder_config(
 def head_plan(
     config: HubConfig, *, qkv_bias: bool, out_bias: bool, norm_eps: float | None = None
 ) -> HeadPlan:
-    """Read the heads; by default they divide the model's width."""
     return HeadPlan(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -106,11 +96,7 @@ def head_plan(
 
 
 def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
-    """Check fields of which one value is implemented.
-
-    Raises:
-        InvalidField: a field has another value.
-    """
+    """Check fields of which one value is implemented."""
     for name, only in implemented.items():
         value = getattr(config, name, only)
         if value != only:
@@ -118,7 +104,6 @@ def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
 
 
 def partial_rotary(config: HubConfig) -> float:
-    """Return the part of a head that is rotated."""
     return float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
 
 

@@ -36,16 +36,14 @@ _SKILLS = {
 
 
 class Prompter(Protocol):
-    """Makes a prompt of a question."""
+    """Makes a prompt of a question and its conversation."""
 
-    def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Encode the whole prompt, with the conversation before the question."""
-        ...
+    def encode(self, task: QueryTask) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSetup:
-    """The parts of a frontend; any id of `eos` ends an answer."""
+    """Parts of a frontend; any id of `eos` ends an answer."""
 
     name: str
     prompter: Prompter
@@ -67,33 +65,19 @@ class TextFrontend:
         self._setup = setup
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
-        """Refuse the image.
-
-        Raises:
-            TaskUnsupported: always.
-        """
         raise _no_images("image")
 
     def resizing_on_device(self) -> TextFrontend:
-        """Return this frontend, which has no images."""
         return self
 
     def keeping_images(self) -> TextFrontend:
-        """Return this frontend, which has no images."""
         return self
 
     def prefix_length(self, has_image: bool) -> int:
-        """Return 0, because the prompt holds any BOS."""
+        """0, because the prompt holds any BOS."""
         return 0
 
     def make_task(self, request: Request) -> TextTask:
-        """Make the task of a question; its `max_tokens` is cut to what fits the context.
-
-        Raises:
-            TaskUnsupported: another skill, an image or reasoning.
-            InvalidField: a field is out of range.
-            PromptTooLong: not even one token fits after the prompt.
-        """
         setup, task = self._setup, request.task
         skill = _SKILLS[type(task)]
         if not isinstance(task, QueryTask):

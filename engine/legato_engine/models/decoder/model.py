@@ -40,22 +40,17 @@ class DecoderModel:
         return torch.empty(0, self.width, dtype=self.dtype, device=self._device)
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D]: token embeddings."""
         x_TD: torch.Tensor = self._network.embed_tokens(token_ids_T)
         return x_TD
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        """[T, D] final residual stream; writes keys and values of the span."""
         return self._network.prefill(x_TD, span, kv)
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write keys and values of the span."""
         self._network.prefill(x_TD, span, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        """[B, D] final residual stream."""
         return self._network.decode(x_BD, batch, kv)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """[B, V] float32."""
         return self._network.logits(hidden_BD)

@@ -1,6 +1,6 @@
-"""The decoder of all text families: embeddings, blocks over paged keys and values, head.
+"""The decoder of all text families.
 
-Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
+Shape legend: T tokens, B rows of one token, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
 class GatedBlock(nn.Module):
-    """Attention, then a gated MLP, each with an RMS norm before and a residual after it."""
+    """Attention, then a gated MLP, each with an RMS norm and a residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -43,7 +43,6 @@ class GatedBlock(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
         x = x + self.self_attn(self.input_layernorm(x), where, cache, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -52,8 +51,7 @@ class GatedBlock(nn.Module):
 class DecoderNetwork(nn.Module):
     """All weights; `block` makes a layer with the signature of `GatedBlock.forward`.
 
-    Modules are named as in Llama's checkpoints, apart from packed layers. A family with other names
-    overrides `checkpoint_name`.
+    Modules are named as in Llama's checkpoints, apart from packed layers.
     """
 
     def __init__(
@@ -77,22 +75,19 @@ class DecoderNetwork(nn.Module):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """Return the stored name of a parameter or module."""
+        """The stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        """[T, D] final residual stream of a span of one sequence."""
         assert not span.bidirectional, "a text model has no bidirectional prefix"
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        """[B, D] final residual stream of one token per row."""
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
         return self._blocks(x_BD, where, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """[B, V] float32 of the residual stream."""
         normed_BD = self.norm(hidden_BD)
         if self.config.tied_head:
             return ops.linear(normed_BD, self.embed_tokens.weight, None).float()

@@ -1,4 +1,4 @@
-"""Settings of a Hugging Face folder: end-of-sequence ids, sampling and chat template."""
+"""Settings of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ def read_settings(
 ) -> FolderSettings:
     """Read the folder's files, each of which may be missing.
 
-    EOS are those of generation_config.json, or else `model_eos` (of config.json), and the
-    tokenizer's. A repetition penalty is ignored, because this server's sampling has none.
-
-    Raises:
-        InvalidField: a file cannot be read or has a wrong value.
+    EOS are those of generation_config.json, or else `model_eos`, and the tokenizer's. A repetition
+    penalty is ignored, because this server's sampling has none.
     """
     texts, generation = _read(folder / _TOKENIZER), _read(folder / _GENERATION)
     specials = {name: text for name in _SPECIALS if (text := _content(texts.get(name)))}
@@ -75,7 +72,6 @@ def _template(folder: Path, texts: dict[str, Any]) -> str | None:
 
 
 def _content(token: object) -> str | None:
-    """Read a token that is stored as text or as an object with text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

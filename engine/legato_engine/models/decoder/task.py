@@ -9,7 +9,7 @@ from legato_engine.tasks import SampledToken, with_token
 
 
 class TextTask:
-    """A `Task` that ends with an EOS, a stop string or its budget; `log` describes its tokens."""
+    """A `Task` that ends with an EOS, a stop string or its budget."""
 
     constrained = False
     has_payload = False
@@ -34,11 +34,9 @@ class TextTask:
         self._num_consumed = 0
 
     def constraint(self) -> int:
-        """Allow every token."""
         return 0
 
     def consume(self, token: SampledToken) -> list[Event]:
-        """Read one token; the budget's last one ends the task."""
         self._num_consumed += 1
         events: list[Event] = []
         if token.token_id in self._eos:
@@ -54,6 +52,5 @@ class TextTask:
         return events if self.finish_reason is None else events + self._answer.close()
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
-        """Return the answer so far."""
         self._answer.close()
         return QueryResult(answer=self._answer.text)

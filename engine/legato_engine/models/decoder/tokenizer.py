@@ -1,4 +1,4 @@
-"""A text family's tokenizer.json: text to ids, and ids to bytes."""
+"""A text family's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ class TextTokenizer:
     """Thread-safe encoding and decoding."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            InvalidField: it is missing, or its ids cannot be decoded to bytes.
-        """
         data = _read(path)
         self._tokenizer = _parse(data, path)
         self._inert = _parse(data, path)
@@ -37,31 +32,25 @@ class TextTokenizer:
 
     @property
     def num_ids(self) -> int:
-        """One more than the highest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
-        """Encode text without recognising special tokens.
-
-        `opened`: as the start of a sequence, with the tokenizer's BOS if it adds one.
-        """
+        """Recognise no special tokens; `opened`: add the tokenizer's BOS, if it has one."""
         return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
 
     def encode_marked(self, text: str) -> tuple[int, ...]:
-        """Encode text with its special tokens, and add none."""
+        """Recognise special tokens, and add none."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def has_special(self, text: str) -> bool:
-        """Whether `encode_marked` would find a special token in the text."""
+        """Whether `encode_marked` would find a special token."""
         return self._special is not None and self._special.search(text) is not None
 
     def token_id(self, text: str) -> int | None:
-        """Look up a token by its whole text."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 

@@ -1,7 +1,6 @@
-"""Hugging Face checkpoints for decoder networks, and random weights.
+"""Hugging Face checkpoints for decoder networks.
 
-The layers of a `PackedLinear` are separate in a checkpoint. A tied head may be stored a second
-time, with the values of the embeddings.
+Layers of a `PackedLinear` are stored apart; a tied head may be stored, too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _GAINS = re.compile(r"norm\.weight$")
 
 
 class _Part(NamedTuple):
-    """A stored tensor's destination, and the rows that it fills there."""
+    """A stored tensor's destination, and the rows that it fills."""
 
     destination: Destination
     num_rows: int
@@ -69,7 +68,6 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device with seeded noise."""
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
@@ -95,7 +93,7 @@ def _parts(network: DecoderNetwork) -> dict[str, _Part]:
 
 
 def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
-    """Check sizes, because a part with too many rows would overwrite the next one."""
+    """A part with too many rows would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
         if part is None or part.destination.first_row is None:
@@ -106,7 +104,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
 
 
 def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
-    """Check that a stored head equals the tied embeddings, because it is not loaded."""
+    """A stored head must equal the embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return

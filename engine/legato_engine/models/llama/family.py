@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and models with its configuration: gated blocks, grouped queries, scaled rope."""
+"""Llama 1 to 3 and models with its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 
 def find(source: ModelSource) -> ModelBundle:
-    """Find a Llama; see `bundle.find`."""
     return bundle.find(source, bundle.Family({"llama": _config}, DecoderNetwork))
 
 

@@ -1,14 +1,7 @@
 """Adapter files to the weights of text MLPs and experts; every tensor must be used.
 
-There are two formats. Shapes are for rank r, text width D and inner width F; X experts, K active
-per token, with inner width I and rank q = r / K:
-
-- safetensors: for each adapted layer i, all of `text.blocks.i.mlp.fc1.lora_a` [r, D], `.fc1.lora_b`
-  [F, r], `.fc2.lora_a` [r, F] and `.fc2.lora_b` [D, r]; of a layer with experts [X, q, D],
-  [X, 2 I, q], [X, q, I] and [X, D, q]. Metadata may name the `model`.
-- published fine-tunes: a torch dict whose `lora_state_dict` has the same four as `dense.i.up_a`,
-  `.up_b`, `.down_a` and `.down_b` after any prefix, or as `moe.i`, where i counts the layers with
-  experts.
+Files are safetensors, or published fine-tunes (torch dicts with a `lora_state_dict`);
+docs/adapters.md has names and shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +30,6 @@ _Key = tuple[int, str]  # layer, and one of `_PARTS`
 
 
 def bank_sizes(text: TextConfig) -> BankSizes:
-    """Return the sizes of all adaptable layers."""
     if text.moe is None:
         return BankSizes(text.num_layers, text.dim, text.ff_dim)
     moe = text.moe
@@ -50,11 +42,10 @@ def bank_sizes(text: TextConfig) -> BankSizes:
 def parse_adapter(
     data: bytes, config: MoondreamConfig, max_rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Parse a file into weights, rank before width; layers that it omits are zero.
+    """Parse a file; layers that it omits are zero.
 
     Raises:
-        AdapterUnusable: the file is broken or does not fit; with `limit` and `actual` of the rank
-            if that is out of range.
+        AdapterUnusable: the file is broken or does not fit; `limit` and `actual` are of the rank.
     """
     sizes = bank_sizes(config.text)
     if data.startswith(_ZIP):
@@ -178,7 +169,6 @@ def _shape(layer: int, part: str, sizes: BankSizes, rank: int) -> tuple[int, ...
 
 
 def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tuple[int, ...]:
-    """Return the shape of a part in an adapter slot, rank before width; `routed`: of experts."""
     index, experts = _PARTS.index(part), sizes.experts
     if experts is None or not routed:
         return rank, sizes.widths()[index]
@@ -188,7 +178,7 @@ def _slot_shape(part: str, sizes: BankSizes, rank: int, *, routed: bool) -> tupl
 def _stacked(
     tensors: Mapping[_Key, torch.Tensor], sizes: BankSizes, rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Stack all layers of a part in one tensor, in which a slice of the rank is contiguous."""
+    """Stack the layers of each part; a slice of the rank is contiguous."""
 
     def stacked(layers: range, *, routed: bool) -> MlpWeights:
         stacks = []

@@ -1,4 +1,4 @@
-"""A Moondream model's configuration: sizes, token ids and templates."""
+"""A Moondream model's configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ARCHITECTURE_3 = "moondream3"
 
 
 class Gelu(enum.StrEnum):
-    """The gelu: its tanh approximation, or the exact one."""
+    """Forms of the gelu."""
 
     TANH = "tanh"
     EXACT = "exact"
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The vision encoder and its crops; `max_crops` up to 1: images are never tiled."""
+    """The vision encoder and its crops; `max_crops` up to 1: no tiles."""
 
     dim: int
     ff_dim: int
@@ -40,7 +40,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_tokens(self) -> int:
-        """Embeddings of one image, whatever its size."""
+        """Embeddings of one image of any size."""
         return self.grid * self.grid
 
     @property
@@ -50,13 +50,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TauConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Gains on queries and values, see `layers.tau`; published sources disagree on the gelu."""
+    """Gains on queries and values; published sources disagree on the gelu."""
 
     gelu: Gelu = Gelu.TANH
 
 
 class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts instead of MLPs from layer `first_layer` on, `num_active` per token."""
+    """Experts instead of MLPs from `first_layer` on, `num_active` per token."""
 
     first_layer: int
     num_experts: int
@@ -65,7 +65,7 @@ class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decoder; `tau` None: no gains; `moe` None: every layer has an MLP."""
+    """The decoder; `tau` None: no gains; `moe` None: MLPs only."""
 
     dim: int
     ff_dim: int
@@ -80,15 +80,14 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.dim // self.num_heads
 
 
 class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Coordinates and sizes: Fourier features in, bins out.
 
-    `inner_dim` is that of two-layer heads; None: a norm and one linear layer. Bin b of B coord bins
-    means b / B; with `coord_reaches_one`, b / (B - 1).
+    `inner_dim` None: heads of a norm and one linear layer. Bin b of B coord bins means b / B; with
+    `coord_reaches_one`, b / (B - 1).
     """
 
     coord_features: int
@@ -100,15 +99,11 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def coord_divisor(self) -> int:
-        """Divisor of a coord's bin."""
         return self.coord_bins - 1 if self.coord_reaches_one else self.coord_bins
 
 
 class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refinement of outlines, see `outlines`.
-
-    The head reads the outputs of vision block `early_block` and the last one, `iterations` times.
-    """
+    """Refinement of outlines by vision block `early_block` and the last, `iterations` times."""
 
     early_block: int
     iterations: int = 5
@@ -145,8 +140,8 @@ class CaptionTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Templates by skill; None: the model lacks the skill.
 
-    A query suffix may end with several answer ids, a training artefact. The same number separates
-    reasoning from the answer.
+    A query suffix may end with several answer ids, a training artefact; as many separate reasoning
+    from the answer.
     """
 
     caption: CaptionTemplates | None = None
@@ -168,7 +163,7 @@ class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model without its weights and tokenizer. `sampling` is of text; other skills are greedy."""
+    """A model without weights and tokenizer; `sampling` is of text, other skills are greedy."""
 
     architecture: str
     name: str
@@ -188,9 +183,9 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def suppressed(self) -> Suppression:
-        """The configured ids, or Moondream 2's: no EOS in reasoning, no answer id in an answer.
+        """The configured ids, or Moondream 2's.
 
-        Its answers hold no values either, so that plain text does not pay for reading them.
+        Its answers hold no values, so that plain text does not pay for reading them.
         """
         if self.suppression is not None:
             return self.suppression
@@ -201,7 +196,6 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def has_values_in_text(self) -> bool:
-        """Whether an answer may hold coords or sizes."""
         return not {self.tokens.coord, self.tokens.size} <= set(self.suppressed.answer)
 
 

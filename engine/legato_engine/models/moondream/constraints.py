@@ -21,7 +21,7 @@ class Allow(enum.IntEnum):
 
 
 def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
-    """Make the table, in the order of `Allow`."""
+    """Constraints in the order of `Allow`."""
     tokens, suppressed = config.tokens, config.suppressed
     return (
         Constraint(),

@@ -1,6 +1,6 @@
 """Moondream's decode step by kernels.
 
-Shape legend: B tokens, D text width, V vocabulary, R rows of the token state.
+Shape legend: B tokens, D text width, V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from legato_engine.models.step_kernels import StepInputs
 
 
 class MoondreamStep:
-    """A `StepKernels` over a network's text and region parts.
-
-    `parts` and `expert_LBK`: see `DecoderStep`.
-    """
+    """A `StepKernels` over text and region parts."""
 
     def __init__(
         self,
@@ -71,7 +68,6 @@ class MoondreamStep:
     def forward(
         self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
     ) -> None:
-        """Run B tokens; fills `hidden_BD` and, if given, the float32 `logits_BV`."""
         for part in _passes(hidden_BD.shape[0]):
             some = inputs.part(part)
             self.embed(some, hidden_BD[part])
@@ -80,7 +76,6 @@ class MoondreamStep:
                 self.head(hidden_BD[part], logits_BV[part])
 
     def embed(self, inputs: StepInputs, hidden_BD: torch.Tensor) -> None:
-        """Fill the residual stream with the tokens' embeddings or encoded values."""
         tokens = TokenInputs(
             inputs.source_B,
             inputs.token_R,
@@ -96,7 +91,7 @@ class MoondreamStep:
         hidden_BD: torch.Tensor,
         parts: Collection[Part] = tuple(Part),
     ) -> None:
-        """Run all layers on the residual stream; fewer `parts` are for measuring."""
+        """Run all layers; fewer `parts` are for measuring."""
         positions = StepPositions(
             inputs.row_B,
             inputs.position_B,
@@ -107,13 +102,12 @@ class MoondreamStep:
         self._decoder.layers(hidden_BD, positions, parts, self._adapters(inputs))
 
     def head(self, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        """Fill the float32 logits of the residual stream."""
         self._decoder.head(hidden_BD, logits_BV)
 
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits of coord and size bins; only bins that a token needs are up to date."""
+        """Float32 logits of coord and size bins; only those that a token needs are up to date."""
         return self._values.bins(token_B, hidden_BD)
 
     def payload(
@@ -124,7 +118,7 @@ class MoondreamStep:
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write the values of coord and size tokens, here and in their rows; zero for others."""
+        """Write the values of coord and size tokens; zero for others."""
         for part in _passes(hidden_BD.shape[0]):
             self._values.read(state, hidden_BD[part], token_B[part], row_B[part], payload_B2[part])
 

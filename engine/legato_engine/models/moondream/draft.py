@@ -1,11 +1,10 @@
 """A draft of one layer, applied to the model's last hidden state.
 
-From the hidden state that the newest token was sampled from, and from that token, it predicts the
-next hidden state, and so on. It reads keys and values that one of the model's layers has cached, so
-it sees the image and keeps no cache. Embeddings and head are the model's.
+It reads keys and values of one of the model's layers, so it sees the image and keeps no cache.
+Embeddings and head are the model's.
 
-The file is safetensors of `DraftLayer`'s parameters. Its metadata names the `layer` whose keys and
-values it reads, and may name the `model`.
+The file is safetensors of `DraftLayer`'s parameters. Its metadata names that `layer`, and may name
+the `model`.
 
 Shape legend: R rows, K proposed tokens, D width, H heads, E head dim, F inner width.
 """
@@ -33,7 +32,7 @@ _INNER = "fc1.weight"  # [F, D]
 
 
 class DraftLayer(nn.Module):
-    """Predicts the next hidden state from the last one and the token sampled from it."""
+    """Predicts the next hidden state from the last and the token sampled from it."""
 
     def __init__(self, dim: int, inner: int, num_heads: int) -> None:
         super().__init__()
@@ -44,36 +43,34 @@ class DraftLayer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
 
     def joined(self, state_RD: torch.Tensor, word_RD: torch.Tensor) -> torch.Tensor:
-        """[R, D]: the normed input of attention and MLP."""
+        """[R, D]: normed input of attention and MLP."""
         both_R2D = torch.cat([self.ln_state(state_RD), self.ln_token(word_RD)], dim=-1)
         joined_RD: torch.Tensor = self.ln(self.join(both_R2D))
         return joined_RD
 
     def queries(self, joined_RD: torch.Tensor) -> torch.Tensor:
-        """[R, H, E] queries before rotation."""
+        """[R, H, E] before rotation."""
         query_RD: torch.Tensor = self.query(joined_RD)
         return query_RD.view(-1, *self._heads)
 
     def next_state(
         self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
     ) -> torch.Tensor:
-        """[R, D]; `seen_RHE` is the attention's output."""
+        """`seen_RHE`: the attention's output."""
         inner_RF = F.gelu(self.fc1(joined_RD), approximate="tanh")
         next_RD: torch.Tensor = state_RD + self.proj(seen_RHE.flatten(1)) + self.fc2(inner_RF)
         return next_RD
 
 
 class DraftProposer:
-    """A `Proposer` by a `DraftLayer`: all rows at once, token by token."""
+    """A `Proposer` by a `DraftLayer`, token by token."""
 
     def __init__(self, draft: DraftLayer, text: Text, kv: KVCache, layer: int) -> None:
-        """Read the keys and values of `layer` in `kv`."""
         self._draft = draft
         self._text = text
         self._cache = kv.layer(layer)
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """Fill `draft_RK` with the likeliest tokens; see `Proposer.propose`."""
         draft, text = self._draft, self._text
         state_RD, newest_R = history.hidden_RD, history.position_R
         token_R = history.tokens_RC.gather(1, newest_R[:, None])[:, 0].clamp(min=0)
@@ -92,17 +89,12 @@ class DraftProposer:
             draft_RK[:, step] = token_R
 
     def _likeliest(self, state_RD: torch.Tensor) -> torch.Tensor:
-        """[R] likeliest tokens by the model's head; rounding may vary, as it affects no result."""
+        """[R]; rounding may vary, as it affects no result."""
         head = self._text.lm_head
         return F.linear(self._text.post_ln(state_RD), head.weight, head.bias).argmax(-1)
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
-    """Read a draft file, to run by kernels if they support its sizes.
-
-    Raises:
-        InvalidField: the file cannot be read or does not fit the model.
-    """
     tensors, notes = _read(path)
     if notes.get("model", config.name) != config.name:
         raise _unusable(path, f"is for the model {notes['model']}, not {config.name}")

@@ -42,7 +42,6 @@ class MoondreamBundle:
 
     @property
     def max_context(self) -> int:
-        """Positions of one sequence, generated ones included."""
         return self.config.text.max_context
 
     def load(
@@ -55,7 +54,6 @@ class MoondreamBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
-        """See `ModelBundle.load`."""
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -86,8 +84,7 @@ def find(source: ModelSource) -> ModelBundle:
 
     - `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and
       optionally adapters and draft.safetensors; by default that of the package legato-tiny.
-    - `moondream2`, `moondream3`, `moondream3.1`: `weights` is a file or a folder, `tokenizer` a
-      tokenizer.json.
+    - `moondream2`, `moondream3`, `moondream3.1`: a `weights` file or folder and a `tokenizer` file.
     - `random-tiny`, `random-tiny3`: always random weights.
 
     With `random_weights` nothing is read, and text is made of bytes.
@@ -120,7 +117,6 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
-    """Read published weights, which come without configuration and tokenizer."""
     if not source.weights:
         raise InvalidField(f"{source.name} needs a weights file or folder", field="weights")
     if not source.tokenizer:
@@ -150,11 +146,6 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
 
 
 def shipped(package: str) -> Path:
-    """Return the folder of an installed package of model files.
-
-    Raises:
-        ModelNotFound: the package is not installed.
-    """
     try:
         module = importlib.import_module(package)
     except ImportError:

@@ -1,4 +1,4 @@
-"""The Moondream frontend: images, prompts and tasks."""
+"""The Moondream frontend."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MoondreamFrontend:
     """A thread-safe `ModelFrontend`.
 
     `resize_on_device`: images stay uncropped if the device's buffers hold them. `keep_images`:
-    crops keep the image that they were cut from.
+    crops keep their image.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class MoondreamFrontend:
         self._keep_images = keep_images
 
     def resizing_on_device(self) -> MoondreamFrontend:
-        """Return this frontend with images left uncropped."""
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
@@ -79,7 +78,6 @@ class MoondreamFrontend:
         )
 
     def keeping_images(self) -> MoondreamFrontend:
-        """Return this frontend with originals kept, for a refiner of outlines."""
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
@@ -90,10 +88,7 @@ class MoondreamFrontend:
     def prepare_image(
         self, image_rgb: Image.Image | Pixels, key: str, info: ImageInfo
     ) -> PreparedImage:
-        """Resize and tile a decoded image: PIL RGB, or pixels [H, W, 3].
-
-        The result may refer to these pixels.
-        """
+        """Prepare PIL RGB or pixels [H, W, 3], to which the result may refer."""
         pixels = self._layout(image_rgb)
         return PreparedImage(
             key=key,
@@ -104,17 +99,9 @@ class MoondreamFrontend:
         )
 
     def prefix_length(self, has_image: bool) -> int:
-        """Count BOS and the image's tokens."""
         return self._config.prefix_length if has_image else 1
 
     def make_task(self, request: Request) -> SkillTask:
-        """Make the skill's state machine; its `max_tokens` is cut to what fits the context.
-
-        Raises:
-            InvalidField: a field is missing or out of range.
-            TaskUnsupported: the model lacks the skill.
-            PromptTooLong: not even one token fits after the prompt.
-        """
         match request.task:
             case QueryTask():
                 return self._query(request, request.task)

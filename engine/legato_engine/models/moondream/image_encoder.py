@@ -1,7 +1,7 @@
 """Moondream's vision encoder on a GPU, which also cuts images; every shape can be captured.
 
-Shape legend: N crops, T tokens of a crop, P values of a patch (of an image: its positions), D
-vision width, X text width, C image buffers, M pages of a sequence.
+Shape legend: N crops, T tokens of a crop, P values of a patch or positions of an image, D vision
+width, X text width, C image buffers, M pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES_PER_LOAD = 8  # unaligned rows of patches would be copied first
 
 
 class MoondreamImageEncoder:
-    """An `ImageEncoder` over a network's vision and text parts; bfloat16 on CUDA."""
+    """An `ImageEncoder` over vision and text parts; bfloat16 on CUDA."""
 
     def __init__(
         self,
@@ -63,42 +63,34 @@ class MoondreamImageEncoder:
         self.embeddings_CPD[:, 0] = text.wte[config.tokens.bos]
 
     def stage(self, index: int, image: PreparedImage) -> None:
-        """Write the plan to pinned memory, and the pixels unless they are pinned."""
         pixels: WholeImage = image.pixels
         self._staged[index] = stage(pixels.pixels_HWC, pixels.plan, self._hosts[index])
 
     def upload(self, index: int) -> None:
-        """Enqueue copies of the plan and the pixels."""
         staged = self._staged[index]
         assert staged is not None, f"image buffer {index} is uploaded before it is staged"
         self._pipeline.upload(self._hosts[index], staged)
 
     def cut(self) -> None:
-        """Cut the image into the patches of all crops."""
         self._pipeline.cut(self._patches_NTP[..., : self._num_values])
 
     def gather(self, first: int, stop: int) -> None:
-        """Copy the patches of crops `[first, stop)` to the buffer of gathered crops."""
         self._gathered_NTP[: stop - first].copy_(self._patches_NTP[first:stop])
 
     def encode(self, count: int, *, gathered: bool) -> None:
-        """Run the vision encoder over the first crops, or over the gathered ones."""
         patches_NTP = self._gathered_NTP if gathered else self._patches_NTP
         features_NTD = self._gathered_features_NTD if gathered else self._features_NTD
         self._vision.encode_patches(patches_NTP[:count], out_NTD=features_NTD[:count])
 
     def scatter(self, first: int, stop: int) -> None:
-        """Copy the features of gathered crops to crops `[first, stop)`."""
         self._features_NTD[first:stop].copy_(self._gathered_features_NTD[: stop - first])
 
     def finish(self, index: int) -> torch.Tensor:
-        """[P, X]: BOS, then the stitched, pooled and projected image."""
         self._stitch(self._features_NTD, self._pipeline.tiling, self._joined_TD)
         embeddings_PX = self.embeddings_CPD[index]
         embeddings_PX[1:].copy_(self._vision.proj_mlp(self._joined_TD))
         return embeddings_PX
 
     def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
-        """Run the decoder over several images' positions in one pass."""
         x_CPX = self.embeddings_CPD[first : first + len(pages_CM)]
         self._text.cache_stacked(x_CPX, pages_CM, kv)

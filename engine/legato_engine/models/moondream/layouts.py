@@ -1,8 +1,7 @@
 """The two published layouts of Moondream checkpoints: stored names to the network's.
 
-Layout A prefixes the network's names with `model.`. Layout B begins with `text_model`,
-`vision_encoder` or `region_model`, and its feature tables are transposed. Either may store tau's
-weights in two halves, which are one tensor in the network.
+Layout A prefixes the network's names with `model.`. Layout B has other names, and its feature
+tables are transposed. Either may store tau's weights in two halves.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from legato_engine.models.checkpoint_plan import Destination, Rename
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."
 
-# Layout B by whole names; the first match counts. Catch-all rules come last. They also map unknown
-# names, for which errors then give the nearest expected name.
+# Layout B by whole names; the first match counts. Catch-all rules also map unknown names, so that
+# errors give the nearest expected name.
 _RULES = tuple(
     (re.compile(pattern), template)
     for pattern, template in (
@@ -56,7 +55,7 @@ _TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
 
 
 def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
-    """Map stored names to destinations; without `kv_scales`, those scales are unused."""
+    """Map stored names; without `kv_scales`, these are unused."""
 
     def destination(stored: str) -> str | Destination | None:
         name = _plain(stored)
@@ -74,12 +73,11 @@ def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
 
 
 def has_fp8_experts(headers: Iterable[Header]) -> bool:
-    """Whether experts are stored in e4m3; only experts have three dimensions."""
+    """Only experts have three dimensions."""
     return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
 
 
 def missing_kv_scales(headers: Iterable[Header], num_layers: int) -> list[str]:
-    """List the missing scales of fp8 keys and values, in order."""
     found = {name for header in headers if _KV_SCALE.fullmatch(name := _plain(header.name))}
     names = (
         f"text_model.transformer.h.{layer}.kv_quantizer.{kind}_scale"

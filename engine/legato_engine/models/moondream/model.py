@@ -35,7 +35,7 @@ from legato_engine.speculative.proposer import Proposer
 
 
 class Network(nn.Module):
-    """All weights; parameter names are those of the published checkpoints without `model.`."""
+    """All weights, named as in published checkpoints without `model.`."""
 
     def __init__(self, config: MoondreamConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Network(nn.Module):
 
 
 class MoondreamModel:
-    """A `Model` with all of its `Capabilities` over a loaded, frozen `Network`."""
+    """A `Model` with all `Capabilities` over a loaded, frozen `Network`."""
 
     def __init__(self, config: MoondreamConfig, network: Network) -> None:
         text = config.text
@@ -68,7 +68,6 @@ class MoondreamModel:
 
     @property
     def capabilities(self) -> Capabilities:
-        """This model; it encodes images only on a GPU and in bfloat16."""
         encodes = self._device.type == "cuda" and self.dtype is torch.bfloat16
         return Capabilities(
             values=self,
@@ -80,7 +79,6 @@ class MoondreamModel:
         )
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
-        """[P, D]: BOS, then the image's embeddings, if any."""
         bos = self._tokens.bos
         bos_1D = self._network.text.wte[bos : bos + 1]
         if image is None:
@@ -90,7 +88,6 @@ class MoondreamModel:
         return torch.cat([bos_1D, image_TD])
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D]: token embeddings, or the encoded payload where the token carries one."""
         region = self._network.region
         words_TD = self._network.text.wte[token_ids_T]
         coords_TD = region.encode_coord(payload_T2[:, :1])
@@ -100,23 +97,19 @@ class MoondreamModel:
         return torch.where(kind_T1 == self._tokens.size, sizes_TD, x_TD)
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        """[T, D] final residual stream; writes keys and values of the span."""
         return self._network.text.prefill(x_TD, span, kv)
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write keys and values of the span."""
         self._network.text.cache_span(x_TD, span, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        """[B, D] final residual stream."""
         return self._network.text.decode(x_BD, batch, kv)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """[B, V] float32."""
         return self._network.text.logits(hidden_BD)
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """[B, 2] float32: (value, 0) of a coord token, (width, height) of a size token."""
+        """(value, 0) of a coord token, (width, height) of a size token."""
         region = self._network.region
         coord_B = region.decode_coord(hidden_BD)
         coord_B2 = torch.stack([coord_B, torch.zeros_like(coord_B)], dim=-1)
@@ -128,7 +121,7 @@ class MoondreamModel:
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
     ) -> torch.Tensor:
-        """[B] float32: of a coord's bin, or of both bins of a size; zero for plain tokens."""
+        """Of a coord's bin, or of both bins of a size."""
         region = self._network.region
         coord_B = region.coord_logprobs(hidden_BD, payload_B2[:, 0])
         size_B = region.size_logprobs(hidden_BD, payload_B2)
@@ -136,12 +129,10 @@ class MoondreamModel:
         return torch.where(token_ids_B == self._tokens.size, size_B, logprob_B)
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
-        """Allocate slots for adapters of all text MLPs and experts."""
         sizes, like = bank_sizes(self._config.text), self._network.text.wte
         return AdapterBank(sizes, num_slots=num_slots, max_rank=max_rank, like=like)
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
-        """Parse an adapter file, for a GPU into page-locked memory."""
         weights = parse_adapter(data, self._config, max_rank, self.dtype)
         if self._device.type != "cpu":
             weights = weights.pinned()
@@ -149,31 +140,27 @@ class MoondreamModel:
         return Adapter(key, weights.rank, weights, num_bytes)
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
-        """Read a draft layer; see `draft`."""
         return read_draft(path, self._config, self._network.text, kv)
 
     def mask_refiner(self, path: Path) -> MaskRefiner:
-        """Read a mask head; see `outlines`."""
         from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner
 
         return MoondreamRefiner(self._config, self._network.vision, path)
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-        """Build the kernels; None on a CPU, or if sizes or dtypes do not suit them."""
         if not has_kernels(self._config, kv, self.dtype):
             return None
         text, region = self._network.text, self._network.region
         return MoondreamStep(self._config, text, region, kv, adapters)
 
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:
-        """Split the vision encoder into steps that can be captured."""
         from legato_engine.models.moondream.image_encoder import MoondreamImageEncoder
 
         vision, text = self._network.vision, self._network.text
         return MoondreamImageEncoder(self._config, vision, text, pinned, num_images)
 
     def _upload(self, crops: CroppedImage) -> torch.Tensor:
-        """Copy the pixels to the device, page-locked first so that the host does not wait."""
+        """Page-locked first, so that the host does not wait."""
         pixels = torch.from_numpy(crops.pixels_NHWC)
         if self._device.type == "cpu":
             return pixels

@@ -1,6 +1,6 @@
-"""Images to crops: the number of tiles and the pixels of each.
+"""Images to crops.
 
-Shape legend: N crops, H and W pixels, C channels.
+Shape legend: N crops, H, W pixels, C channels.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ Pixels = npt.NDArray[np.uint8]
 class CroppedImage:
     """An image as crops for the vision encoder.
 
-    `pixels_NHWC` (uint8 RGB) has the whole image, then `tiling` (rows, columns) tiles row by row.
-    With a tiling of (1, 1) there is no tile, because it would be the whole image again. `original`
-    [H, W, C] is the image itself, if it is kept.
+    `pixels_NHWC` (uint8 RGB): the whole image, then `tiling` (rows, columns) tiles row by row; with
+    (1, 1) no tile, because it would be the whole image again. `original` [H, W, C]: if kept.
     """
 
     pixels_NHWC: Pixels
@@ -33,7 +32,6 @@ class CroppedImage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pixels."""
         kept = 0 if self.original is None else self.original.nbytes
         return self.pixels_NHWC.nbytes + kept
 
@@ -47,24 +45,21 @@ class WholeImage:
 
     @property
     def original(self) -> Pixels:
-        """The image, as in `CroppedImage`."""
         return self.pixels_HWC
 
     @property
     def tiling(self) -> tuple[int, int]:
-        """Rows and columns of tiles, as in `CroppedImage`."""
         return self.plan.tiling
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pixels."""
         return self.pixels_HWC.nbytes
 
 
 def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
-    """Choose the rows and columns of tiles, by the rule that the model was trained with.
+    """Choose rows and columns of tiles, by the rule that the model was trained with.
 
-    There are up to `max_crops` tiles, but more in one row of an image thinner than about 1 to 20.
+    Up to `max_crops`, but more in one row of an image thinner than about 1 to 20.
     """
     if config.max_crops <= 1:
         return (1, 1)
@@ -88,17 +83,16 @@ def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, i
 
 
 def crop_geometry(config: VisionConfig) -> CropGeometry:
-    """Return the sizes that the device's kernels need."""
     return CropGeometry(config.crop_size, config.patch_size, config.overlap_margin)
 
 
 def max_crops_of(config: VisionConfig) -> int:
-    """Return the number of crops that the device has buffers for; thin images may have more."""
+    """Crops that the device has buffers for; thin images may have more."""
     return 1 + config.max_crops if config.max_crops > 1 else 1
 
 
 def whole_image(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None:
-    """Plan cutting on the device; None if its buffers are too small for the image or its crops."""
+    """Plan cutting on the device; None if its buffers are too small."""
     height, width = pixels_HWC.shape[:2]
     plan = CutPlan(height, width, select_tiling(height, width, config), crop_geometry(config))
     if plan.num_crops > max_crops_of(config) or not plan.fits:
@@ -107,7 +101,7 @@ def whole_image(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None:
 
 
 def crop_image(image: Image.Image, config: VisionConfig) -> CroppedImage:
-    """Cut an RGB image; each tile overlaps its neighbours by `overlap_margin` patches."""
+    """Cut an RGB image; tiles have margins of `overlap_margin` patches."""
     size, window = config.crop_size, config.window
     margins = 2 * config.overlap_margin * config.patch_size
     rows, columns = select_tiling(image.height, image.width, config)

@@ -54,7 +54,7 @@ _STAND_IN_QUERY = (1, 134, 2)  # a word of one letter
 
 
 def moondream2_config() -> MoondreamConfig:
-    """Moondream 2 (June 2025): 1.9 billion parameters, no segment skill."""
+    """Moondream 2 (June 2025): 1.9 billion parameters."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="moondream2",
@@ -84,7 +84,7 @@ def moondream2_config() -> MoondreamConfig:
 
 
 def moondream3_config() -> MoondreamConfig:
-    """Moondream 3 preview: 9.3 billion parameters, 2 of them active; a single answer token."""
+    """Moondream 3 preview: 9.3 billion parameters, 2 billion active; a single answer token."""
     return MoondreamConfig(
         architecture=ARCHITECTURE_3,
         name="moondream3",
@@ -113,12 +113,11 @@ def moondream3_config() -> MoondreamConfig:
 
 
 def moondream3_1_config() -> MoondreamConfig:
-    """Moondream 3.1: the preview's shape with other weights."""
     return msgspec.structs.replace(moondream3_config(), name="moondream3.1")
 
 
 def legato_tiny_config() -> MoondreamConfig:
-    """The sizes of legato-tiny with stand-in templates, for random weights only."""
+    """The sizes of legato-tiny with stand-in templates, for random weights."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="legato-tiny",
@@ -152,7 +151,7 @@ def legato_tiny_config() -> MoondreamConfig:
 
 
 def tiny_random_config() -> MoondreamConfig:
-    """A tiny model for tests: every skill, several crops, reasoning, two answer ids."""
+    """A tiny model for tests: every skill, several crops, two answer ids."""
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="random-tiny",
@@ -186,7 +185,6 @@ def tiny_random_config() -> MoondreamConfig:
 
 
 def tiny_random3_config() -> MoondreamConfig:
-    """Like `tiny_random_config` with Moondream 3's gains, experts and normed heads."""
     tiny = tiny_random_config()
     replace = msgspec.structs.replace
     return replace(

@@ -1,4 +1,4 @@
-"""Prompts: template ids around spatial references and text."""
+"""Prompts around spatial references and text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ Prompt = tuple[PromptToken, ...]
 
 
 class Prompts:
-    """Makes each skill's prompt, which follows the shared prefix. Text is stripped.
-
-    Raises:
-        TaskUnsupported: the model has no template of the skill (all methods).
-        InvalidField: a text is empty, or a reference lies outside the image (all methods).
-    """
+    """Makes each skill's prompt, which follows the shared prefix; text is stripped."""
 
     def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
         self._templates = config.templates
@@ -27,7 +22,6 @@ class Prompts:
         self._tokenizer = tokenizer
 
     def caption(self, length: CaptionLength) -> Prompt:
-        """Return the template of this length."""
         templates = self._templates.caption
         if templates is None:
             raise _unsupported("caption")
@@ -43,10 +37,7 @@ class Prompts:
         system: str = "",
         history: Sequence[Turn] = (),
     ) -> Prompt:
-        """Join earlier turns, references and the question.
-
-        Earlier answers have no EOS. The system's text and a blank line precede the first question.
-        """
+        """Join turns, references and question; earlier answers have no EOS."""
         questions = [clean(turn.question, "messages") for turn in history]
         questions.append(clean(question, "question"))
         if system := system.strip():
@@ -61,15 +52,14 @@ class Prompts:
         return prompt + self._fill(template, skill, questions[-1], refs)
 
     def detect(self, name: str) -> Prompt:
-        """Ask for the object's name after a space, as inside a sentence."""
+        """Put a space before the name, as inside a sentence."""
         return self._fill(self._templates.detect, "detect", " " + clean(name, "object"), ())
 
     def point(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """Join references and the object's name after a space."""
         return self._fill(self._templates.point, "point", " " + clean(name, "object"), refs)
 
     def segment(self, name: str, refs: Sequence[SpatialRef]) -> Prompt:
-        """Join references and the object's name, without a space."""
+        """Put no space before the name."""
         return self._fill(self._templates.segment, "segment", clean(name, "object"), refs)
 
     def _fill(
@@ -86,11 +76,6 @@ class Prompts:
 
 
 def clean(text: str, field: str) -> str:
-    """Strip a text.
-
-    Raises:
-        InvalidField: nothing is left.
-    """
     stripped = text.strip()
     if not stripped:
         raise InvalidField(f"{field} is empty", field=field)
@@ -98,7 +83,7 @@ def clean(text: str, field: str) -> str:
 
 
 def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
-    """Encode a point as x and y, a box as centre and size, with exact values."""
+    """Encode a point as x and y, a box as centre and size."""
     if isinstance(ref, Point):
         _check_unit(ref.x, ref.y)
         return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))

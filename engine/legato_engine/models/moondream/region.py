@@ -1,4 +1,4 @@
-"""Coordinates and sizes: encoded as embeddings, decoded as bins from the residual stream.
+"""Coordinates and sizes: encoded as embeddings, decoded as bins.
 
 Shape legend: T tokens, D text width, F Fourier features.
 """
@@ -19,7 +19,7 @@ _SIZE_OCTAVES = 10
 
 
 class Region(nn.Module):
-    """Encoders and decoders of float32 values; a decoder is an MLP, or a norm and a layer."""
+    """Encoders and decoders of float32 values."""
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:
         super().__init__()
@@ -40,26 +40,23 @@ class Region(nn.Module):
         return out_TD
 
     def encode_size(self, size_T2: torch.Tensor) -> torch.Tensor:
-        """[T, D] of widths and heights in 0..1."""
         out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
         return out_TD
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T] float32 coordinates: the likeliest bin over the divisor."""
         return self._coord_logits(hidden_TD).argmax(-1).float() / self._coord_divisor
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, 2] float32 widths and heights, 2^-10 .. 1."""
+        """[T, 2] float32 in 2^-10 .. 1."""
         bins_T2 = self._size_logits(hidden_TD).argmax(-1).float()
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
-        """[T] float32 log-probabilities of decoded coordinates' bins."""
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
         return _logprobs(self._coord_logits(hidden_TD), bin_T)
 
     def size_logprobs(self, hidden_TD: torch.Tensor, size_T2: torch.Tensor) -> torch.Tensor:
-        """[T] float32 log-probabilities of decoded sizes, both bins together."""
+        """[T] float32, both bins together."""
         octaves_T2 = size_T2.clamp(min=2.0**-_SIZE_OCTAVES).log2() + _SIZE_OCTAVES
         bin_T2 = _bins(octaves_T2 / _SIZE_OCTAVES * (self._size_bins - 1), self._size_bins)
         return _logprobs(self._size_logits(hidden_TD), bin_T2).sum(-1)
@@ -69,7 +66,6 @@ class Region(nn.Module):
         return logits_TN
 
     def _size_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, 2, bins] of width and height."""
         logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
         return logits_TN.reshape(-1, 2, self._size_bins)
 
@@ -82,17 +78,16 @@ def _decoder(text_dim: int, inner_dim: int | None, bins: int) -> MLP | Linear:
 
 
 def _bins(scaled: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """Round to int64 bins; rows without a value get any bin."""
+    """Rows without a value get any bin."""
     return scaled.round().clamp(0, num_bins - 1).long()
 
 
 def _logprobs(logits_N: torch.Tensor, bin_: torch.Tensor) -> torch.Tensor:
-    """Float32 log-softmax over the last dimension, at one bin per row."""
     return logits_N.float().log_softmax(-1).gather(-1, bin_[..., None])[..., 0]
 
 
 def _fourier(values_TN: torch.Tensor, features_NF: torch.Tensor) -> torch.Tensor:
-    """[T, 2F]; value, angle and phase are rounded to the model's dtype, as in training."""
+    """[T, 2F]; angle and phase are rounded to the model's dtype, as in training."""
     angle_TN = 2 * math.pi * values_TN.to(features_NF.dtype)
     phase_TF = (angle_TN[:, :, None].float() * features_NF.float()).sum(1).to(features_NF.dtype)
     return torch.cat([phase_TF.cos(), phase_TF.sin()], dim=-1)

@@ -1,4 +1,4 @@
-"""Moondream's sizes as its kernels are compiled for them, and whether they exist."""
+"""Moondream's sizes for its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from legato_engine.models.paged_cache import KVCache
 
 
 def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
-    """The text part's sizes over this KV cache."""
     text = config.text
     return DecoderSizes(
         dim=text.dim,
@@ -32,7 +31,7 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
 
 
 def has_kernels(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
-    """Whether kernels run this model of that dtype on the device of its KV cache.
+    """Whether kernels run this model on the device of its KV cache.
 
     They support gains and experts together or neither, and keys of e4m3 only with both.
     """
@@ -51,7 +50,6 @@ def has_kernels(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> boo
 
 
 def value_sizes(config: MoondreamConfig) -> ValueSizes:
-    """The region part's sizes: coordinates are scalars, sizes are pairs."""
     region = config.region
     return ValueSizes(
         dim=config.text.dim,
@@ -69,14 +67,12 @@ def value_sizes(config: MoondreamConfig) -> ValueSizes:
 def tau_sizes(
     config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
 ) -> TauSizes:
-    """The sizes of a text part with gains and experts."""
     assert config.text.tau is not None, "only for a text part with gains"
     exact = config.text.tau.gelu is Gelu.EXACT
     return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
 
 
 def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
-    """The sizes of the experts, whose weights have that dtype."""
     moe = config.text.moe
     assert moe is not None, "only for a text part with experts"
     return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)

@@ -1,4 +1,4 @@
-"""A network's weights and adapters by the names that the kernels of a decode step know."""
+"""Weights for the kernels of a decode step."""
 
 from __future__ import annotations
 
@@ -33,22 +33,18 @@ from legato_engine.models.moondream.text import Text, TextBlock
 
 
 def affine(layer: nn.LayerNorm | Linear) -> Affine:
-    """A layer's weight and bias."""
     return Affine(layer.weight, layer.bias)
 
 
 def decoder_layers(text: Text) -> list[DecoderLayer]:
-    """All layers of the text part."""
     return [_decoder_layer(cast(TextBlock, block)) for block in text.blocks]
 
 
 def expert_dtype(text: Text) -> torch.dtype:
-    """The dtype of the experts' weights."""
     return torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
 
 
 def value_heads(config: MoondreamConfig, text: Text, region: Region) -> ValueHeads:
-    """The kernels of the region part."""
     return ValueHeads(
         value_sizes(config),
         ValueEncoder(region.coord_features, affine(region.coord_encoder)),
@@ -61,7 +57,6 @@ def value_heads(config: MoondreamConfig, text: Text, region: Region) -> ValueHea
 def adapter_step(
     config: MoondreamConfig, text: Text, sizes: DecoderSizes, bank: AdapterBank
 ) -> AdapterStep:
-    """The kernels over a bank's slots."""
     layers = zip(range(bank.num_mlps), text.blocks, strict=False)
     mlps = [_mlp_slots(cast(TextBlock, block), bank, layer) for layer, block in layers]
     experts = _expert_slots(config, text, bank)

@@ -1,7 +1,7 @@
-"""The decoder: parallel blocks over paged keys and values.
+"""The decoder.
 
-Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary; C sequences
-of P positions, M pages of one.
+Shape legend: T tokens, B rows of one token, D width, V vocabulary; C sequences of P positions, M
+pages of one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class TextBlock(nn.Module):
     """Attention and MLP of the same normed input, added in one residual.
 
-    The residual stream passes between blocks as one or three terms, so that the next norm can be
-    fused with their sum. The second of three may be overwritten.
+    The residual stream is one or three terms, so that the next norm can be fused with their sum.
+    The second of three may be overwritten.
     """
 
     def __init__(self, config: TextConfig, layer: int) -> None:
@@ -59,7 +59,6 @@ class TextBlock(nn.Module):
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
-        """Return [T, D] terms; writes the tokens' keys and values first."""
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
         mlp = self._feed_forward(
@@ -74,7 +73,6 @@ class TextBlock(nn.Module):
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
-        """Write the tokens' keys and values only."""
         self._write(self._norm(terms)[1], where, positions_T, cache)
 
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +96,7 @@ class TextBlock(nn.Module):
     def _feed_forward(
         self, normed: torch.Tensor, adapters: BlockAdapters | None, *, capturable: bool
     ) -> torch.Tensor:
-        """Run the MLP or the experts with their adapters; only a step may be captured."""
+        """Run the MLP or experts; only a step may be captured."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
             assert not isinstance(adapters, MlpAdapters), "experts have adapters of their own"
@@ -121,7 +119,7 @@ class Text(nn.Module):
         self._counters: TileCounters | None = None
 
     def count_apart(self) -> None:
-        """Clear all tile counters of `cache_stacked` at once; then only one such pass may run."""
+        """Clear the tile counters of `cache_stacked` at once; then only one such pass may run."""
         tall: list[Linear] = [attention.qkv for attention in self._attentions()]
         tall += [module.fc1 for module in self.modules() if isinstance(module, MLP)]
         self._counters = TileCounters(tall, self.wte.device)
@@ -134,41 +132,38 @@ class Text(nn.Module):
                 module.fill()
 
     def use_fp8_experts(self) -> None:
-        """Make the experts e4m3 with scales, before loading."""
         for module in self.modules():
             if isinstance(module, MoE):
                 module.use_fp8()
 
     def use_fp8_kv(self) -> None:
-        """Add scales for keys and values in e4m3, before loading."""
+        """Add scales for keys and values, before loading."""
         for block in self._attentions():
             block.use_fp8_kv()
 
     def kv_scales(self) -> torch.Tensor | None:
-        """[L, 2] float32 scales of each layer's keys and values; None without e4m3."""
+        """[L, 2] float32; None without e4m3."""
         scales = [attention.kv_scale_2 for attention in self._attentions()]
         known = [scale_2 for scale_2 in scales if scale_2 is not None]
         return torch.stack(known) if known else None
 
     @property
     def has_fp8_experts(self) -> bool:
-        """Whether any experts are e4m3."""
         return any(isinstance(m, MoE) and m.fc1.scale is not None for m in self.modules())
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        """[T, D] final residual stream of a span of one sequence."""
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write keys and values as `prefill` does; skip the rest of the last block."""
+        """Write keys and values; skip the rest of the last block."""
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
         self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 
     def cache_stacked(self, x_CPD: torch.Tensor, pages_CM: torch.Tensor, kv: KVCache) -> None:
-        """Write keys and values of several bidirectional prefixes in one pass.
+        """Cache several bidirectional prefixes in one pass.
 
-        The bits may differ from those of one `cache_span` after another, because a library's
-        rounding may depend on the number of rows.
+        The bits may differ from those of `cache_span`, because a library's rounding may depend on
+        the number of rows.
         """
         num_sequences, length = x_CPD.shape[:2]
         where, attend = stacked_metadata(pages_CM, self.rope), stacked_attention(num_sequences)
@@ -180,14 +175,12 @@ class Text(nn.Module):
             self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        """[B, D] final residual stream of one token per row."""
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
         blocks = len(self.blocks)
         positions_B, adapters = batch.positions_B, batch.adapters
         return _sum(self._blocks(blocks, x_BD, where, positions_B, kv, attend, adapters))
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
 

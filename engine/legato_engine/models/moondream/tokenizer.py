@@ -19,23 +19,16 @@ class Tokenizer(Protocol):
     """Encoding and decoding of plain text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text without recognising special tokens."""
+        """Recognise no special tokens."""
         ...
 
-    def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special ids."""
-        ...
+    def piece(self, token_id: int) -> bytes: ...
 
 
 class BytePairTokenizer:
     """A byte-level tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            InvalidField: it is missing or of another kind.
-        """
         data = _read(path)
         for token in data.get("added_tokens") or ():
             token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
@@ -44,14 +37,12 @@ class BytePairTokenizer:
         self._pieces = _pieces(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode text; no id is special."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if any(token_id < NUM_SPECIAL for token_id in ids):
             raise InternalError("the tokenizer made a special id out of text")
         return tuple(ids)
 
     def piece(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for special and unknown ids."""
         return self._pieces.get(token_id, b"")
 
 
@@ -59,11 +50,9 @@ class StandInTokenizer:
     """One id per byte, for random weights; higher ids decode to lower-case letters."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode the text's UTF-8 bytes."""
         return tuple(NUM_SPECIAL + byte for byte in text.encode())
 
     def piece(self, token_id: int) -> bytes:
-        """Return the token's byte."""
         if token_id < NUM_SPECIAL:
             return b""
         byte = token_id - NUM_SPECIAL

@@ -1,7 +1,7 @@
 """The vision encoder: crops to the image's embeddings.
 
-Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width,
-P values of a patch, Y and W rows and columns of the stitched grid.
+Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width, P values
+of a patch, Y and W sides of the stitched grid.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from legato_engine.models.moondream.config import VisionConfig
 
 
 class VisionBlock(nn.Module):
-    """Sequential pre-norm block; the tokens of a crop attend to each other.
+    """Sequential pre-norm block over the tokens of a crop.
 
-    The residual stream passes between blocks as one or two terms, so that the next norm can be
-    fused with their sum.
+    The residual stream is one or two terms, so that the next norm can be fused with their sum.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -35,14 +34,14 @@ class VisionBlock(nn.Module):
         self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
     def forward(self, x_NTD: torch.Tensor, y_NTD: torch.Tensor | None) -> Sum:
-        """Return the terms after the block; x may be overwritten."""
+        """The sum may overwrite x."""
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
 
     @property
     def tall(self) -> list[Linear]:
-        """The layers with the most output tiles, unless they are e4m3."""
+        """Layers with the most output tiles, unless e4m3."""
         tall = list[Linear]()
         if isinstance(self.attn, Attention):
             tall.append(self.attn.qkv)
@@ -51,7 +50,6 @@ class VisionBlock(nn.Module):
         return tall
 
     def use_fp8(self, num_heads: int) -> None:
-        """See `Vision.use_fp8`."""
         assert isinstance(self.attn, Attention), "already e4m3"
         assert isinstance(self.mlp, MLP), "already e4m3"
         self.attn, self.mlp = Fp8Attention(self.attn, num_heads), Fp8MLP(self.mlp)
@@ -71,10 +69,7 @@ class Vision(nn.Module):
         self._counters: TileCounters | None = None
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
-        """[T, X] of uint8 crops: the whole image, then `tiling` (rows, columns) tiles.
-
-        With a tiling of (1, 1) the whole image is also its only tile.
-        """
+        """[T, X] of uint8 crops: the whole image, then `tiling` (rows, columns) tiles."""
         features_NTD = self.encode(pixels_NHWC)
         whole_TD = features_NTD[0]
         local_TD = whole_TD if tiling == (1, 1) else self.reconstruct(features_NTD[1:], tiling)
@@ -82,10 +77,10 @@ class Vision(nn.Module):
         return projected_TX
 
     def use_fp8(self) -> None:
-        """Quantise blocks and projector to e4m3, in place and layer by layer, after loading.
+        """Quantise in place and layer by layer, after loading.
 
         Raises:
-            InvalidField: the device or a layer's size does not allow it.
+            InvalidField: the device or a layer does not allow it.
         """
         if isinstance(self.proj_mlp, Fp8MLP):
             return
@@ -95,7 +90,7 @@ class Vision(nn.Module):
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
     def count_apart(self) -> None:
-        """Clear all layers' tile counters at once; from then on only one pass may run at a time."""
+        """Clear all tile counters at once; then only one pass may run at a time."""
         tall = list[Linear]()
         for block in self.blocks:
             assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
@@ -103,14 +98,13 @@ class Vision(nn.Module):
         self._counters = TileCounters(tall, self.pos_emb.device)
 
     def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
-        """[N, T, D] features of uint8 crops."""
         pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
         return self.encode_patches(patches(pixels, self._config.patch_size))
 
     def encode_patches(
         self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, T, D] features of normalised patches, in `out_NTD` if given."""
+        """[N, T, D] of normalised patches, in `out_NTD` if given."""
         with self._counting():
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:
@@ -121,7 +115,7 @@ class Vision(nn.Module):
     def encode_tapped(
         self, patches_NTP: torch.Tensor, tap: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, T, D] features after block `tap`, and after the last one and its norm."""
+        """[N, T, D] after block `tap`, and after the last one and its norm."""
         x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
         tapped_NTD = x_NTD
         for index, block in enumerate(self.blocks):
@@ -135,7 +129,7 @@ class Vision(nn.Module):
         return contextlib.nullcontext() if self._counters is None else self._counters.cleared()
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
-        """[T, D]: tiles stitched to one grid and pooled to the grid of a crop."""
+        """[T, D]: tiles stitched and pooled to one grid."""
         grid = self._config.grid
         tiles_NGGD = tiles_NTD.reshape(-1, grid, grid, tiles_NTD.shape[-1])
         stitched_YWD = stitch(tiles_NGGD, tiling, self._config.overlap_margin)
@@ -149,7 +143,7 @@ def normalised(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
-    """[N, T, P]: patches row by row; values by channel, row and column."""
+    """[N, T, P]: row by row; values by channel, row and column."""
     count, height, width, channels = pixels_NHWC.shape
     shape = (count, height // size, size, width // size, size, channels)
     values_NYXCyx = pixels_NHWC.reshape(shape).permute(0, 1, 3, 5, 2, 4)
@@ -157,7 +151,7 @@ def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def stitch(tiles_NGGD: torch.Tensor, tiling: tuple[int, int], margin: int) -> torch.Tensor:
-    """[Y, W, D]: tiles joined without their overlap; outer margins stay."""
+    """[Y, W, D]: tiles without their overlap; outer margins stay."""
     rows, columns = tiling
     grid = tiles_NGGD.shape[1]
 

@@ -29,13 +29,10 @@ def load_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    """Load a file or folder (see `checkpoint_files.headers`) in either published layout.
-
-    Names may start with `model.` and contain `._orig_mod`. Experts stay in e4m3 if stored so.
-    `kv_dtype`: see `ModelBundle.load`.
+    """Load a file or folder in either published layout; experts stay in e4m3 if stored so.
 
     Raises:
-        InvalidField: as `checkpoint.load`; or scales of keys and values are missing or invalid.
+        InvalidField: as `checkpoint.load`, or scales are missing or invalid.
     """
     network = _empty(config, dtype)
     stored = headers(path)
@@ -59,7 +56,6 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
-    """Make seeded weights on the device (CPU and GPU seeds differ)."""
     network = _empty(config, dtype)
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2 in transformers' format: parallel blocks, biases, partial rotation."""
+"""Phi 1, 1.5 and 2 in transformers' format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 
 class PhiBlock(nn.Module):
-    """Attention and MLP read the same normed input; one residual add of both."""
+    """Parallel attention and MLP, added in one residual."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -38,7 +38,6 @@ class PhiBlock(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.input_layernorm(x)
         heads: torch.Tensor = self.self_attn(normed, where, cache, attend)
         mlp: torch.Tensor = self.mlp(normed)
@@ -54,14 +53,12 @@ class PhiNetwork(DecoderNetwork):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """Return the stored name of a parameter."""
         if name.startswith("norm."):
             return f"model.final_layer{name}"
         return DecoderNetwork.checkpoint_name(name.replace(".o_proj.", ".dense."))
 
 
 def find(source: ModelSource) -> ModelBundle:
-    """Find a Phi; see `bundle.find`."""
     return bundle.find(source, bundle.Family({"phi": _config}, PhiNetwork))
 
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (biases of queries, keys and values), and Qwen 3 (normed heads)."""
+"""Qwen 2, 2.5 (biases of queries, keys and values) and 3 (normed heads)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def find(source: ModelSource) -> ModelBundle:
-    """Find a Qwen; see `bundle.find`."""
     configs = {"qwen2": _second, "qwen3": _third}
     return bundle.find(source, bundle.Family(configs, DecoderNetwork))
 

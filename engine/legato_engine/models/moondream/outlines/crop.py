@@ -1,6 +1,6 @@
-"""The refiner's input from an image and an outline, and the outline of its result.
+"""The refiner's input, and the outline of its result.
 
-Shape legend: H, W pixels of the image or its crop, S side of the refiner's input.
+Shape legend: H, W pixels of an image or crop, S side of the refiner's input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotRefinable(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop:
-    """A part of an image: `extent` (height, width) pixels from (`left`, `top`), of `size` in all.
+    """`extent` (height, width) pixels from (`left`, `top`) of an image of `size`.
 
     `pixels_SSC` (uint8 RGB) and `mask_SS` (uint8, 0 or 1) are the refiner's input.
     """
@@ -45,11 +45,7 @@ class Crop:
 
 
 def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
-    """Cut out the outline's box with a margin, and draw its mask, both `side` by `side`.
-
-    Raises:
-        NotRefinable: the outline encloses no pixel.
-    """
+    """Cut out the outline's box with a margin, and draw its mask."""
     height, width = image_HWC.shape[:2]
     box = outline.box
     left, right = _grown(box.x_min, box.x_max, width)
@@ -74,16 +70,11 @@ def cut(outline: Outline, image_HWC: Pixels, side: int) -> Crop:
 
 
 def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
-    """Trace the outline of the refiner's result, the probability of each pixel.
-
-    Raises:
-        NotRefinable: the mask is empty or not finite.
-    """
+    """Trace the refiner's result, the probability of each pixel."""
     if not np.isfinite(share_SS).all():
         raise NotRefinable("the refiner's mask is not finite")
     height, width = crop.size
     side = share_SS.shape[0]
-    # Traced at the crop's resolution, up to `_FINENESS` times the result's.
     traced = tuple(min(count, _FINENESS * side) for count in crop.extent)
     pixels = np.array(
         [crop.extent[1] / traced[1], crop.extent[0] / traced[0]]
@@ -106,7 +97,7 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
 
 
 def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
-    """Resize by linear interpolation between pixel centres, without antialiasing."""
+    """Interpolate linearly between pixel centres, without antialiasing."""
     result = values
     for axis in range(2):
         count = values.shape[axis]
@@ -123,7 +114,6 @@ def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
 
 
 def _grown(low: float, high: float, count: int) -> tuple[int, int]:
-    """Return a range with its margins as a half-open interval of pixels."""
     low, high = low * count, high * count
     margin = (high - low) * _MARGIN
     return max(0, int(low - margin)), min(count, int(high + margin))
@@ -135,7 +125,7 @@ def _drawn(
     rows: npt.NDArray[np.int64],
     columns: npt.NDArray[np.int64],
 ) -> Mask:
-    """Mark the pixels of some rows and columns that the outline covers by more than half."""
+    """Mark pixels that the outline covers by more than half."""
     box, extent = outline.box, (size[1], size[0])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low

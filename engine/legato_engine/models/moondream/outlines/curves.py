@@ -1,7 +1,4 @@
-"""Lines and curves fitted to rings of pixel borders, by Schneider's least-squares method.
-
-Shape legend: N points, 4 control points of a curve.
-"""
+"""Lines and curves fitted to rings of pixel borders, by Schneider's method."""
 
 from __future__ import annotations
 
@@ -23,13 +20,12 @@ _WORTH_REFITTING = 4.0  # times the tolerance
 
 
 class Stroke(NamedTuple):
-    """A line to one point, or a curve of three points, from the end of the last stroke."""
+    """A line to one point, or a curve of three points, from the last stroke's end."""
 
     points: Points
 
     @property
     def is_line(self) -> bool:
-        """Whether it is a line."""
         return len(self.points) == 1
 
 
@@ -43,8 +39,8 @@ class Curve(NamedTuple):
 def fit(ring: Ring, tolerance: float) -> Curve:
     """Fit a curve within `tolerance` pixels of a ring, without its staircase.
 
-    The midpoints of a ring's steps are within half a pixel of the shape that the mask was drawn
-    from, and means of three midpoints are nearer.
+    Midpoints of a ring's steps are within half a pixel of the shape that the mask was drawn from;
+    means of three midpoints are nearer.
     """
     middles = (ring + np.roll(ring, -1, axis=0)) / 2
     points = (middles + np.roll(middles, 1, axis=0) + np.roll(middles, -1, axis=0)) / 3
@@ -63,7 +59,6 @@ def fit(ring: Ring, tolerance: float) -> Curve:
 
 
 def _corners(points: Points) -> npt.NDArray[np.int64]:
-    """Find where the ring turns sharply, and most sharply in its neighbourhood."""
     reach = _reach(len(points))
     before = _unit(points - np.roll(points, reach, axis=0))
     after = _unit(np.roll(points, -reach, axis=0) - points)
@@ -80,7 +75,7 @@ def _reach(count: int) -> int:
 
 
 def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tuple[Points, Points]]:
-    """Return each piece's directions from its start, and back from its end."""
+    """Directions of each piece from its start and back from its end."""
     pairs = []
     for begin, end in pairwise(cuts):
         reach = min(_reach(len(closed)), end - begin)
@@ -121,7 +116,7 @@ def _strokes(points: Points, out: Points, back: Points, tolerance: float) -> lis
 def _fitted(
     points: Points, out: Points, back: Points, tolerance: float
 ) -> tuple[Points, int, float]:
-    """Return the best curve found, the index of the farthest inner point, and its distance."""
+    """The best curve, and the farthest inner point's index and distance."""
     steps = np.hypot(*np.diff(points, axis=0).T)
     u_N = np.concatenate([[0.0], np.cumsum(steps)]) / steps.sum()
     for _ in range(_REFITS):
@@ -137,7 +132,6 @@ def _fitted(
 
 
 def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Points:
-    """Return control points [4, 2] of the nearest curve with these ends and tangents."""
     weights_N4 = _bernstein(u_N)
     first, last = points[0], points[-1]
     ends = np.outer(weights_N4[:, :2].sum(1), first) + np.outer(weights_N4[:, 2:].sum(1), last)
@@ -155,7 +149,7 @@ def _least_squares(points: Points, u_N: Points, out: Points, back: Points) -> Po
 
 
 def _nearer(control: Points, u_N: Points, away: Points) -> Points:
-    """Move each point's parameter by a Newton step towards the nearest point of the curve."""
+    """Move parameters by a Newton step towards the nearest points."""
     edges = 3 * np.diff(control, axis=0)
     bends = 2 * np.diff(edges, axis=0)
     u, v = u_N[:, None], 1 - u_N[:, None]

@@ -1,12 +1,11 @@
-"""The refiner's network, a mask decoder like SAM-HQ's: a mask and image features to a better mask.
+"""The refiner's network, a mask decoder like SAM-HQ's.
 
-Features of an early and of the last vision block are fused, and the current mask is added to them.
-Mask tokens and an IoU token exchange attention with these features. The features are upsampled to
-eight times the grid; their product with each mask token is a mask. The mask with the highest
-predicted IoU becomes the current mask of the next iteration.
+Features of an early and of the last vision block are fused, and the current mask is added. Mask
+tokens and an IoU token exchange attention with them. The product of the upsampled features with
+each mask token is a mask; that of the highest predicted IoU is the next iteration's.
 
-Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks,
-P cells of the upsampled grid, S side of the mask.
+Shape legend: B crops, T cells of the grid (G by G), V vision width, E width, Q tokens, M masks, P
+cells of the upsampled grid, S side of the mask.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Attention(nn.Module):
     def forward(
         self, query_BQE: torch.Tensor, key_BTE: torch.Tensor, value_BTE: torch.Tensor
     ) -> torch.Tensor:
-        """[B, Q, E]."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q, k, v = (
             F.linear(x, weight, bias).view(*x.shape[:2], self._num_heads, -1).transpose(1, 2)
@@ -54,7 +52,7 @@ class Attention(nn.Module):
 
 
 class TwoWayBlock(nn.Module):
-    """Self-attention of tokens, cross-attention to the image, an MLP, and cross-attention back."""
+    """Attention of tokens to themselves and the image, an MLP, and attention back."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -71,7 +69,6 @@ class TwoWayBlock(nn.Module):
         token_pe: torch.Tensor,
         image_pe: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return updated tokens and image; `*_pe` are positional embeddings."""
         query = tokens_BQE + token_pe
         tokens_BQE = self.norm1(tokens_BQE + self.output_self_attn(query, query, tokens_BQE))
         seen = self.cross_attn_token_to_image(
@@ -93,7 +90,6 @@ class ChannelNorm(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Keep the shape."""
         normed: torch.Tensor = self.norm(x.movedim(1, -1)).movedim(-1, 1)
         return normed
 
@@ -102,7 +98,6 @@ class GroupNorm(nn.GroupNorm):
     """Group norm whose sums use the whole device even for few, large groups."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[B, C, Y, X]."""
         groups = input.reshape(len(input), self.num_groups, -1).float()
         variance, mean = torch.var_mean(groups, dim=-1, correction=0, keepdim=True)
         normed = ((groups - mean) * torch.rsqrt(variance + self.eps)).view(input.shape)
@@ -127,7 +122,6 @@ class Fusion(nn.Module):
         )
 
     def forward(self, early_BTV: torch.Tensor, late_BEGG: torch.Tensor) -> torch.Tensor:
-        """[B, E, G, G]."""
         early_BTE = self.early_proj(early_BTV)
         early_BEGG = early_BTE.transpose(1, 2).reshape(late_BEGG.shape)
         fused: torch.Tensor = self.fusion(torch.cat([early_BEGG, late_BEGG], dim=1))
@@ -161,7 +155,7 @@ class Head(nn.Module):
     def refine(
         self, late_BTV: torch.Tensor, early_BTV: torch.Tensor, mask_BSS: torch.Tensor, times: int
     ) -> torch.Tensor:
-        """[B, S, S], 0 to 1, after `times` iterations from this mask."""
+        """[B, S, S], 0 to 1, after `times` iterations."""
         image_BEGG = self.fused(late_BTV, early_BTV)
         for _ in range(times):
             logits_BMSS, iou_BM = self(image_BEGG, mask_BSS)
@@ -171,7 +165,7 @@ class Head(nn.Module):
         return mask_BSS
 
     def fused(self, late_BTV: torch.Tensor, early_BTV: torch.Tensor) -> torch.Tensor:
-        """[B, E, G, G]: both features fused, without the mask."""
+        """[B, E, G, G], without the mask."""
         late_BVGG = late_BTV.transpose(1, 2).reshape(*late_BTV.shape[::2], *self.image_pe.shape[2:])
         late_BEGG = self.image_proj(late_BVGG)
         fused: torch.Tensor = self.hq_fusion(early_BTV, late_BEGG)
@@ -180,7 +174,7 @@ class Head(nn.Module):
     def forward(
         self, image_BEGG: torch.Tensor, mask_BSS: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mask logits [B, M, S, S] and predicted IoU [B, M]."""
+        """Mask logits [B, M, S, S] and predicted IoU [B, M]."""
         mask_embedding = self.mask_encoder(mask_BSS[:, None])
         mask_embedding = F.interpolate(mask_embedding, size=image_BEGG.shape[2:], mode="bilinear")
         image_BTE = (image_BEGG + mask_embedding).flatten(2).transpose(1, 2)
@@ -226,7 +220,6 @@ def _mask_encoder(dim: int) -> nn.Sequential:
 
 
 def _upsampling(dim: int) -> nn.Sequential:
-    """Double the resolution three times, halving the channels each time."""
     layers: list[nn.Module] = []
     for _ in range(3):
         half = dim // 2

@@ -1,6 +1,6 @@
 """SVG paths to masks, by the nonzero fill rule.
 
-Shape legend: N points of a polygon, E edges of all, H, W rows and columns.
+Shape legend: N points of a polygon, E edges, H, W rows and columns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _AHEAD = np.linspace(0, 1, _CHORDS + 1)[1:]
 
 
 def polygons(path: str) -> list[Points]:
-    """Return the rings [N, 2] of a path, closed or not, with curves as chords.
+    """The rings [N, 2] of a path, closed or not, with curves as chords.
 
-    `path` has complete groups of numbers after every command, as `SvgPath` writes them.
+    Every command has complete groups of numbers, as `SvgPath` writes them.
     """
     pen = _Pen()
     for command, numbers in _strokes(path):
@@ -37,10 +37,7 @@ def polygons(path: str) -> list[Points]:
 
 
 def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
-    """[H, W]: whether points at these ascending columns and rows lie within the closed rings.
-
-    A point is inside if the winding number of the rings around it is not zero.
-    """
+    """[H, W]: whether points at these ascending columns and rows lie within the rings."""
     change = np.zeros((len(ys_H), len(xs_W) + 1), np.int16)
     if rings:
         ends_E2 = np.concatenate([np.roll(ring, -1, axis=0) for ring in rings])
@@ -52,7 +49,6 @@ def enclosed(rings: Sequence[Points], xs_W: Points, ys_H: Points) -> Mask:
 def _count(
     change: npt.NDArray[np.int16], starts_E2: Points, ends_E2: Points, xs_W: Points, ys_H: Points
 ) -> None:
-    """Add up the changes of the winding number along each row."""
     down = starts_E2[:, 1] < ends_E2[:, 1]
     upper = np.where(down[:, None], starts_E2, ends_E2)
     lower = np.where(down[:, None], ends_E2, starts_E2)
@@ -81,7 +77,7 @@ def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
 
 
 class _Pen:
-    """Draws strokes; the pen is at the last position of the newest ring."""
+    """Draws strokes from the last position of the newest ring."""
 
     def __init__(self) -> None:
         self.rings: list[list[Position]] = []
@@ -90,7 +86,7 @@ class _Pen:
         self._last = ""
 
     def draw(self, command: str, numbers: Sequence[float]) -> None:
-        """Draw one stroke; a lower-case command is relative to the pen."""
+        """A lower-case command is relative to the pen."""
         kind = command.upper()
         base = self._at if command != kind else 0
         if kind == "Z":
@@ -128,7 +124,7 @@ class _Pen:
 
 
 def _bezier(control: Sequence[Position]) -> list[Position]:
-    """Return positions on a curve of any degree, without its start."""
+    """Positions on a curve of any degree, without its start."""
     level = [np.full(_CHORDS, position, np.complex128) for position in control]
     while len(level) > 1:
         level = [first + (second - first) * _AHEAD for first, second in pairwise(level)]
@@ -138,7 +134,7 @@ def _bezier(control: Sequence[Position]) -> list[Position]:
 def _arc(
     start: Position, end: Position, rx: float, ry: float, degrees: float, large: float, sweep: float
 ) -> list[Position]:
-    """Return positions on an elliptic arc, without its start; a line if a radius is 0."""
+    """Positions on an elliptic arc, without its start; a line if a radius is 0."""
     rx, ry = abs(rx), abs(ry)
     if start == end or not (rx and ry):
         return [end]

@@ -1,6 +1,6 @@
-"""Refinement of outlines by vision features of their crops.
+"""Refinement of outlines by vision features.
 
-Shape legend: N = 1 crop, S its side, C channels, T its tokens, V vision width.
+Shape legend: N = 1 crop, S its side, C channels, T tokens, V vision width.
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 
 class MoondreamRefiner:
-    """A `MaskRefiner` over a network's vision part and a mask head."""
+    """A `MaskRefiner` over a vision part and a mask head."""
 
     def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
-        """Load the head.
-
-        Raises:
-            InvalidField: the model takes no refiner, or the file does not fit it.
-        """
         if config.refiner is None:
             raise InvalidField(f"{config.name} takes no refiner", field="refiner")
         like, side = vision.pos_emb, config.vision.crop_size
@@ -43,18 +38,15 @@ class MoondreamRefiner:
         self.answer = torch.zeros((side, side), dtype=torch.float32, device=like.device)
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
-        """Cut out the outline's crop, on any thread."""
         pixels: CroppedImage | WholeImage = image.pixels
         assert pixels.original is not None, "the frontend did not keep the image"
         return crop.cut(outline, pixels.original, self._side)
 
     def tensors(self, prepared: Crop) -> tuple[torch.Tensor, ...]:
-        """Return the crop's pixels and mask as tensors."""
         pixels_SSC, mask_SS = map(torch.from_numpy, (prepared.pixels_SSC, prepared.mask_SS))
         return pixels_SSC[None], mask_SS
 
     def refine(self) -> None:
-        """Run the vision encoder once, then the head's iterations, from `given` to `answer`."""
         pixels = normalised(self._pixels_NSSC, self._vision.pos_emb.dtype)
         patches_NTP = patches(pixels, self._patch_size)
         early_NTV, late_NTV = self._vision.encode_tapped(patches_NTP, self._settings.early_block)
@@ -63,5 +55,4 @@ class MoondreamRefiner:
         self.answer.copy_(refined_NSS[0])
 
     def finish(self, outline: Outline, prepared: Crop, answer: Values) -> Outline:
-        """Trace the refined outline, on any thread."""
         return crop.outlined(outline.label, prepared, answer)

@@ -22,7 +22,7 @@ _STEPS = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])  # right, down, left, up: 
 
 
 def trace(mask_HW: Mask) -> list[Ring]:
-    """Return all rings of a mask, in the order of their topmost corners."""
+    """List rings in the order of their topmost corners."""
     padded = np.pad(mask_HW, 1)
     above, below = padded[:-1, 1:-1], padded[1:, 1:-1]
     left, right = padded[1:-1, :-1], padded[1:-1, 1:]
@@ -42,7 +42,7 @@ def trace(mask_HW: Mask) -> list[Ring]:
 
 
 def area(ring: Ring) -> float:
-    """Count the pixels inside; negative for a hole."""
+    """Pixels inside; negative for a hole."""
     x, y = ring.T
     return float(x @ np.roll(y, -1) - np.roll(x, -1) @ y) / 2
 
@@ -80,7 +80,7 @@ def _closed(mask_HW: Mask) -> Mask:
 
 
 def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
-    """Whether a pixel or one of its neighbours along the axis is set; two pixels shorter."""
+    """Set if a pixel or a neighbour along the axis is; two shorter."""
     count = mask_HW.shape[axis] - 2
     first, second, third = (np.take(mask_HW, range(n, n + count), axis) for n in range(3))
     found: Mask = first | second | third
@@ -110,7 +110,6 @@ def _keys(
 
 
 def _cycles(following: list[int], order: list[int]) -> list[list[int]]:
-    """Group steps into cycles, which begin in this order."""
     seen = bytearray(len(following))
     walks = []
     for first in order:

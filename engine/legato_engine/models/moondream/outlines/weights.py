@@ -25,13 +25,10 @@ _UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, Safetens
 
 
 def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
-    """Load a head for this vision encoder, on the device and in the dtype of `like`.
+    """Load a head, on the device and in the dtype of `like`.
 
-    The file is .safetensors, or a .pt dict of tensors, possibly as its entry `head`. It determines
-    width and number of masks; names are those of the published head.
-
-    Raises:
-        InvalidField: the file cannot be read, or its tensors do not fit; the text names them.
+    The file is .safetensors, or a .pt dict of tensors, possibly as its entry `head`; it determines
+    width and number of masks.
     """
     stored = _read(path)
     dim, num_masks = _sizes(path, stored)

@@ -10,6 +10,5 @@ class CaptionSkill(TextSkill):
     """Text that describes the image."""
 
     def result(self, finish_reason: FinishReason) -> CaptionResult:
-        """Return the caption so far."""
         self._close()
         return CaptionResult(caption=self._answer.text)

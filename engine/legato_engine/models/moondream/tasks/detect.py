@@ -7,12 +7,12 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
-# Ints, because enum lookup is slow and every step does it.
+# Ints, because enum lookup is slow.
 _CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
 
 
 class DetectSkill(ObjectListSkill[ObjectEvent]):
-    """Boxes of all instances: x, y and size of each, then EOS."""
+    """Boxes: x, y and size of each, then EOS."""
 
     tokens_per_object = 3
     default_max_objects = 50
@@ -22,11 +22,9 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
         self._centre: list[float] = []
 
     def constraint(self) -> int:
-        """Follow the cycle x, y, size."""
         return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
-        """Return the boxes so far."""
         return DetectResult(objects=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> ObjectEvent | None:
@@ -39,7 +37,7 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:
-    """Make the box around a centre, cut to the image."""
+    """Cut the box to the image."""
     (x, y), (width, height) = centre, size
     return Box(
         x_min=max(0.0, x - width / 2),

@@ -1,4 +1,4 @@
-"""Skills that list the instances of an object."""
+"""Skills that list instances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ InstanceT = TypeVar("InstanceT", ObjectEvent, PointEvent)
 
 
 class ObjectListSkill(SkillTask, Generic[InstanceT]):
-    """Instances of `tokens_per_object` tokens each, until EOS or `max_objects` of them."""
+    """Instances of `tokens_per_object` tokens, until EOS or `max_objects`."""
 
     constrained = True
     has_payload = True
@@ -39,5 +39,4 @@ class ObjectListSkill(SkillTask, Generic[InstanceT]):
         return [instance]
 
     @abc.abstractmethod
-    def _complete(self, payload: tuple[float, float]) -> InstanceT | None:
-        """Return the instance that this token's value completes, if any."""
+    def _complete(self, payload: tuple[float, float]) -> InstanceT | None: ...

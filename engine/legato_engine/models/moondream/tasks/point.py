@@ -7,12 +7,12 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
-# Ints, because enum lookup is slow and every step does it.
+# Ints, because enum lookup is slow.
 _X, _Y = int(Allow.COORD_OR_EOS), int(Allow.COORD)
 
 
 class PointSkill(ObjectListSkill[PointEvent]):
-    """Points at all instances: x and y of each, then EOS."""
+    """Points: x and y of each, then EOS."""
 
     tokens_per_object = 2
     default_max_objects = 150
@@ -22,11 +22,9 @@ class PointSkill(ObjectListSkill[PointEvent]):
         self._x: float | None = None
 
     def constraint(self) -> int:
-        """Follow the cycle x, y."""
         return _X if self._x is None else _Y
 
     def result(self, finish_reason: FinishReason) -> PointResult:
-        """Return the points so far."""
         return PointResult(points=tuple(self._found))
 
     def _complete(self, payload: tuple[float, float]) -> PointEvent | None:

@@ -1,4 +1,4 @@
-"""The query skill, with and without reasoning."""
+"""The query skill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato_engine.models.moondream.tasks.text_skill import TextSkill
 from legato_engine.models.text_output import TextOutput
 from legato_engine.tasks import SampledToken
 
-# Ints, because enum lookup is slow and every step does it.
+# Ints, because enum lookup is slow.
 _REASONING, _TEXT, _ANSWER = int(Allow.REASONING), int(Allow.TEXT), int(Allow.ANSWER)
 
 
@@ -18,7 +18,6 @@ class QuerySkill(TextSkill):
     """An answer without reasoning."""
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
-        """Return the answer so far."""
         self._close()
         return QueryResult(answer=self._answer.text)
 
@@ -26,7 +25,7 @@ class QuerySkill(TextSkill):
 class ReasonedQuerySkill(QuerySkill):
     """Reasoning, `num_answer_tokens` answer tokens, then the answer, in one budget.
 
-    The model samples the first answer token itself; the others are forced. EOS ends the task.
+    The model samples the first answer token; others are forced. EOS ends the task.
     """
 
     constrained = True
@@ -47,17 +46,15 @@ class ReasonedQuerySkill(QuerySkill):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens before the answer, answer tokens included."""
+        """Answer tokens included."""
         return self._num_before_answer
 
     def constraint(self) -> int:
-        """Constrain by phase: reasoning, answer tokens, answer."""
         if self._num_opened == 0:
             return _REASONING
         return _TEXT if self._num_opened == self._num_answer_tokens else _ANSWER
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
-        """Return reasoning and answer so far."""
         answer = super().result(finish_reason).answer
         return QueryResult(
             answer=answer, reasoning=self._reasoning.text, grounding=self._reasoning.grounding

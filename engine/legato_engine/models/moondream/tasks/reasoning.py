@@ -1,4 +1,4 @@
-"""Reasoning text, and the points that ground spans of it."""
+"""Reasoning and its grounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReasoningOutput:
     """Turns tokens into `ReasoningDelta` events.
 
     A span runs from `ground_start` to `ground_end`. Its coord tokens are pairs of x and y; an
-    unpaired last one is dropped. A span without points is not reported.
+    unpaired last one is dropped, as is a span without points.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: SpecialTokens) -> None:
@@ -25,16 +25,14 @@ class ReasoningOutput:
 
     @property
     def text(self) -> str:
-        """All reasoning so far; grounding offsets count its characters."""
+        """Grounding offsets count its characters."""
         return self._stream.text
 
     @property
     def grounding(self) -> tuple[Grounding, ...]:
-        """All groundings so far."""
         return tuple(self._grounding)
 
     def push(self, token: SampledToken) -> list[Event]:
-        """Read a token."""
         if token.token_id == self._tokens.ground_start:
             self._span_start = len(self.text)
             self._coords = []

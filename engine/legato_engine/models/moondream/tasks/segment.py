@@ -10,14 +10,13 @@ from legato_engine.models.moondream.tasks.svg_path import SvgPath
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.tasks import SampledToken
 
-_FREE = int(Allow.FREE)  # an int, because enum lookup is slow and every step does it
+_FREE = int(Allow.FREE)  # an int, because enum lookup is slow
 
 
 class SegmentSkill(SkillTask):
     """One outline: x, y and size of its box, then path text until EOS, in any order.
 
-    The first two coords and the first size make the box; others are ignored. Path text before the
-    box is complete is emitted with it.
+    The first two coords and size make the box; earlier path text is emitted with it.
     """
 
     has_payload = True
@@ -32,11 +31,10 @@ class SegmentSkill(SkillTask):
         self._path = SvgPath()
 
     def constraint(self) -> int:
-        """Allow every token."""
         return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentResult:
-        """Return the outline so far: none without a box, an empty path if the text is invalid."""
+        """No outline without a box; an empty path if the text is invalid."""
         if self._box is None:
             return SegmentResult()
         outline = Outline(path=self._path.text, box=self._box, label=self._label)

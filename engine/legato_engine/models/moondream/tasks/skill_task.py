@@ -1,4 +1,4 @@
-"""The task of a skill: its prompt and its token budget."""
+"""The task of a skill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from legato_engine.tasks import SampledToken, with_token
 class TaskSetup:
     """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context.
 
-    `values_in_text`: answers may hold coords and sizes. `log` describes tokens, if requested.
+    `values_in_text`: answers may hold coords and sizes.
     """
 
     prompt: tuple[PromptToken, ...]
@@ -27,7 +27,7 @@ class TaskSetup:
 
 
 class SkillTask(abc.ABC):
-    """A `Task`. Skills read a token in `_read`, which may set `finish_reason`."""
+    """A `Task`; skills read a token in `_read`, which may set `finish_reason`."""
 
     constrained = False
     has_payload = False
@@ -43,11 +43,9 @@ class SkillTask(abc.ABC):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens before the answer."""
         return 0
 
     def consume(self, token: SampledToken) -> list[Event]:
-        """Read one token; the budget's last one ends the task."""
         self._num_consumed += 1
         events = self._read(token)
         if self._log is not None:
@@ -59,17 +57,13 @@ class SkillTask(abc.ABC):
         return events + self._close()
 
     @abc.abstractmethod
-    def constraint(self) -> int:
-        """Return the constraint of the next token."""
+    def constraint(self) -> int: ...
 
     @abc.abstractmethod
-    def _read(self, token: SampledToken) -> list[Event]:
-        """Return the events that a token completes."""
+    def _read(self, token: SampledToken) -> list[Event]: ...
 
     def _close(self) -> list[Event]:
-        """Return the events held back until the end."""
         return []
 
     @abc.abstractmethod
-    def result(self, finish_reason: FinishReason) -> TaskResult:
-        """Return the result so far."""
+    def result(self, finish_reason: FinishReason) -> TaskResult: ...

@@ -14,8 +14,8 @@ class SvgPath:
     """Parses a path piece by piece; the results of `push` add up to `text`.
 
     A piece is a command letter, an integer in a 960 by 960 view of the box, a minus sign for the
-    next integer, or blank. Only complete groups of a command's numbers are emitted. Any other piece
-    makes the path invalid, and `text` stays empty.
+    next integer, or blank; any other empties `text` for good. Only complete groups of a command's
+    numbers are emitted.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SvgPath:
         self._negative = False
 
     def push(self, piece: str) -> str:
-        """Read one token's text; return the path text that it completes."""
+        """Return the path text that a token completes."""
         piece = piece.strip()
         if not self._valid or not piece:
             return ""

@@ -8,11 +8,11 @@ from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.models.text_output import TextOutput
 from legato_engine.tasks import SampledToken
 
-_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow and every step does it
+_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow
 
 
 class TextSkill(SkillTask):
-    """Text until EOS or a stop string; the skill makes its `result`."""
+    """Text until EOS or a stop string."""
 
     def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
         super().__init__(setup)
@@ -20,7 +20,6 @@ class TextSkill(SkillTask):
         self._answer = answer
 
     def constraint(self) -> int:
-        """Allow text."""
         return _TEXT
 
     def _read(self, token: SampledToken) -> list[Event]:
