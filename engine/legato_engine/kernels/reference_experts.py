@@ -15,7 +15,6 @@ from legato_engine.kernels.reference import add_low_rank_rows, whole_blocks
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """See `ops.route`; the softmax is float32."""
     best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
     return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
 
@@ -27,10 +26,9 @@ def experts_sorted(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; one product per expert with tokens, whose counts are read on the host.
+    """One product per expert with tokens, whose counts are read on the host.
 
-    An expert runs whole blocks of rows, like `linear_rows`, and terms are added in the order of
-    shares.
+    An expert runs whole blocks of rows, and terms are added in the order of shares.
     """
     expert_J = routes.expert_TK.flatten()
     order_J = expert_J.argsort(stable=True)
@@ -60,7 +58,7 @@ def experts_gathered(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; copies the weights for each token, so it suits few tokens only."""
+    """Copy the weights for each token, which suits few tokens only."""
     out_TKD = []
     for expert_T in routes.expert_TK.unbind(1):
         both_TO = _own_expert(x_TD, up, expert_T)

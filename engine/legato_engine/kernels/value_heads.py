@@ -56,7 +56,7 @@ class NormedDecoders:
 class ValueHeads:
     """Encoders and decoders of values, for up to `step.MAX_TOKENS` tokens at a time.
 
-    Steps share the memory of the bins and must not overlap.
+    Steps share memory and must not overlap.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ValueHeads:
         self._reader = ValueReader(sizes)
 
     def embed(self, inputs: TokenInputs, x_BD: torch.Tensor) -> None:
-        """Fill the residual stream with the tokens' embeddings or encoded values."""
+        """Fill `x_BD` with the tokens' embeddings or encoded values."""
         self._embedder.embed(inputs, self._words_VD, x_BD)
 
     def bins(

@@ -1,9 +1,7 @@
-"""Attention of a step's tokens to paged keys and values, as one kernel.
+"""Attention of a step's tokens to paged keys and values (bf16 or e4m3), as one kernel.
 
 Consecutive tokens of one row form groups that read their keys and values once. A token's bits are
-the same alone, in any group and in any batch.
-
-Keys and values are bf16, or e4m3 in units of scales.
+the same in any group and batch.
 
 Shape legend: B tokens, H heads, E head dim (64), D = H * E, F stride of the output, R rows of the
 page table, M pages per row, N pages, S positions per page.
@@ -38,12 +36,11 @@ _PART = (HEAD_DIM + 4) * 4  # bytes of a token's softmax over some positions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPositions:
-    """Positions of B tokens, int64: their rows of `table_RM`, their positions, and `fresh_B`.
+    """Rows of `table_RM` and positions of B tokens, int64.
 
-    `fresh_B` is the first position of the token's sequence that this step writes. A `fresh_B`
-    beyond the token's own position marks padding, whose output is zeros.
-
-    A launch is laid out for `num_groups` groups, which affects only its speed.
+    `fresh_B` is the first position of the token's sequence that this step writes; beyond the
+    token's own position it marks padding, whose output is zeros. `num_groups`, for which a launch
+    is laid out, affects only its speed.
     """
 
     row_B: torch.Tensor
@@ -82,10 +79,10 @@ class Attention:
         out_BF: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Fill the first D columns of the tokens' outputs.
+        """Fill the first D columns of the outputs of at most 32 tokens.
 
-        At most 32 tokens. `positions` is read before the preceding kernel has ended. `scale_2`
-        (float32): the units of keys and of values in e4m3.
+        `positions` is read before the preceding kernel has ended. `scale_2` (float32): the units of
+        keys and of values in e4m3.
         """
         batch, heads = positions.row_B.shape[0], self._sizes.num_heads
         groups = min(batch, positions.num_groups)
@@ -112,21 +109,20 @@ class Attention:
 
 
 def splits_for(pairs: int) -> int:
-    """Thread blocks per head of a group that fit the GPU at once, for `pairs` of head and group."""
+    """Thread blocks per head of a group for which all `pairs` of both fit the GPU at once."""
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:
-    """Dynamic shared memory of a launch with rings of `stages` steps per warp.
+    """Dynamic shared memory with rings of `stages` steps per warp.
 
-    The warps' results have memory of their own, twice; with splits they reuse the rings.
+    The warps' results have their own, twice; with splits they reuse the rings.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
     return _WARPS[splits] * (stages * _STAGE + parts)
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
-    """Constants of `paged_attention.cu` for `splits` thread blocks per head of a group."""
     return {
         "DIM": sizes.num_heads * HEAD_DIM,
         "MIXED": sizes.out_stride,

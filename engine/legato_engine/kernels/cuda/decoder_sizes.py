@@ -29,12 +29,11 @@ class DecoderSizes:
 
     @property
     def mixed_dim(self) -> int:
-        """Inputs of a layer's output map: the heads, then the inner activations."""
+        """The heads, then the inner activations."""
         return self.dim + self.ff_dim
 
     @property
     def attention(self) -> AttentionSizes:
-        """Constants of the attention kernel, which writes the first of those inputs."""
         return AttentionSizes(
             num_heads=self.num_heads,
             page_size=self.page_size,
@@ -51,7 +50,7 @@ class DecoderSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, bf16 but `folded_in`; maps are packed, and the norm is folded into the first."""
+    """One layer, bf16 but `folded_in`; maps are packed, the norm is folded into the first."""
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
@@ -61,7 +60,7 @@ class LayerWeights:
 
 
 class Form(NamedTuple):
-    """What else the kernels are compiled for: tiles, and cluster sizes.
+    """What else the kernels are compiled for.
 
     Thread blocks of a cluster read the inputs of `layer_out` (`cluster`) or `layer_in`
     (`x_cluster`) once.
@@ -73,13 +72,11 @@ class Form(NamedTuple):
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
-    """The form of the kernels that serve a batch."""
     shared = skinny_gemm.cluster(batch)
     return Form(skinny_gemm.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
-    """Constants of `layer_maps.cuh`, and the parts of `layer_out`'s inputs."""
     return {
         "DIM": sizes.dim,
         "FF": sizes.ff_dim,

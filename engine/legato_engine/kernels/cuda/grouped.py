@@ -2,8 +2,7 @@
 
 Nothing is read on the host, so it serves prefill and captured steps. bfloat16 products read only
 the weights of experts with tokens; e4m3 weights are all widened first, which pays off for many
-tokens only. The code runs on any device with `F.grouped_mm`; `can_group` admits those on which it
-is one kernel.
+tokens only.
 
 Shape legend as in `kernels.ops`.
 """
@@ -23,7 +22,7 @@ _MANY = 64  # tokens from which widening pays off
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether each product is one kernel, and widening e4m3 weights pays off."""
+    """Whether each product is one kernel, and widening pays off."""
     return (
         x_TD.is_cuda
         and x_TD.dtype is torch.bfloat16
@@ -40,7 +39,6 @@ def experts(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`."""
     num_active = routes.expert_TK.shape[1]
     expert_J, order_J = routes.expert_TK.flatten().sort(stable=True)
     bound_X = _bounds(expert_J, len(up.weight_XOI))
@@ -84,7 +82,7 @@ def _change(
     expert_J: torch.Tensor,
     bound_X: torch.Tensor,
 ) -> torch.Tensor:
-    """B(A x) of each pair's slot and expert, [J, O]; grouped if all tokens read one slot."""
+    """B(A x) of each pair's slot and expert; grouped if all tokens read one slot."""
     if len(rows.slot_T) > 1:
         return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
     padding = (0, 0, 0, -rows.rank % _ALIGNMENT)

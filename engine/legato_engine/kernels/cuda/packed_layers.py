@@ -1,4 +1,4 @@
-"""A decoder's parameters in the layouts that the kernels of a decode step read.
+"""A decoder's parameters in the layouts of a decode step.
 
 Shape legend: D width.
 """
@@ -19,7 +19,7 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> LayerWeights:
     """Pack a layer with an MLP.
 
-    `rotated` puts the two rows of each rotated pair where the first map's kernel rotates them.
+    `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
     """
     assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
     weights, folded = fold_norm(*_stacked([layer.qkv, layer.mlp.fc1]), layer.norm)

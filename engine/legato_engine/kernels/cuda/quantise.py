@@ -25,7 +25,7 @@ _LOADS_SHARED = 3  # of a lane, if several warps share a row
 
 
 def defines(dim: int) -> dict[str, int]:
-    """The constants of a source for rows of `dim`, a multiple of 8 and at most `MAX_DIM`."""
+    """`dim` is a multiple of 8 and at most `MAX_DIM`."""
     loads = -(-dim // _VALUES_PER_LOAD)
     alone = loads <= _LOADS_ALONE * 32
     warps = 1 if alone else -(-loads // (_LOADS_SHARED * 32))
@@ -33,12 +33,10 @@ def defines(dim: int) -> dict[str, int]:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Whether this GPU has arithmetic for e4m3."""
     return torch.cuda.get_device_capability(device) >= FIRST_WITH_E4M3
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Whether kernels take rows of [..., K]: bf16 on a GPU, of a supported length."""
     dim = x.shape[-1]
     if x.device.type != "cuda" or x.dtype != torch.bfloat16:
         return False
@@ -46,12 +44,11 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether each tensor begins where kernels can load from."""
     return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
 
 
 def empty(x: torch.Tensor) -> Quantised:
-    """An uninitialised result for the rows of [..., K]; a captured graph has its own."""
+    """An uninitialised result; a captured graph has its own."""
     scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     return Quantised(torch.empty_like(x, dtype=E4M3), scale)
 
@@ -66,13 +63,12 @@ class RowModule:
         self._threads = 32 * constants["WARPS"] * self._rows
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name."""
         return self._module.kernel(name)
 
     def launch(
         self, kernel: Kernel, operands: Sequence[Argument], count: int, *, overlap: bool
     ) -> None:
-        """Enqueue `kernel` over `count` rows; it takes the count as its last argument.
+        """Enqueue over `count` rows, the kernel's last argument.
 
         `overlap` lets it begin early, which needs a kernel and no copy before it in the stream.
         """
@@ -89,7 +85,7 @@ class QuantiseKernels:
         self.gelu = self._module.kernel("quantise_gelu")
 
     def launch(self, kernel: Kernel, x: torch.Tensor, *, overlap: bool) -> Quantised:
-        """Enqueue one of the two kernels; `overlap` as in `RowModule.launch`."""
+        """`overlap` as in `RowModule.launch`."""
         x = x.contiguous()
         if not aligned(x):
             x, overlap = x.clone(), False
@@ -99,7 +95,6 @@ class QuantiseKernels:
 
 
 def kernels_for(x: torch.Tensor) -> QuantiseKernels | None:
-    """The kernels for rows like these, None if `fits` says no."""
     return _compiled(x.shape[-1], x.device) if fits(x) else None
 
 

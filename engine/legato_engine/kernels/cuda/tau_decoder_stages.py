@@ -38,7 +38,6 @@ class TauSizes:
 
 
 def supported(sizes: ExpertSizes) -> bool:
-    """Whether the kernels support such experts."""
     return (
         sizes.num_experts % 16 == 0
         and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
@@ -49,7 +48,7 @@ def supported(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """The layout of rows of `width` weights of `size` bytes in a stage of `row_major_gemm.cuh`."""
+    """Rows of `width` weights of `size` bytes in a stage of `row_major_gemm.cuh`."""
 
     width: int
     size: int
@@ -79,9 +78,9 @@ class Rows:
 
 
 def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """Stages of the ring of `experts_up`, as many as fit, and bytes of dynamic shared memory.
+    """As many stages of `experts_up` as fit, and bytes of dynamic shared memory.
 
-    The inputs of all tokens, and sums, lie beside the ring.
+    All tokens' inputs, and sums, lie beside the ring.
     """
     rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
@@ -89,7 +88,7 @@ def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """The same for `experts_out`: a ring of inputs, sums and tokens' terms lie beside its ring."""
+    """The same for `experts_out`: a ring of inputs, sums and terms lie beside its ring."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]
@@ -100,13 +99,11 @@ def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
 
 
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
-    """How many stages fit beside so many bytes, and the bytes of both."""
     stages = min(_MOST_STAGES, (BUDGET - beside - 128) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
 def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
-    """Constants of `tau_layer.cu`, for layers with experts (`routed`) or with an MLP."""
     decoder = sizes.decoder
     return {
         "DIM": decoder.dim,
@@ -124,7 +121,6 @@ def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
 
 
 def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
-    """Constants of `experts.cu`."""
     experts = sizes.experts
     return {
         "DIM": sizes.decoder.dim,

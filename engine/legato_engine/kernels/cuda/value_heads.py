@@ -1,7 +1,7 @@
 """Values carried by tokens: encoded into the next forward's inputs, decoded from the last hidden.
 
 A `scalar` token carries one value, a `pair` token two. A value is encoded by Fourier features and a
-linear map, and decoded as the likeliest of its bins.
+linear map, and decoded as its likeliest bin.
 
 Shape legend: B tokens, D width, R rows of the token state, N bins, S bins of both of a pair's
 values.
@@ -32,9 +32,8 @@ BINS_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 class ValueSizes:
     """Constants of the kernels; `pair_bins` counts the bins of both values.
 
-    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over
-    2^-10 .. 1. `inner_dim` is the width of two-layer decoders; None: all bins are one map of the
-    normed hidden.
+    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over 2^-10
+    .. 1. `inner_dim` is that of two-layer decoders; None: all bins are one map.
     """
 
     dim: int
@@ -49,7 +48,6 @@ class ValueSizes:
 
     @property
     def parts(self) -> int:
-        """Parts that the inner activations are cut into."""
         return skinny_gemm.num_parts(self.inner_dim or 0, self.scalar_bins)
 
 
@@ -83,7 +81,7 @@ class TokenInputs:
 
 
 class Embedder:
-    """Writes tokens and their values as the first residual stream."""
+    """Writes the first residual stream."""
 
     def __init__(self, sizes: ValueSizes, scalar: ValueEncoder, pair: ValueEncoder) -> None:
         self._sizes = sizes
@@ -128,7 +126,6 @@ class NormedBins:
         self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """See `Bins`."""
         self._head.run(hidden_BD, self._weights, self._bins_BN)
 
 
@@ -159,7 +156,6 @@ class MlpBins:
         self.pair_bins_BS = torch.zeros(MAX_TOKENS, sizes.pair_bins, device=device)
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """See `Bins`."""
         batch = hidden_BD.shape[0]
         scalar, pair, sizes = self._scalar, self._pair, self._sizes
         inner_dim = self._inner_BF.shape[1] // 2
@@ -207,9 +203,9 @@ class ValueReader:
         *,
         overlap: bool = True,
     ) -> None:
-        """Write `payload_B2` and the rows' `payload_R2` from float32 logits and their `token_R`.
+        """Write `payload_B2` and the rows' `payload_R2`.
 
-        Rows of the logits may be strided, by multiples of 4.
+        Rows of the float32 logits may be strided, by multiples of 4.
         """
         self._kernel.launch(
             (len(payload_B2), 1, 1),
@@ -227,7 +223,6 @@ def _cluster(sizes: ValueSizes, tiles: int) -> int:
 
 
 def embed_defines(sizes: ValueSizes) -> dict[str, int]:
-    """Constants of `embed.cu`."""
     return {
         "DIM": sizes.dim,
         "SCALAR_FEATURES": sizes.scalar_features,
@@ -238,7 +233,6 @@ def embed_defines(sizes: ValueSizes) -> dict[str, int]:
 
 
 def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
-    """Constants of `value_bins.cu`, for decoders of two layers."""
     return {
         "DIM": sizes.dim,
         "INNER": sizes.inner_dim or 0,
@@ -254,7 +248,6 @@ def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
 
 
 def value_argmax_defines(sizes: ValueSizes) -> dict[str, int]:
-    """Constants of `value_argmax.cu`."""
     return {
         "SCALAR_BINS": sizes.scalar_bins,
         "SCALAR_DIVISOR": sizes.scalar_divisor,
