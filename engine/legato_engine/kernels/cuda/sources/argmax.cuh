@@ -16,7 +16,6 @@ struct Best {  // lexicographically: greater `first`, greater `second`, lower `i
   u32 first, second, id;
 };
 
-// Of a warp, in every lane.
 __device__ __forceinline__ Best warp_best(Best mine) {
   const u32 first = __reduce_max_sync(~0u, mine.first);
   const u32 second = __reduce_max_sync(~0u, mine.first == first ? mine.second : 0u);

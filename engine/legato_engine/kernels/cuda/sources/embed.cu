@@ -1,9 +1,8 @@
-// Embeddings of tokens, or of the values that they carry, as the first residual stream.
+// Embeddings of tokens, or of their values, as the first residual stream.
 //
 // Constants: DIM width, SCALAR_FEATURES and PAIR_FEATURES frequencies, SCALAR and PAIR token ids. B tokens.
 #include "skinny_gemm.cuh"
 
-// x [B, DIM]: the word of each token, or its encoded value if it is a SCALAR or a PAIR token.
 // `source` [B]: a row of the token and payload state, or -1 for the prompt's own entry of that index.
 extern "C" __global__ void __launch_bounds__(WORKERS) embed(
     const i64* source, const i64* row_token, const float* row_payload, const i64* prompt_token,

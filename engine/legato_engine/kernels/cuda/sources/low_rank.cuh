@@ -1,8 +1,8 @@
-// Shared by the kernels of low-rank adapters: tokens' slots, and rows of A times inputs, one warp each.
+// Tokens' slots, and rows of A times inputs, one warp each.
 #pragma once
 #include "common.cuh"
 
-// The slot of a token; none beyond the batch.
+// None beyond the batch.
 __device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int token, int batch) {
   return token < batch ? (int)slots[rows[token]] : 0;
 }
@@ -34,7 +34,6 @@ struct LaneValues {
   }
 };
 
-// A lane's part of the product.
 template <int SHARE>
 __device__ __forceinline__ float dot(const LaneValues<SHARE>& a, const LaneValues<SHARE>& x) {
   float sum[4] = {};
