@@ -1,4 +1,4 @@
-// Types and instructions that every kernel uses; there are no system headers.
+// There are no system headers.
 #pragma once
 
 typedef unsigned short bf16;  // its bits
@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see row_major_gemm.cuh
+constexpr float LIFT = 0x1p64f;  // see row_major_gemm.cuh
 
 #define INFINITY __int_as_float(0x7f800000)
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ bf16 to_bf16(float x) { return (bf16)pack(x, 0.f); }
 __device__ __forceinline__ float rounded(float x) { return low_float(pack(x, 0.f)); }
 
-// For 16 bytes that are read once: they bypass L1 and are evicted from L2 first.
+// 16 bytes that are read once bypass L1 and leave L2 first.
 __device__ __forceinline__ u64 stream_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_stream(const void* address, u64 policy) {
   return v;
 }
 
-// 16 bytes that an earlier kernel wrote while this one may have been running already.
+// 16 bytes that an earlier kernel may still have been writing.
 __device__ __forceinline__ uint4 load_fresh(const void* address) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -59,7 +59,7 @@ __device__ __forceinline__ float load_fresh_f32(const float* address) {
   return v;
 }
 
-#ifdef DELAYS  // for tests: warps arrive late wherever they wait for each other
+#ifdef DELAYS  // for tests: warps arrive late at waits
 __device__ __forceinline__ void dawdle(u32 where) {
   u32 luck;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(luck));
@@ -86,7 +86,7 @@ __device__ __forceinline__ void wait_previous() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// A cluster barrier without ordering of writes: an arriving block has used what it read of its peers.
+// An arriving block has used what it read of its peers; writes are not ordered.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ u32 cluster_rank() {
@@ -111,14 +111,13 @@ __device__ __forceinline__ float2 load_peer2(const void* shared, u32 rank) {
   return v;
 }
 
-// Without registers; `copies_done` waits for this thread's own.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
                : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Counters in global memory by which running thread blocks signal writes.
+// Counters by which running thread blocks signal writes.
 constexpr u32 MOST_POLLS = 1 << 22;
 __device__ __forceinline__ void signal(u32* count) {
   dawdle(4);
@@ -135,7 +134,7 @@ __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   dawdle(5);
 }
 
-// Barriers in shared memory; a phase ends when arrivals and copied bytes are complete.
+// A barrier's phase ends when arrivals and copied bytes are complete.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -155,7 +154,6 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
       "r"(phase)
       : "memory");
 }
-// By the copy engine; `barrier` counts the bytes.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
@@ -163,7 +161,7 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// The same to all BLOCKS of a cluster; the barrier of each counts.
+// To all BLOCKS of a cluster; the barrier of each counts.
 template <int BLOCKS>
 __device__ __forceinline__ void copy_bulk_shared(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(

@@ -1,6 +1,4 @@
-// The experts of one token, chosen by a warp.
-//
-// Constants: EXPERTS, at most 64, ACTIVE of them, at most 8.
+// EXPERTS are at most 64, ACTIVE at most 8.
 #pragma once
 #include "argmax.cuh"
 

@@ -1,21 +1,19 @@
 // The tokens of each expert, shared by a thread block.
-//
-// Constants: as in expert_choice.cuh; TILES groups of 8 tokens.
 #pragma once
 #include "expert_choice.cuh"
 #include "skinny_gemm.cuh"
 
 constexpr int TOKENS = TILES * 8;
 
-// A pair of a token and one of its experts has number token * ACTIVE + rank, the likeliest first.
+// Pair token * ACTIVE + rank, the likeliest first.
 struct Routes {
-  u64 touched;             // the experts with tokens, a bit each
-  u32 tokens[EXPERTS];     // of an expert, a bit each
+  u64 touched;             // the experts with tokens
+  u32 tokens[EXPERTS];     // a bit each
   unsigned char expert[TOKENS * ACTIVE];
-  unsigned char pairs[EXPERTS][TOKENS];  // of an expert, in the order of its tokens
+  unsigned char pairs[EXPERTS][TOKENS];  // in the order of tokens
   float share[TOKENS * ACTIVE];
 
-  // The workers; a warp has every eighth token of logits [B, EXPERTS].
+  // The workers; logits [B, EXPERTS].
   __device__ __forceinline__ void choose(const float* logits, int batch) {
     const int lane = threadIdx.x % 32;
     for (int token = threadIdx.x / 32; token < batch; token += WARPS) {
@@ -46,7 +44,7 @@ struct Routes {
   }
 };
 
-// each(e, count) for every expert with tokens, in rising order.
+// each(e, count), in rising order.
 template <class Each>
 __device__ __forceinline__ void for_touched(const Routes& routes, Each each) {
   for (u64 left = routes.touched; left; left &= left - 1) {

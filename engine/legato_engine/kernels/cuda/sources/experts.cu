@@ -1,8 +1,7 @@
 // A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
 //
-// Constants: DIM width, INNER of an expert, EXPERTS, ACTIVE of them for a token, MIXED the stride of the heads'
-// output, TILES groups of 8 tokens, INPUT_STAGES, EXPERT_BYTES of a weight: 2 (bf16), or 1 (e4m3 with a float32 scale
-// per row). `batch` of B tokens are real; `stages` of weights fit shared memory.
+// INNER of an expert, MIXED the stride of the heads' output, EXPERT_BYTES of a weight: 2 (bf16), or 1 (e4m3 with a
+// float32 scale per row). `batch` of B tokens are real; `stages` of weights fit shared memory.
 //
 // Only experts with tokens are read, in the checkpoint's layout. A thread block has 16 rows of every expert, so the
 // choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking, so it has the
@@ -24,18 +23,18 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
-// The tile of block `i` that this warp adds up, if one of NT.
+// The tile of block `i` that this warp adds up.
 template <int NT>
 __device__ __forceinline__ int tile_of(int i) {
   return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // to balance the work
 }
 
-// The workers: block `i`'s sums, a warp a tile, go to finish(tile, sum).
+// The workers: block `i`'s sums to finish(tile, sum).
 template <int NT, class Finish>
 __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& mine = sums.blocks[i % sums.COUNT];
-  if (sums.COUNT == 1 && i > 0) workers_sync();  // the last one is added up
+  if (sums.COUNT == 1 && i > 0) workers_sync();
 #pragma unroll
   for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
   workers_sync();
@@ -43,7 +42,7 @@ __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const f
   if (tile < NT) finish(tile, mine.total(tile));
 }
 
-// one(tiles) for the fewest tiles that hold `count` tokens.
+// one(tiles), for the fewest tiles.
 template <class One>
 __device__ __forceinline__ void by_tiles(int count, One one) {
   if (TILES == 1 || count <= 8)
@@ -55,9 +54,9 @@ __device__ __forceinline__ void by_tiles(int count, One one) {
 }
 
 // inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map,
-// `weights` [EXPERTS, 2 INNER, DIM]. `normed_x` and `inner` are in UNIT. Chooses `experts` and `shares` [B, ACTIVE].
-// `change` [B * ACTIVE, 2 INNER] float32, unless null, is added for tokens with a slot. The preceding kernel, which
-// computes it, lets this one begin only after all other inputs were written.
+// [EXPERTS, 2 INNER, DIM]. `normed_x` and `inner` are in UNIT. Chooses `experts` and `shares` [B, ACTIVE]. `change`
+// [B * ACTIVE, 2 INNER] float32, unless null, is added for tokens with a slot. The preceding kernel, which computes
+// it, lets this one begin only after all other inputs were written.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const bf16* normed_x, const float* logits, const unsigned char* weights, const float* scales, bf16* inner,
     int* experts, float* shares, const float* change, const i64* slots, const i64* rows, int batch, int stages) {
@@ -104,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       const bf16* from[NT];
 #pragma unroll
       for (int tile = 0; tile < NT; tile++) {
-        const int slot = min(tile * 8 + g, count - 1);  // columns without a token are not used
+        const int slot = min(tile * 8 + g, count - 1);  // without a token: unused
         from[tile] = inputs.data + routes.pairs[e][slot] / ACTIVE * STRIDE;
       }
-      // The change for this warp's tile, prefetched: of u and g, for two tokens.
+      // Prefetched: of u and g, for two tokens.
       float more[2][2] = {};
       const int own = tile_of<NT>(block);
       const auto fetch = [&] {
@@ -150,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   });
 }
 
-// Tokens of one stage of inputs in `experts_out`.
+// Tokens of one stage of inputs.
 constexpr int STEP = TILES < 2 ? 8 : 16;
 
-// One warp; at(i, token) points at a token's inputs of the i-th stage.
+// One warp; at(i, token) points at inputs of the i-th stage.
 template <class R, class At>
 __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy, At at) {
   for (int i = 0; i < R::CHUNKS; i++)
@@ -163,7 +162,7 @@ __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy,
       });
 }
 
-// The workers: 16 rows times `count` tokens.
+// The workers.
 template <class R, int SIZE, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
   constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
@@ -191,14 +190,13 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
   }
 }
 
-// A thread block's 16 rows before they are added up.
 struct Terms {
   float pairs[TOKENS * ACTIVE][16], heads[TOKENS][16];
 };
 
-// x [B, DIM] += mixed * `proj` + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER], `proj` [DIM, DIM]. The
-// preceding kernels let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for
-// `change` [B, DIM] float32, added unless null for tokens with a slot.
+// x += mixed * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]. The preceding kernels
+// let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for `change` [B, DIM]
+// float32, added unless null for tokens with a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
     const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,

@@ -1,7 +1,7 @@
 // Attention of every token to every token of its sequence, by warpgroup products.
 //
-// Constants: HEAD dimensions of a head (64 or 72), HEADS, TOKENS of a sequence, GROUPS warpgroups that multiply (2 or
-// 3), KEYS of a block (a multiple of 32), STAGES of each ring, BOX rows of a copy (a divisor of KEYS and 64).
+// GROUPS warpgroups multiply (2 or 3), KEYS of a block are a multiple of 32, BOX rows of a copy a divisor of KEYS and
+// 64.
 //
 // A tile is 64 * GROUPS queries of one head, or 64 less in some heads, so that the last round of tiles is shorter.
 // One thread has the copy engine fetch queries, and blocks of keys and of values through a ring for each. The
@@ -25,7 +25,7 @@ constexpr int TILES = (TOKENS + QUERIES - 1) / QUERIES, NARROW_TILES = (TOKENS +
 constexpr int ROW_BYTES = WIDE + (TAIL ? NARROW : 0);                 // of queries and keys
 constexpr int VALUE_BYTES = WIDE + (TAIL ? WIDE : 0);
 constexpr int THREADS = 128 + 128 * GROUPS;
-constexpr u32 TURN = 1;  // the first of the named barriers by which warpgroups take turns
+constexpr u32 TURN = 1;  // the first named barrier of the warpgroups' turns
 static_assert((HEAD == 64 || HEAD == 72) && KEYS % 32 == 0 && BLOCKS > 0 && KEYS % BOX == 0 && 64 % BOX == 0, "sizes");
 
 struct Shared {
@@ -46,8 +46,7 @@ struct Place {
   }
 };
 
-// A head of a sequence, its first query, and how many warpgroups have queries. Tiles after the first `wide` are
-// narrow.
+// Tiles after the first `wide` are narrow.
 struct Tile {
   int sequence, head, first, groups;
   __device__ __forceinline__ Tile(int tile, int wide) {
@@ -59,7 +58,7 @@ struct Tile {
   }
 };
 
-// The copy engine's map of [sequences, TOKENS, HEADS, HEAD].
+// Of a tensor [sequences, TOKENS, HEADS, HEAD].
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -111,7 +110,6 @@ struct Copier {
     if (TAIL) rows<ROWS, WIDE>(value + KEYS * WIDE, maps.value, 64, at, first, full);
     values.next();
   }
-  // In the order of need.
   __device__ __forceinline__ void tile(const Tile& at, int buffer) {
     copy_keys<COPIED, true>(at, 0, buffer);
     copy_keys<KEYS, false>(at, REST, buffer);
@@ -131,13 +129,12 @@ __device__ __forceinline__ float power(float x) {
   return y;
 }
 
-// Of this thread's two rows so far: greatest score, and its share of the sum.
+// Of this thread's two rows: greatest score, and its share of the sum.
 struct Softmax {
   float top[2], sum[2];
   __device__ __forceinline__ void reset() { top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0.f; }
 
-  // Scores become powers below the new greatest; earlier results are to be multiplied by `shrink`. Of N keys VALID
-  // exist.
+  // Scores become powers below the new greatest; `shrink` scales earlier results. Of N keys VALID exist.
   template <int N, int VALID>
   __device__ __forceinline__ void step(float (&s)[N / 2], float (&shrink)[2]) {
     constexpr float SCALE = HEAD == 64 ? 0.125f * 1.4426950408889634f : 0.11785113019775793f * 1.4426950408889634f;
@@ -203,7 +200,7 @@ struct Group {
   __device__ __forceinline__ void leave(u64* barrier) {
     if (lane == 0) barrier_arrive(barrier);
   }
-  // Products start in turn, so that one group's softmax overlaps others' products.
+  // One group's softmax overlaps others' products.
   __device__ __forceinline__ void take_turn() {
     asm volatile("bar.sync %0, 256;" ::"r"(TURN + index) : "memory");
   }
@@ -211,7 +208,6 @@ struct Group {
     asm volatile("bar.arrive %0, 256;" ::"r"(TURN + (index + 1) % GROUPS) : "memory");
   }
 
-  // Begun when the next block's keys are there.
   template <int N>
   __device__ __forceinline__ void score(float (&s)[N / 2], int buffer) {
     const unsigned char *const query = shared.queries[buffer], *const key = shared.keys[keys.slot];
@@ -228,7 +224,6 @@ struct Group {
                         operand(key + KEYS * WIDE, BYTES_32, 8 * NARROW));
     products_commit();
   }
-  // Adds the next block's weighted values; begun when they are there.
   template <int N>
   __device__ __forceinline__ void mix(const u32 (&p)[N / 4]) {
     const u64 v = operand(shared.values[values.slot], BYTES_128, 8 * WIDE, KEYS * WIDE);
@@ -249,7 +244,6 @@ struct Group {
     for (int i = 0; i < HEAD / 2; i++) mixed[i] *= by[i % 4 / 2];
   }
 
-  // Release this block's keys, or values.
   __device__ __forceinline__ void leave_keys() {
     leave(shared.keys_empty + keys.slot);
     keys.next();
@@ -260,7 +254,7 @@ struct Group {
     values.next();
   }
 
-  // Scores of the next block, while `p` weighs the values of the preceding one.
+  // The next block's scores, while `p` weighs the preceding values.
   template <int BEFORE>
   __device__ __forceinline__ void both(float (&s)[KEYS / 2], const u32 (&p)[BEFORE / 4], Softmax& softmax, int buffer) {
     float by[2];
@@ -276,7 +270,7 @@ struct Group {
     shrink(by);
   }
 
-  // Turns and barriers of a tile without queries for this warpgroup.
+  // Turns and barriers without queries.
   __device__ __forceinline__ void skip(int buffer) {
 #pragma unroll 1
     for (int block = 0; block <= BLOCKS; block++) {
@@ -327,7 +321,7 @@ struct Group {
     store(at, out);
   }
 
-  // Rows that exist; four lanes share a row, 16 bytes of every fourth chunk each.
+  // Existing rows; four lanes share a row, 16 bytes of every fourth chunk each.
   __device__ __forceinline__ void store(const Tile& at, bf16* out) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -348,7 +342,7 @@ struct Group {
   }
 };
 
-// `tiles` of all heads of all sequences, wide ones first.
+// `tiles` of all heads of all sequences.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap query_tail,
                     const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap key_tail,

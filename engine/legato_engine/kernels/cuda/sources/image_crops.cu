@@ -1,8 +1,7 @@
 // An 8-bit RGB image to the vision tower's patches, and the tower's features to one grid.
 //
-// Constants: GRID patches on a side of a crop, PATCH pixels on a side of a patch, MARGIN patches that a tile shares
-// with each neighbour, and a plan's layout (kernels/cut_plan.py). Launches are the same for every image: loops stride
-// over the grid.
+// GRID patches on a side of a crop, PATCH pixels of a patch, MARGIN patches that neighbouring tiles share;
+// kernels/cut_plan.py has a plan's layout. Launches are the same for every image: loops stride over the grid.
 
 constexpr int SIDE = GRID * PATCH;
 constexpr int WINDOW = (GRID - 2 * MARGIN) * PATCH;
@@ -52,7 +51,7 @@ __device__ Pixel weighted(const unsigned char* bytes, int step, const int* weigh
     return out;
 }
 
-// A pixel of `between` per thread, for both targets. The canvas follows the whole image.
+// A pixel of `between` per thread; the canvas follows the whole image.
 extern "C" __global__ void image_first_pass(
     const unsigned char* __restrict__ pixels, const int* __restrict__ plan,
     unsigned char* __restrict__ between) {
@@ -74,8 +73,7 @@ extern "C" __global__ void image_first_pass(
     }
 }
 
-// The second pass, a pixel of `patches` [num_crops, TOKENS, step] per thread, by `levels`; the first 3 * PATCH_PIXELS
-// values are written. Crops that the image lacks are zeros.
+// A pixel of `patches` [num_crops, TOKENS, step] per thread, by `levels`. Crops that the image lacks are zeros.
 extern "C" __global__ void image_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
     const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
@@ -128,8 +126,7 @@ __device__ int tile_of(int at, int tiles) {
 }
 
 // Features [N, TOKENS, D] to `joined` [TOKENS, 2 * D], bfloat16 in pairs: the whole image's, then the tiles',
-// stitched and averaged over windows to the size of a crop. One block per token; `tiling` starts with rows and
-// columns.
+// stitched and averaged over windows. One block per token; `tiling` is rows and columns.
 extern "C" __global__ void stitch_pool(
     const unsigned int* __restrict__ features, const int* __restrict__ tiling,
     unsigned int* __restrict__ joined, int pairs) {

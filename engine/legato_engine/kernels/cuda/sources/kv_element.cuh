@@ -1,11 +1,11 @@
-// An element of keys or values as stored, of KV_BYTES: 2 (bf16), or 1 (e4m3 in units of a layer's scale).
+// An element of keys or values as stored: bf16, or e4m3 in units of a layer's scale.
 #pragma once
 #include "common.cuh"
 
 #if KV_BYTES == 1
 typedef unsigned char Element;
 
-// Rounded to bf16 first, as torch's are; beyond 448 the largest, and NaN stays.
+// Rounded to bf16 first, like torch's; beyond 448 the largest, and NaN stays.
 __device__ __forceinline__ Element to_element(float x, float scale) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(__fdiv_rn(rounded(x), scale)));

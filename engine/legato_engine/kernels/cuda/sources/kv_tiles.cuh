@@ -1,5 +1,5 @@
-// A step's keys and values, from pages to shared memory to tensor cores' layouts: bf16 (KV_BYTES 2), or e4m3 (1) in
-// units of a layer's scale, widened to fp16. In a warp lane = 4g + t.
+// A step's keys and values, from pages to shared memory to tensor cores' layouts: bf16, or e4m3 in units of a layer's
+// scale, widened to fp16. In a warp lane = 4g + t.
 #pragma once
 #include "kv_element.cuh"
 
@@ -13,8 +13,7 @@ static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 constexpr int RUN = 16 / KV_BYTES;  // elements copied at once
 constexpr int RUNS = HEAD / RUN;    // of a position
 
-// Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) of four runs, so that neither eight
-// positions' same run nor the runs of one meet in a bank.
+// Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) of four, against bank conflicts.
 struct Stage {
   Element keys[STEP * HEAD], values[STEP * HEAD];
 };
@@ -22,7 +21,6 @@ __device__ __forceinline__ int run_at(int position, int run) {
   return position * HEAD + ((run ^ (NARROW ? position >> 1 : position)) & (RUNS - 1)) * RUN;
 }
 
-// D[16 x 8] += A[16 x 16] B[16 x 8] of bf16, or fp16 if NARROW.
 __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (!NARROW) {
     mma(d, a0, a1, a2, a3, b0, b1);
@@ -62,7 +60,7 @@ __device__ __forceinline__ u32 widened(u32 word, int upper) {
 __device__ __forceinline__ u32 widened(u32 word, int) { return word; }
 #endif
 
-// Four 8 x 8 matrices of 16-bit elements; a lane names 16 bytes of one row.
+// Four 8 x 8 matrices; a lane names 16 bytes of one row.
 __device__ __forceinline__ uint4 load_transposed(const void* row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -70,13 +68,12 @@ __device__ __forceinline__ uint4 load_transposed(const void* row) {
   return v;
 }
 
-// A lane's 16 dimensions from 16t on of token g. The order of summation is free: product s takes its dimensions
-// 4s..4s+3.
+// A lane's dimensions from 16t on of token g. The order of summation is free: product s takes 4s..4s+3 of them.
 struct Query {
   uint4 low, high;
 };
 
-// A lane's keys of a tile: its query's dimensions, of positions g and g + 8.
+// The same dimensions of positions g and g + 8.
 struct Keys {
   uint4 of[2][NARROW ? 1 : 2];
   __device__ __forceinline__ explicit Keys(const Element* keys) {
@@ -102,11 +99,10 @@ struct Keys {
   }
 };
 
-// Which dimensions of a run of 16 a lane's words hold.
 __device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
 
-// A tile's values of the 16 dimensions from 16i on, or of two runs: of each, positions 2t, 2t + 1 (.x, .y) and 2t +
-// 8, 2t + 9 (.z, .w) of dimensions `value_dim`(g, 0) (.x, .z) and (g, 1) (.y, .w).
+// Values of one or two runs of 16 dimensions, from 16i on: positions 2t, 2t + 1 (.x, .y) and 2t + 8, 2t + 9 (.z, .w)
+// of dimensions `value_dim`(g, 0) (.x, .z) and (g, 1) (.y, .w).
 struct Values {
   static constexpr int RUNS_AT_ONCE = NARROW ? 2 : 1;
   uint4 of[RUNS_AT_ONCE];
@@ -116,7 +112,7 @@ struct Values {
       of[0] = load_transposed(values + run_at(upper * 8 + lane % 8, (2 * i + odd) % RUNS));
       return;
     }
-    // Elements are pairs of adjacent dimensions, so a word has two of each of two positions.
+    // A word has two dimensions of each of two positions.
     const uint4 v = load_transposed(values + run_at(odd * 8 + lane % 8, (i + upper) % RUNS));
 #pragma unroll
     for (int run = 0; run < RUNS_AT_ONCE; run++) {

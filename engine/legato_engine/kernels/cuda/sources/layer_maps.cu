@@ -1,8 +1,7 @@
 // A decode step of a decoder with parallel attention and MLP.
 //
-// Constants: those of layer_maps.cuh; PARTS of the inputs of `layer_out`, CLUSTER thread blocks that share them,
-// INPUT_STAGES of their ring, X_CLUSTER thread blocks of `layer_in` that read its inputs once. `stages` of weights
-// fit shared memory; `batch` of B tokens are real.
+// CLUSTER thread blocks share the PARTS of the inputs of `layer_out`, X_CLUSTER read those of `layer_in` once.
+// `stages` of weights fit shared memory; `batch` of B tokens are real.
 #include "layer_maps.cuh"
 
 static_assert(PARTS % CLUSTER == 0, "a thread block of a cluster has whole parts");
@@ -26,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
       });
 }
 
-// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. A cluster
-// shares the PARTS. `change` [B, DIM] float32 may be null.
+// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. `change` [B,
+// DIM] float32 may be null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const float* change, int batch, int stages) {
@@ -45,7 +44,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
   __syncthreads();
   launch_dependents();
-  // What is added to rows g and g + 8, a tile a warp.
   const int out = (first + rank) * 16 + g;
   float2 bias = {0.f, 0.f}, old[2] = {};
   if (warp < WARPS) {

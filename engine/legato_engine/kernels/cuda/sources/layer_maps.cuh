@@ -1,10 +1,8 @@
 // Sizes, the order of rows, and the epilogue of a layer's first maps.
 //
-// Constants: DIM width, FF inner width, HEADS of 64, ROTARY rotated dimensions of a head (32), PAGE positions, PAGES
-// of a row's table, TILES groups of 8 tokens.
-//
-// Memory: x and q [B, DIM]; mixed [B, DIM + FF]: the heads' output, then the inner activations; keys and values
-// [pages, HEADS, PAGE, 64]; `table` [rows, PAGES]; `row` and `position` [B].
+// Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, DIM +
+// FF]: the heads' output, then the inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
+// PAGES]; `row` and `position` [B].
 #pragma once
 #include "norm_gemm.cuh"
 
@@ -24,7 +22,7 @@ __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   return head + part * 16 + g;
 }
 
-// The offset of keys and values in the first head, and the position.
+// The offset in the first head, and the position.
 struct Slot {
   i64 offset;
   int position;
@@ -32,7 +30,7 @@ struct Slot {
 
 constexpr int QKV_BLOCKS = 3 * DIM / 16;
 
-// Rows g and g + 8 of a block, in the map's own order.
+// In the map's own order.
 struct Pair {
   int first, second;
   __device__ __forceinline__ explicit Pair(int block) {

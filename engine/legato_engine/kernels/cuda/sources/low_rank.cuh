@@ -1,4 +1,3 @@
-// Tokens' slots, and rows of A times inputs, one warp each.
 #pragma once
 #include "common.cuh"
 
@@ -7,7 +6,7 @@ __device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int to
   return token < batch ? (int)slots[rows[token]] : 0;
 }
 
-// A bit for each of at most 32 tokens with a slot; called by whole warps.
+// A bit for each of at most 32 tokens; called by whole warps.
 __device__ __forceinline__ u32 adapted_tokens(const i64* slots, const i64* rows, int batch) {
   return __ballot_sync(~0u, slot_of(slots, rows, threadIdx.x % 32, batch) != 0);
 }

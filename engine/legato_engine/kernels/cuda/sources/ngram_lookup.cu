@@ -1,10 +1,10 @@
-// The tokens that followed an earlier occurrence of the last ones. Histories [R, C] hold -1 for unknown tokens.
+// Histories [R, C] hold -1 for unknown tokens.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 
 // Up to `count` tokens to drafts [R, stride], from after the latest earlier match of the newest tokens; longer
-// matches win, of `shortest` to `longest` tokens. A block is a row.
+// matches win. A block is a row.
 extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* histories, const i64* newest_places, i64* drafts,
                                                              int context, int stride, int count, int shortest,
                                                              int longest) {
@@ -27,6 +27,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* historie
   __syncthreads();
   for (int warp = 0; warp < THREADS / 32; warp++) best = max(best, best_of_warps[warp]);
   if (thread >= count) return;
-  const int end = best % context;  // a repeating match is continued periodically
+  const int end = best % context;  // repeating periodically
   drafts[(i64)row * stride + thread] = best < 0 ? -1 : history[end + 1 + thread % (newest - end)];
 }
