@@ -1,19 +1,18 @@
 // A step's keys and values for up to eight queries, and merged softmaxes over parts of the positions. In a warp lane
-// = 4g + t; columns are tokens, and unused ones hold zeros, or see nothing.
+// = 4g + t; columns are tokens.
 #pragma once
 #include "kv_tiles.cuh"
 
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
 
-// A softmax over some positions: `out` is still to be divided by `sum`.
+// `out` is still to be divided by `sum`.
 struct Part {
   float out[HEAD];
   float top, sum;
-  float unused[2];  // so that a warp's stores meet no bank twice
+  float unused[2];  // against bank conflicts
 };
 
-// Of 8 tokens in a warp: tokens 2t (.x, .z) and 2t + 1 (.y, .w), dimensions 16i + `value_dim`(g, 0) (.x, .y) and (g,
-// 1) (.z, .w) of out[i].
+// Tokens 2t (.x, .z) and 2t + 1 (.y, .w), dimensions 16i + `value_dim`(g, 0) (.x, .y) and (g, 1) (.z, .w) of out[i].
 struct Parts {
   float4 out[HEAD / 16] = {};
   float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f};
@@ -44,7 +43,7 @@ __device__ __forceinline__ float power_of_two(float x) {
   return y;
 }
 
-// Of two parts; a part without positions has weight 0.
+// A part without positions has weight 0.
 struct Weights {
   float top, first, second;
   __device__ __forceinline__ Weights(float a, float b) : top(fmaxf(a, b)) {

@@ -1,7 +1,7 @@
-// Rows of bf16, or of their gelu, to e4m3 with a float32 scale each. Constants as in row_ops.cuh.
+// Rows of bf16, or of their gelu, to e4m3 with a float32 scale each.
 #include "row_ops.cuh"
 
-// x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal, its limit; small results
+// x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal limit it; small results
 // keep their relative precision.
 __device__ __forceinline__ float gelu(float x) {
   constexpr float LINEAR = -2.3022082f, CUBIC = -0.10294324f;  // -2 log2(e) sqrt(2 / pi), and 0.044715 of that

@@ -1,9 +1,9 @@
-// Row-major weights, bf16 or e4m3, for the products of skinny_gemm.cuh. A stage is CHUNK inputs of 16 rows. The copy
-// engine takes about 35 ns for any short copy, so a stage is few: one for each row, or for several whole ones.
+// Row-major weights for skinny_gemm.cuh. A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for
+// any short copy, so a stage is few: one for each row, or for several whole ones.
 #pragma once
 #include "skinny_gemm.cuh"
 
-// Inputs per stage: at most 2048 bytes of a row of WIDTH weights of SIZE bytes.
+// At most 2048 bytes of a row of WIDTH weights of SIZE bytes.
 __host__ __device__ constexpr int row_chunk(int width, int size) {
   for (int groups = 2048 / size / GROUP; groups > 1; groups--)
     if (width % (groups * GROUP) == 0) return groups * GROUP;
@@ -19,7 +19,7 @@ struct Rows {
   // For 16-byte reads without bank conflicts.
   static constexpr int LANE = SIZE == 1 ? 16 : 8;  // inputs from lane to lane
   static constexpr int HALF = SIZE == 1 ? 8 : 32;  // from its first eight to the others
-  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between the inputs of tokens
+  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between tokens
 
   // Adjacent rows of a product come from adjacent copies.
   static __device__ __forceinline__ int row(int g) {
@@ -29,11 +29,11 @@ struct Rows {
   static __device__ __forceinline__ int offset(int row) { return row / TOGETHER * PIECE + row % TOGETHER * BYTES; }
 };
 
-// Sign, exponent and mantissa of e4m3 are moved as they are to bf16, which has other units, subnormals included.
-// Tokens are lifted by LIFT, so that no sum gets too small for float32.
+// e4m3's sign, exponent and mantissa are moved as they are, subnormals included, so bf16 has other units. Tokens are
+// lifted by LIFT, so that no sum gets too small for float32.
 constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of sums
 
-// Of two e4m3 in the upper bytes of both halves.
+// Of e4m3 in the upper bytes of both halves.
 __device__ __forceinline__ u32 widened(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
 
 __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
           widened(__byte_perm(second, 0, 0x1404)), widened(__byte_perm(second, 0, 0x3424))};
 }
 
-// One warp; at(row) points at the stage's first input of it.
+// One warp; at(row) points at the stage's first input.
 template <class R, class At>
 __device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
   const int lane = threadIdx.x % 32;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
   ring.next();
 }
 
-// One warp: `inputs` of each of `count` tokens, `stride` apart; at(i) points at the i-th token's.
+// One warp: `inputs` of each token, `stride` apart, from at(i).
 template <class At>
 __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs, int stride, u64 policy, At at) {
   const int lane = threadIdx.x % 32;

@@ -1,5 +1,4 @@
-// Rows of bf16 in registers. Constants: DIM values of a row, a multiple of 8; WARPS that share a row; ROWS of a
-// thread block, 1 unless WARPS is 1. Every value is read once.
+// Rows of bf16 in registers. DIM is a multiple of 8; ROWS of a thread block are 1 unless WARPS of a row are 1.
 #pragma once
 #include "common.cuh"
 
@@ -26,7 +25,7 @@ __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
   return quad;
 }
 
-// This thread's share: load `i` is load i * LANES + lane of the row.
+// Load `i` is load i * LANES + lane of the row.
 struct Row {
   float values[HELD][WIDTH];
   int lane;
@@ -52,7 +51,7 @@ struct Row {
     }
   }
 
-  // x becomes x + y, rounded; all loads are issued before the first is used.
+  // x becomes x + y, rounded; all loads are issued first.
   __device__ __forceinline__ void load_sum(bf16* x, const bf16* y) {
     uint4 sums[HELD], terms[HELD];
 #pragma unroll
@@ -109,7 +108,7 @@ struct Row {
     }
   }
 
-  // Summed over this thread's values within the row.
+  // Over this thread's values.
   template <class Value>
   __device__ __forceinline__ float sum(Value value) const {
     float total = 0.f;
@@ -121,7 +120,7 @@ struct Row {
   }
 };
 
-// Over all threads of a row; every use has its own `shared` [WARPS].
+// Over all threads of a row; every use has its own `shared`.
 template <class Combine>
 __device__ __forceinline__ float across_warps(float x, float* shared, Combine combine) {
   if constexpr (WARPS > 1) {
@@ -156,7 +155,7 @@ __device__ __forceinline__ void normalise(Row& row, const bf16* weight, const bf
   }
 }
 
-// `out` [DIM] bytes; value = e4m3 * scale.
+// value = e4m3 * scale.
 __device__ __forceinline__ void quantise(const Row& row, unsigned char* out, float* scale, float* shared) {
   float most = 0.f;
 #pragma unroll

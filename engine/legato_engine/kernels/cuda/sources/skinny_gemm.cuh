@@ -4,9 +4,8 @@
 // one thread with a bulk copy per stage. It needs only weights, so it begins before the preceding kernel has ended.
 // Eight warps take 64 inputs of each stage.
 //
-// Weights are packed (packing.py): a stage is contiguous fragments of tensor-core products as lanes hold them. The
-// order of summation is free, so a lane's 16 bytes are 8 successive inputs of one row; tokens' inputs are read in the
-// same order.
+// Weights are packed (packing.py) as lanes hold fragments. The order of summation is free, so a lane's 16 bytes are 8
+// successive inputs of one row; tokens' inputs are read in the same order.
 //
 // Sums run in an order that depends on the sizes only, so a token's bits do not depend on the batch. Columns without
 // a token hold zeros.
@@ -15,7 +14,7 @@
 
 constexpr int WARPS = 8;  // that multiply
 constexpr int WORKERS = WARPS * 32;
-constexpr int GROUP = 64;  // inputs of a stage that one warp takes
+constexpr int GROUP = 64;  // a warp's inputs of a stage
 constexpr int PAD = 32;    // elements between tokens, against bank conflicts
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -30,8 +29,7 @@ __host__ __device__ constexpr int chunk_of(int inputs) {
 
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
-// Between one producer and the workers. The last `late` stages lie at `late_data`, in use until the workers `open`
-// them.
+// The last `late` stages lie at `late_data`, in use until the workers `open` them.
 struct Ring {
   bf16 *data, *late_data = nullptr;
   u64 *full, *empty;
@@ -56,7 +54,7 @@ struct Ring {
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, phase ^= 1;
   }
-  // The producer: a free stage for `bytes`.
+  // The producer.
   __device__ __forceinline__ bf16* acquire(int bytes) {
     barrier_wait(empty + slot, slot < early ? phase ^ 1 : phase);
     barrier_expect(full + slot, bytes);
@@ -72,7 +70,7 @@ struct Ring {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
     next();
   }
-  // The workers: this warp no longer needs `late_data`.
+  // The workers.
   __device__ __forceinline__ void open() {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
@@ -80,7 +78,7 @@ struct Ring {
   }
 };
 
-// The producer's whole work: `count` stages of packed weights from at(i).
+// The producer: `count` stages from at(i).
 template <int CHUNK, class At>
 __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   constexpr int BYTES = 16 * CHUNK * 2;
@@ -92,11 +90,11 @@ __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   }
 }
 
-// 64 inputs of NT tiles, as a lane holds them.
+// As a lane holds them.
 template <int NT>
 struct Tokens {
   uint4 of[NT][2];
-  // With one tile only `live` lanes have a token; `from` is the lane's own.
+  // With one tile only `live` lanes have a token.
   __device__ __forceinline__ void load(const bf16* from, int stride, bool live) {
 #pragma unroll
     for (int tile = 0; tile < NT; tile++)
@@ -107,7 +105,7 @@ struct Tokens {
   }
 };
 
-// `low` and `high` are the lane's of row g and of row g + 8.
+// The lane's of row g and of row g + 8.
 template <int NT>
 __device__ __forceinline__ void multiply(
     float4 (&sum)[NT], const uint4 (&low)[2], const uint4 (&high)[2], const Tokens<NT>& tokens) {
@@ -121,7 +119,7 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// `weights` is the lane's own, as packed.
+// The lane's own.
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
   uint4 low[2], high[2];
@@ -146,21 +144,21 @@ struct WarpSums {
   }
 };
 
-// Whether the tokens' inputs fit registers, to be read from shared memory once.
+// Whether inputs fit registers, to be read from shared memory once.
 template <int NT>
 constexpr bool HELD = NT <= 2;
 
-// Two where there is room: one is added up while the next block runs.
+// Two if they fit: one is added up while the next block runs.
 template <int NT>
 struct BlockSums {
   static constexpr int COUNT = NT < 4 ? 2 : 1;
   WarpSums<NT> blocks[COUNT];
 };
 
-// The workers' half of `count` blocks whose inputs, INPUTS of each token, lie in one stage and are HELD from the
-// first block on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile,
-// sum, prepare(i)): one warp per tile of 8 tokens, which prepares before it multiplies; sum.x, .y are row g of tokens
-// 2t and 2t+1, .z, .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
+// The workers' half of `count` blocks whose INPUTS of each token lie in one stage and are HELD from the first block
+// on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile, sum,
+// prepare(i)): one warp per tile, which prepares before it multiplies; sum.x, .y are row g of tokens 2t and 2t+1, .z,
+// .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
 template <int NT, int INPUTS, class Before, class Prepare, class Finish>
 __device__ __forceinline__ void multiply_blocks(
     int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, int batch, Before before, Prepare prepare,
@@ -185,7 +183,7 @@ __device__ __forceinline__ void multiply_blocks(
       ring.release();
     }
     auto& mine = sums.blocks[block % sums.COUNT];
-    if (sums.COUNT == 1 && block > 0) workers_sync();  // the last one is added up
+    if (sums.COUNT == 1 && block > 0) workers_sync();
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
     if (block == 0) {
@@ -197,14 +195,14 @@ __device__ __forceinline__ void multiply_blocks(
   }
 }
 
-// Inputs are cut into NP parts that are multiplied apart.
+// For NP parts of the inputs.
 template <int NT, int NP>
 struct PartSums {
   float4 all[NP][NT][32];
 };
 
-// The workers' half; inputs arrive by their own ring. A cluster of SHARED thread blocks shares as many blocks of
-// rows: each multiplies its parts of the inputs with all of them.
+// The workers' half. A cluster of SHARED thread blocks shares as many blocks of rows: each multiplies its parts of
+// the inputs with all of them.
 template <int NT, int NP, int SHARED, int WIDTH>
 __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSums<NT, NP>& sums, int batch) {
   constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, OWN = NP / SHARED;
@@ -240,15 +238,13 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
   }
 }
 
-// Stage `i` for `multiply_parts`, of all stages as packed.
 template <int NP, int SHARED, int WIDTH>
 __device__ __forceinline__ i64 parts_stage(int i, int first, int rank) {
   constexpr int CHUNKS = WIDTH / chunk_of(WIDTH);
   return (i64)(first + i % SHARED) * (NP * CHUNKS) + rank * (NP / SHARED) * CHUNKS + i / SHARED;
 }
 
-// For all threads: a block's parts are added up in order; finish(tile, sum) as above. Cluster member `rank` adds up
-// block `rank`.
+// For all threads: a block's parts are added up in order. Cluster member `rank` adds up block `rank`.
 template <int NT, int NP, int SHARED, class Finish>
 __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Finish finish) {
   constexpr int OWN = NP / SHARED;
@@ -270,7 +266,7 @@ __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Fini
 template <int NT>
 __device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
-// For columns beyond the batch, which no copy fills.
+// Beyond the batch, which no copy fills.
 template <int NT>
 __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   uint4* from = reinterpret_cast<uint4*>(inputs + batch * stride);
@@ -278,8 +274,8 @@ __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
 }
 
-// The second producer's whole work, by a warp: CHUNK inputs of each token per stage, from at(i, token). With SHARED a
-// cluster's blocks read each token once: `rank` has every SHARED-th, for all.
+// The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each
+// token once: `rank` has every SHARED-th, for all.
 template <int CHUNK, int SHARED = 1, class At>
 __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch, At at, int rank = 0) {
   const int token = threadIdx.x % 32;

@@ -1,8 +1,7 @@
 // The first kernels of a layer with gains on queries and values: the map, then the gains.
 //
-// Constants: those of layer_maps.cuh; EXACT whether the gains' gelu is; EXPERTS that replace this layer's MLP, or 0,
-// EXPERT_BYTES of their weights; KV_BYTES of an element. qkv and features [B, 3 DIM]: queries, keys and values, and
-// their gelu.
+// EXACT: the gains' gelu is; EXPERTS replace this layer's MLP unless 0. qkv and features [B, 3 DIM]: queries, keys
+// and values, and their gelu.
 #include "kv_element.cuh"
 #include "norm_gemm.cuh"
 #include "row_major_gemm.cuh"
@@ -16,8 +15,7 @@ static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 1
 
 // `weights` [3 DIM + FF or EXPERTS]: query, key and value map, then the MLP's first map or the router, times the
 // norm's scale; `folded` as in `normed`. Inner activations go to `mixed` [B, DIM + FF], with `change` [B, FF] float32
-// added to the first map unless null; else `logits` [B, EXPERTS], and the normed tokens to `normed_x` [B, DIM], in
-// the experts' unit.
+// added to the first map unless null; or `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
@@ -80,11 +78,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
 constexpr int GROUP_TOKENS = WARPS;  // of a thread block of `gains`
 constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
-// q [B, DIM], and keys and values in their pages: queries and values times tanh(w . features) + the position's part,
-// queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values'; `placed` [positions,
-// HEADS]; `scales`: units of e4m3 keys and values. A block is a head of 8 tokens. `follows_experts`: the preceding
-// kernel let this one begin only after `tau_in` had ended, and wrote nothing read here; later kernels may then begin
-// only after that kernel, too, has ended.
+// queries and values times tanh(w . features) + the position's part, queries and keys rotated. `weights` [2 HEADS, 3
+// DIM]: the queries' rows, then the values'; `placed` [positions, HEADS]; `scales`: units of e4m3. A block is a head
+// of 8 tokens. `follows_experts`: the preceding kernel let this one begin only after `tau_in` had ended, and wrote
+// nothing read here; later kernels may then begin only after that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const bf16* qkv, const bf16* features, const bf16* weights, const float* placed, const float* cos_table,
     const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, Element* keys,
@@ -133,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const i64 at = position[token], page = table[row[token] * PAGES + at / PAGE];
     const float here = placed[at * HEADS + head];
     const float query_gain = tanhf(sum.x) + here, value_gain = tanhf(sum.y) + here;
-    // A lane's two dimensions: a rotated pair, or adjacent ones after the rotated part.
+    // A lane has a rotated pair, or adjacent dimensions after the rotated part.
     const bool turns = lane < HALF;
     const int low = turns ? lane : 2 * lane, high = turns ? lane + HALF : 2 * lane + 1;
     const float c = turns ? cos_table[at * HALF + lane] : 1.f, s = turns ? sin_table[at * HALF + lane] : 0.f;

@@ -1,5 +1,4 @@
-// The likeliest bin of a token's decoder. Constants: SCALAR and PAIR token ids, SCALAR_BINS, PAIR_BINS (of first
-// values, then of second), SCALAR_DIVISOR of a scalar's bin.
+// The likeliest bin of a token's decoder. PAIR_BINS are of first values, then of second.
 #include "argmax.cuh"
 
 constexpr float PAIR_OCTAVES = 10.f;  // of a pair's values, even by logarithm over 2^-10 .. 1
@@ -21,7 +20,7 @@ __device__ __forceinline__ u32 likeliest(const float* logits, int count) {
 }
 
 // row_payload [R, 2] and payload [B, 2]: (value, 0) for SCALAR, both for PAIR, else zeros. A block is a row, its
-// warps the values. Strides are between rows of bins.
+// warps the values.
 extern "C" __global__ void __launch_bounds__(64) value_argmax(const float* scalar_bins, const float* pair_bins,
                                                          const i64* rows, const i64* row_token, float* row_payload,
                                                          float* out, int scalar_stride, int pair_stride) {

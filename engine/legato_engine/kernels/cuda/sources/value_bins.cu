@@ -1,7 +1,4 @@
-// Logits of values' bins, from the residual stream by two-layer decoders.
-//
-// Constants: DIM width, INNER width, SCALAR_BINS and PAIR_BINS (all of a decoder's outputs), SCALAR and PAIR token
-// ids, the rest as in layer_maps.cu.
+// Logits of values' bins, by two-layer decoders. SCALAR and PAIR are token ids.
 #include "skinny_gemm.cuh"
 
 // Which decoders any token needs; uniform over the grid.
@@ -14,7 +11,7 @@ __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scala
   }
 }
 
-// inner [B, 2 * INNER]: gelu of the scalar decoder's first layer, then of the pair's.
+// inner [B, 2 * INNER]: gelu of the scalar's first layer, then of the pair's.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
     const i64* tokens, const bf16* hidden, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, bf16* inner, int batch, int stages) {
@@ -69,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
   multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, biases, finish);
 }
 
-// [B, SCALAR_BINS] and [B, PAIR_BINS] float32; a decoder that no token needs leaves its own.
+// A decoder that no token needs leaves its own.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
     const i64* tokens, const bf16* inner, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, float* scalar_bins, float* pair_bins, int batch, int stages) {

@@ -4,12 +4,12 @@
 // written.
 //
 // Of D a thread holds rows r and r + 8, r = warp * 16 + lane / 4: d[4 i + j], j in 0..3, is in row r + j / 2 * 8 and
-// column 8 i + lane % 4 * 2 + j % 2. A in registers is held likewise, as pairs: a[i] = (d[2 i], d[2 i + 1]).
+// column 8 i + lane % 4 * 2 + j % 2. A in registers is alike: a[i] = (d[2 i], d[2 i + 1]).
 #pragma once
 #include "common.cuh"
 
-// An operand in shared memory: rows of 128 or 32 bytes with the copy engine's swizzle, eight of which repeat it; it
-// begins where the swizzle does.
+// An operand in shared memory: rows of 128 or 32 bytes with the copy engine's swizzle, which eight rows repeat and
+// where it begins.
 //
 // K-major, a row is one of M or N, its bytes along K: the next eight rows are `stride` bytes away, `apart` is unused,
 // and a step of K is 32 bytes. N-major, a row is one of K, its bytes along N: the next eight rows are `stride` bytes
@@ -50,7 +50,7 @@ __device__ __forceinline__ void settle(float (&values)[COUNT]) {
 #define WGMMA_OUT_40(d) WGMMA_OUT_32(d), WGMMA_8(d, 32)
 #define WGMMA_OUT_48(d) WGMMA_OUT_40(d), WGMMA_8(d, 40)
 
-// N columns are COUNT = N / 2 registers; later operands are numbered from there.
+// N columns are COUNT = N / 2 registers; later operands follow.
 #define WGMMA_SHARED(N, COUNT, A, B, ADD)                                                             \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                 \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_NAMES_##COUNT "}, %" #A ", %" #B \
