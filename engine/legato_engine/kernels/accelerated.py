@@ -40,7 +40,6 @@ def draft_layer_proposer(
     kv: tuple[torch.Tensor, torch.Tensor],
     angles: tuple[torch.Tensor, torch.Tensor],
 ) -> Proposer | None:
-    """A one-layer draft over the keys and values `kv`."""
     device, dtype = weights.words_VD.device, weights.words_VD.dtype
     if not draft_layer.supported(sizes, device, dtype, kv[0].dtype):
         return None

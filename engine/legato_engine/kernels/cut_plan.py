@@ -39,7 +39,7 @@ _TABLES_AT = HEADER_WORDS + 2 * TARGET_WORDS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CropGeometry:
-    """Sizes of a crop and a patch in pixels, and the overlap of tiles in patches."""
+    """Pixels of a crop and of a patch, and patches that tiles overlap by."""
 
     crop_size: int
     patch_size: int
@@ -50,7 +50,6 @@ class CropGeometry:
         return self.crop_size // self.patch_size
 
     def canvas_size(self, tiles: int) -> int:
-        """Pixels that adjacent tiles span."""
         margins = 2 * self.margin * self.patch_size
         return tiles * (self.crop_size - margins) + margins
 
@@ -70,7 +69,7 @@ class Target:
 
     @property
     def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Sizes before and after each pass, of the axis that it resizes."""
+        """Sizes before and after each pass, of its axis."""
         rows, columns = (self.height, self.to_height), (self.width, self.to_width)
         return (rows, columns) if self.rows_first else (columns, rows)
 
@@ -95,7 +94,6 @@ class CutPlan:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The whole image, and the canvas if there are tiles."""
         side = self.geometry.crop_size
         sizes = [(side, side)]
         if self.tiling != (1, 1):
@@ -121,7 +119,7 @@ class CutPlan:
         return largest <= MAX_PIXELS and self.num_words <= MAX_WORDS
 
     def write(self, words_N: npt.NDArray[np.int32]) -> int:
-        """Fill the first words of `words_N` and return `num_words`."""
+        """Return `num_words`."""
         own_N = _words(self)
         words_N[: own_N.size] = own_N
         return own_N.size

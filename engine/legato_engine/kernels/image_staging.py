@@ -1,4 +1,4 @@
-"""Images on their way to the device: pinned memory, and what is copied of it.
+"""Images on their way to the device, in pinned memory.
 
 Shape legend: H, W and C rows, columns and channels of an image.
 """

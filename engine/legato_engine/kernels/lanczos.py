@@ -28,7 +28,7 @@ _CACHED_TABLES = 256
 class Table:
     """The resize of one axis: pixel o is the sum of `counts_O[o]` pixels from `starts_O[o]` on.
 
-    Arrays are int32, read-only because tables are shared. `weights_OK` has `PRECISION_BITS`
+    Arrays are int32, and read-only because they are shared. `weights_OK` has `PRECISION_BITS`
     fraction bits, and zeros from `counts_O` on.
     """
 
@@ -46,7 +46,7 @@ def num_weights(size_in: int, size_out: int) -> int:
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
 def table(size_in: int, size_out: int) -> Table:
-    """The weights between sizes of at least 1; equal ones copy every pixel, like a skipped pass."""
+    """Weights between sizes of at least 1; equal ones copy, like a skipped pass."""
     starts_O = np.arange(size_out)
     counts_O = np.ones(size_out, np.int64)
     weights_OK = np.ones((size_out, 1))
@@ -61,7 +61,7 @@ def table(size_in: int, size_out: int) -> Table:
 
 
 def rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Whether Pillow resizes the height before the width, because that is cheaper."""
+    """Whether Pillow resizes the height first."""
     return height - to_height > max(0, 2 * (width - to_width))
 
 

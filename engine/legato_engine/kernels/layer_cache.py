@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class LayerCache(NamedTuple):
     """Pages of keys and of values, in the computation's dtype, or in e4m3 in units of `scale_2`.
 
-    N pages, H heads, S positions per page, E head dim. `scale_2` (float32): of keys, of values.
+    N pages, H heads, S positions, E head dim. `scale_2` (float32): of keys, of values.
     """
 
     k_NHSE: torch.Tensor

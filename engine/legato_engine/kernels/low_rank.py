@@ -1,4 +1,4 @@
-"""Low-rank adapters in slots: which tokens read which slot, and the slots' matrices.
+"""Low-rank adapters in slots.
 
 Shape legend: T tokens, S slots, X experts, R ranks, I and O a map's inputs and outputs.
 """
@@ -27,7 +27,7 @@ class AdapterRows:
 
 
 class LowRankMap(NamedTuple):
-    """A layer's slots for one map: B(A x) is added to the map's result."""
+    """A layer's slots for one map, whose result B(A x) is added to."""
 
     a_SRI: torch.Tensor
     b_SRO: torch.Tensor
@@ -42,7 +42,7 @@ class ExpertMap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpSlots:
-    """A layer's slots for its MLP's maps, and the norm that the MLP reads."""
+    """A layer's slots for its MLP, and the norm that it reads."""
 
     norm: Affine
     fc1: LowRankMap
@@ -51,7 +51,7 @@ class MlpSlots:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlots:
-    """A layer's slots for its experts' maps; ranks are those of one expert."""
+    """A layer's slots for its experts; ranks are those of one expert."""
 
     up: ExpertMap
     down: ExpertMap

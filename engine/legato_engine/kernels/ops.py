@@ -29,7 +29,7 @@ _ALIGNMENT = 16  # bytes of a matrix row's start; libraries are several times sl
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """Cosines and sines of T tokens' angles, and their int64 pages and slots."""
+    """T tokens' cosines and sines, and int64 pages and slots."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
@@ -41,8 +41,8 @@ class AttentionMetadata:
 class Span:
     """Consecutive positions, from `start` on, of C sequences with equally many tokens.
 
-    The tokens of one sequence follow those of the one before. `pages_CM` (int64, contiguous rows)
-    covers all earlier positions too; the tables are float32 [P, R/2].
+    Sequences follow each other. `pages_CM` (int64, contiguous rows) covers earlier positions too;
+    the tables are float32 [P, R/2].
     """
 
     start: int
@@ -51,7 +51,7 @@ class Span:
     sin_PR: torch.Tensor
 
     def metadata(self, count: int, page_size: int) -> AttentionMetadata:
-        """The metadata of the first `count` tokens of all sequences together."""
+        """Of the first `count` tokens of all sequences together."""
         num_sequences = len(self.pages_CM)
         stop = self.start + count // num_sequences
         positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
@@ -65,7 +65,7 @@ class Span:
 
 
 def tile_counters(count: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory for `count` products: one row each, to be cleared before its next product."""
+    """Zeroed memory, a row for each product, to be cleared before the next."""
     return gemm.counters(count, device)
 
 
@@ -77,7 +77,7 @@ def linear_counted(
     *,
     gelu: bool = False,
 ) -> torch.Tensor | None:
-    """Compute `linear` with one of `tile_counters`; None without a counter or such a kernel.
+    """Compute `linear` with one of `tile_counters`; None without such a kernel.
 
     `gelu` applies the tanh form before rounding.
     """
@@ -132,7 +132,7 @@ def add_low_rank(
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Add three tensors of one shape from left to right, rounded once or twice."""
+    """Add tensors of one shape from left to right, rounded once or twice."""
     if prefill.can_add(x, y, z):
         return prefill.add3(x, y, z)
     return x + y + z
@@ -145,10 +145,10 @@ def rotate_and_cache(
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys, write keys and values to their slots, and return all three.
+    """Rotate queries and keys, and write keys and values to their slots.
 
-    `qkv_TGE` has the heads of queries, keys and values. Both caches have one dtype. The results [T,
-    H, E] may be views of `qkv_TGE`, changed in place.
+    `qkv_TGE` has the heads of queries, keys and values. Both caches have one dtype. All three
+    results [T, H, E] may be views of `qkv_TGE`, changed in place.
     """
     num_kv = k_NHSE.shape[1]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
@@ -182,14 +182,14 @@ def _write_and_read(
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """Write T keys or values, of the cache's dtype, to their int64 (page, slot)."""
+    """Write T keys or values of the cache's dtype."""
     pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
     """Copy pages in all layers (L), by int64 (source, destination) on the caches' device.
 
-    No source is another pair's destination; a page may be copied onto itself.
+    No source is another pair's destination, but may be its own.
     """
     if prefill.can_copy(k_LNHSE, v_LNHSE):
         prefill.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
@@ -198,14 +198,14 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """Copy the first `length` positions of the pages, as stored, to [length, H, E]."""
+    """Copy the first `length` positions as stored, [length, H, E]."""
     return pages.gather_pages(cache_NHSE, pages_M, length)
 
 
 def gather_cached(
     cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read keys and values [length, H, E], converted to `dtype` if stored as e4m3."""
+    """Read [length, H, E], converted to `dtype` if stored as e4m3."""
     return pages.gather_cached(cache, pages_M, length, dtype)
 
 
@@ -221,8 +221,7 @@ def full_attention(
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
     """Attention [T, H, E] of the last T of L positions to themselves and all before.
 
-    On the CPU a token has the bits of `decode_attention`, so results do not depend on how much of
-    the sequence was cached.
+    On the CPU a token has the bits of `decode_attention`, however much of the sequence was cached.
     """
     if q_THE.device.type == "cpu":
         return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
@@ -249,7 +248,7 @@ def decode_attention(
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """The likeliest experts of each token, and their shares: a softmax over these experts only."""
+    """The likeliest experts of each token, and a softmax over these only."""
     return reference_experts.route(logits_TX, num_active)
 
 
@@ -264,9 +263,8 @@ def experts(
 ) -> torch.Tensor:
     """Sum each token's experts by their shares, [T, D].
 
-    An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`.
-    Adapters change both maps. On a GPU a `capturable` call reads nothing on the host, and no shape
-    depends on the routes.
+    An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`. On
+    a GPU a `capturable` call reads nothing on the host, and no shape depends on the routes.
     """
     if grouped.can_group(x_TD, up, down):
         return grouped.experts(x_TD, routes, up, down, adapters)

@@ -16,7 +16,7 @@ _E4M3_MAX = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Round to e4m3 units of `scale`; larger values become the largest, NaN stays."""
+    """Larger values become the largest, NaN stays."""
     if scale is None:
         return x
     return (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
@@ -29,7 +29,6 @@ def dequantise(
 
 
 def units(scale_2: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """The scales of keys and of values, or two None."""
     return (None, None) if scale_2 is None else scale_2.unbind()
 
 
@@ -61,7 +60,7 @@ def gather_cached(
 
 
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index_select` along the first dimension, for any dtype."""
+    """`index_select` for any dtype."""
     return indexable(x).index_select(0, index).view(x.dtype)
 
 
@@ -71,7 +70,7 @@ def all_pages(
     scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row's pages, [B, M * S, H, E]."""
+    """[B, M * S, H, E]."""
     stored = indexable(cache_NHSE)[page_table_BM].view(cache_NHSE.dtype)
     return dequantise(stored.transpose(2, 3).flatten(1, 2), scale, dtype)
 

@@ -1,7 +1,4 @@
-"""The operations of `ops` in plain torch: their definition, and the fallback without a kernel.
-
-Shape legend as in `ops`.
-"""
+"""The operations of `ops` in plain torch: their definition; shape legend as there."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ def add_low_rank_rows(
     slot_T: torch.Tensor,
     rank_S: torch.Tensor,
 ) -> torch.Tensor:
-    """Slot by slot, each at its own rank."""
     slots, ranks = slot_T.tolist(), rank_S.tolist()
     if len(slots) == 1:
         slots *= x_TI.shape[0]
@@ -57,7 +53,6 @@ def add_low_rank_gathered(
     slot_T: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """Copy its slot's first `rank` ranks for every row."""
     a_TRI = a_SRI[:, :rank].index_select(0, slot_T)
     b_TRO = b_SRO[:, :rank].index_select(0, slot_T)
     if slot_T.shape[0] == 1:
@@ -104,7 +99,6 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
 def suffix_attention_rows(
     q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor
 ) -> torch.Tensor:
-    """Row by row over exactly the row's context."""
     out_THE = torch.empty_like(q_THE)
     before = k_LHE.shape[0] - q_THE.shape[0]
     for row, q_HE in enumerate(q_THE):
@@ -119,7 +113,7 @@ def decode_attention_rows(
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
-    """Row by row over the row's context, gathered once for consecutive rows of one sequence."""
+    """The context is gathered once for consecutive rows of one sequence."""
     out_BHE = torch.zeros_like(q_BHE)
     lengths, tables = (positions_B + 1).tolist(), page_table_BM.tolist()
     for table, rows in groupby(range(len(tables)), key=tables.__getitem__):
@@ -142,7 +136,7 @@ def decode_attention_padded(
 ) -> torch.Tensor:
     """Over all pages of the table, masked, without a host read.
 
-    Positions after a row's own are zeroed too, because they may hold NaN.
+    Positions after a row's own are zeroed, because they may hold NaN.
     """
     num_kv_heads, page_size = cache.k_NHSE.shape[1:3]
     context = page_table_BM.shape[1] * page_size
@@ -165,7 +159,7 @@ def _spread(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """Attention of one token to everything; G of its heads share a key head."""
+    """G of the token's heads share a key head."""
     q_1HGE = q_HE.reshape(1, k_LHE.shape[1], -1, q_HE.shape[-1])
     k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
     return F.scaled_dot_product_attention(q_1HGE, k_1HLE, v_1HLE)[0].flatten(0, 1)

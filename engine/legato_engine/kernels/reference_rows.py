@@ -1,7 +1,4 @@
-"""The operations of `row_ops` with torch, on any device.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""The operations of `row_ops` with torch; shape legend as there."""
 
 from __future__ import annotations
 

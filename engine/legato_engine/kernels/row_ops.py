@@ -23,9 +23,8 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + y (x itself without y) and its layer norm over K, in `out` if given.
 
-    y has x's shape or repeats over its first dimension. The last write to either must come from a
-    kernel, not from a copy. The sum may reuse the storage of x, which the caller must own and not
-    read again.
+    y may repeat over its first dimension. The last write to either must come from a kernel, not
+    from a copy. The sum may reuse x, which the caller must own and not read again.
     """
     if (kernels := norm_kernels.kernels_for(x, y, norm)) is None:
         x, normed = reference_rows.add_norm(x, y, norm)
@@ -36,9 +35,9 @@ def add_norm(
 def add3_norm(
     x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `add_norm`, of x + y + z, of one shape, rounded once or twice.
+    """Like `add_norm`, of x + y + z of one shape, rounded once or twice.
 
-    The sum may reuse the storage of y, not of x.
+    The sum may reuse y, not x.
     """
     if z.shape != y.shape or (kernels := norm_kernels.kernels_for(x, y, norm, z)) is None:
         return reference_rows.add_norm(x + y, z, norm)

@@ -1,7 +1,6 @@
 """A decode step of a whole decoder by kernels.
 
-Shape legend: B tokens, D width, V vocabulary, R rows of the page table, S adapter slots, L layers,
-N pages, H heads, P positions, E head dim, K experts of a token.
+Shape legend as in `cuda.decoder`; B tokens, S adapter slots, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def supports_experts(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepCache:
-    """A step's keys and values, and the rotation of their positions, float32 [P, 16].
+    """A step's keys and values, and its rotations, float32 [P, 16].
 
     `scale_L2` (float32) are each layer's units of keys and values in e4m3.
     """
@@ -82,8 +81,8 @@ class StepCache:
 class DecoderStep:
     """A decoder's layers and head for up to `MAX_TOKENS` tokens at a time.
 
-    Steps share scratch memory and must not overlap. `expert_LBK` are the experts that the last step
-    chose, see `TauDecoder`; None without experts.
+    Steps share scratch memory and must not overlap. `expert_LBK` is that of `TauDecoder`; None
+    without experts.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class DecoderStep:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """Run all layers on the residual stream in place; see `Decoder.layers`."""
+        """See `Decoder.layers`."""
         keys, values = self._cache.k_LNHSE, self._cache.v_LNHSE
         angles = self._cache.cos_PR, self._cache.sin_PR
         self._run_layers(x_BD, positions, keys, values, angles, parts, adapters)
@@ -138,7 +137,7 @@ def _decoder(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlotSet:
-    """The slots of all layers with experts; each has room for `capacity` ranks of one expert."""
+    """The slots of all layers with experts, for `capacity` ranks of one expert."""
 
     sizes: ExpertSizes
     layers: Mapping[int, ExpertSlots]

@@ -1,7 +1,7 @@
 """Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
-Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O a
-map's inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
+Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O
+inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slots:
 
 
 class LowRank:
-    """The kernels for one model's MLPs, and their scratch memory; steps must not overlap."""
+    """The kernels and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
@@ -47,7 +47,7 @@ class LowRank:
     def inner(
         self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The first map's change, [B, F] float32, for the normed residual stream."""
+        """The first map's change, [B, F] float32."""
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
@@ -55,7 +55,7 @@ class LowRank:
     def outer(
         self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The second map's change, [B, D] float32, for the last F inputs of each row."""
+        """The second map's change, [B, D] float32, for the last F of each row."""
         stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)

@@ -3,8 +3,7 @@
 Consecutive tokens of one row form groups that read their keys and values once. A token's bits are
 the same in any group and batch.
 
-Shape legend: B tokens, H heads, E head dim (64), D = H * E, F stride of the output, R rows of the
-page table, M pages per row, N pages, S positions per page.
+Shape legend as in `decoder`, but F stride of the output.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class AttentionSizes:
 
 
 class Attention:
-    """The kernel, compiled for each number of thread blocks per head of a group."""
+    """The kernel, compiled for each of `SPLITS`."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
         """`stages` is the ring's depth in steps per warp, `split_stages` that of a cluster."""
@@ -81,8 +80,8 @@ class Attention:
     ) -> None:
         """Fill the first D columns of the outputs of at most 32 tokens.
 
-        `positions` is read before the preceding kernel has ended. `scale_2` (float32): the units of
-        keys and of values in e4m3.
+        `positions` is read before the preceding kernel has ended. `scale_2`: float32 units of keys
+        and of values in e4m3.
         """
         batch, heads = positions.row_B.shape[0], self._sizes.num_heads
         groups = min(batch, positions.num_groups)
@@ -109,14 +108,14 @@ class Attention:
 
 
 def splits_for(pairs: int) -> int:
-    """Thread blocks per head of a group for which all `pairs` of both fit the GPU at once."""
+    """The most splits for which all `pairs` fit the GPU at once."""
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:
-    """Dynamic shared memory with rings of `stages` steps per warp.
+    """With rings of `stages` steps per warp.
 
-    The warps' results have their own, twice; with splits they reuse the rings.
+    Warps' results have memory of their own, twice; with splits they reuse the rings.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
     return _WARPS[splits] * (stages * _STAGE + parts)

@@ -46,8 +46,8 @@ _MIN_CAPABILITY = (9, 0)
 class Stages:
     """Depths of the rings in shared memory, by tiles of 8 tokens; `attend` counts per warp.
 
-    At Moondream 2's sizes each kernel takes more than half of a multiprocessor's shared memory, so
-    that thread blocks spread over all of them.
+    At Moondream 2's sizes each kernel takes more than half of a multiprocessor's shared memory, to
+    spread thread blocks over all.
     """
 
     layer_in: Mapping[int, int]
@@ -203,13 +203,12 @@ class Decoder:
         values: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Write the heads' output to `mixed_BF`, from `q_BD`."""
+        """Attend from `q_BD` to `mixed_BF`."""
         self._attention.launch(self.q_BD, keys, values, positions, self.mixed_BF, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
     ) -> None:
-        """Add the map of `mixed_BF` and the adapters' change to x."""
         batch, sizes = x_BD.shape[0], self._sizes
         kernels = self._kernels[decode_form(self._sizes, batch)]
         stages = kernels.out_stages

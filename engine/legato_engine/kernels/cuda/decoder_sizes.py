@@ -1,7 +1,4 @@
-"""A decoder's sizes and packed weights, as the kernels of a step need them.
-
-Shape legend: D width, F inner width, H heads.
-"""
+"""A decoder's sizes and packed weights; shape legend as in `decoder`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from legato_engine.kernels.cuda.attention import AttentionSizes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Constants of the kernels; `kv_bytes` per element of keys and values: 2 (bf16) or 1 (e4m3)."""
+    """Constants of the kernels; `kv_bytes` per element: 2 (bf16) or 1 (e4m3)."""
 
     dim: int
     ff_dim: int
@@ -44,7 +41,7 @@ class DecoderSizes:
 
     @property
     def parts(self) -> int:
-        """Parts that the inputs of a layer's output map are cut into."""
+        """Parts of a layer's output map's inputs."""
         return skinny_gemm.num_parts(self.mixed_dim, self.dim)
 
 

@@ -1,7 +1,6 @@
 """A one-layer draft as five kernels a token.
 
-Shape legend: R rows of the state, K draft tokens, D width, F inner width, V vocabulary, H heads, N
-pages, S positions per page, E head dim (64), P positions.
+Shape legend as in `decoder`, but R rows of the state, K draft tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WIDEST = 3072
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """The layer's own weights, and the model's embeddings [V, D], last norm and head."""
+    """The layer's weights, and the model's embeddings, last norm and head."""
 
     ln_state: Affine
     ln_token: Affine

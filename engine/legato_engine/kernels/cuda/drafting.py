@@ -1,6 +1,6 @@
-"""Speculation around a forward on the current GPU, one launch for each operation.
+"""Speculation around a forward on the current GPU, one launch each.
 
-Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
+Shape legend: R rows of the state, B tokens, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class FusedAttention:
 def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
     """The number of tiles, and how many of them (of the first heads) are wide.
 
-    A wide tile has 64 queries for each warpgroup, a narrow one 64 less. Thread blocks take tiles in
-    turn; narrow ones shorten a last round that would occupy only few blocks.
+    A wide tile has 64 queries for each warpgroup, a narrow one 64 less; narrow ones shorten a last
+    round of few thread blocks.
     """
     wide_of_head, narrow_of_head = (-(-tokens // (64 * each)) for each in (groups, groups - 1))
 

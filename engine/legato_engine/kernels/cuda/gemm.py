@@ -1,8 +1,8 @@
 """Matrix products by cublasLt, with options that torch does not offer.
 
-The library is the one that torch has loaded; the shape alone decides which of its kernels runs. For
-many tiles these take tiles by a counter in memory, which the library clears before each product;
-that costs the GPU about 4 us. Clearing the `counters` of many products at once saves this time.
+The shape alone decides which of the library's kernels runs. For many tiles these take tiles by a
+counter in memory, which the library clears before each product; that costs the GPU about 4 us.
+Clearing the `counters` of many products at once saves this time.
 
 Shape legend: T rows, I inputs, O outputs.
 """
@@ -44,7 +44,7 @@ _NUM_CANDIDATES = 8
 def can_multiply(*operands: torch.Tensor) -> bool:
     """Whether `multiply` takes x, weight and the rest.
 
-    All but the weight and the bias may have leading dimensions that can be flattened.
+    All but weight and bias may have leading dimensions that can be flattened.
     """
     x, weight_OI = operands[:2]
     return (
@@ -105,11 +105,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the choice of a kernel depends on.
-
-    `strides` are those of weight, x, addend and result, `workspace` the most bytes that a kernel
-    may ask for.
-    """
+    """What the choice of a kernel depends on; `strides` of weight, x, addend and result."""
 
     rows: int
     inputs: int
@@ -138,7 +134,7 @@ class _Choice(ctypes.Structure):
 
 
 class _Plan:
-    """One shape on one device. In the library's column order A is the weight and B is x."""
+    """One shape on one device; A is the weight and B is x."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
         library = _library()

@@ -1,10 +1,8 @@
 """Experts as two grouped products of torch, whose group bounds stay on the device.
 
-Nothing is read on the host, so it serves prefill and captured steps. bfloat16 products read only
-the weights of experts with tokens; e4m3 weights are all widened first, which pays off for many
-tokens only.
-
-Shape legend as in `kernels.ops`.
+Nothing is read on the host. bfloat16 products read only the weights of experts with tokens; e4m3
+weights are all widened first, which pays off for many tokens only. Shape legend as in
+`kernels.ops`.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def experts(
 
 
 def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The end of each expert's sorted pairs, [X] int32."""
+    """The end of each expert's pairs, int32."""
     expert_X = torch.arange(num_experts, device=expert_J.device)
     return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
 
@@ -82,7 +80,7 @@ def _change(
     expert_J: torch.Tensor,
     bound_X: torch.Tensor,
 ) -> torch.Tensor:
-    """B(A x) of each pair's slot and expert; grouped if all tokens read one slot."""
+    """Grouped if all tokens read one slot."""
     if len(rows.slot_T) > 1:
         return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
     padding = (0, 0, 0, -rows.rank % _ALIGNMENT)

@@ -19,7 +19,7 @@ HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The packed bf16 map, with the preceding norm folded into it."""
+    """The packed bf16 map, with the preceding norm folded in."""
 
     weights: torch.Tensor
     folded: torch.Tensor

@@ -39,8 +39,7 @@ def defines(geometry: CropGeometry) -> dict[str, int]:
 class ImagePipeline:
     """One image at a time from pixels to patches, on the current stream, at fixed addresses.
 
-    `levels_V` maps each 8-bit level to a value of any 16-bit dtype. Buffers hold the largest image
-    twice and its plan, about 100 MB.
+    `levels_V` are the values of 8-bit levels, of any 16-bit dtype. Buffers take about 100 MB.
     """
 
     def __init__(self, geometry: CropGeometry, levels_V: torch.Tensor) -> None:
@@ -59,7 +58,7 @@ class ImagePipeline:
         return self._plan[:2]
 
     def upload(self, host: HostImage, staged: StagedImage) -> None:
-        """Enqueue two copies; of the image's own size, so they cannot be in a shared graph."""
+        """Enqueue copies of the image's own size, so they cannot be in a shared graph."""
         num_words = staged.num_words
         self._pixels[: staged.pixels.numel()].copy_(staged.pixels, non_blocking=True)
         self._plan[:num_words].copy_(host.plan[:num_words], non_blocking=True)
@@ -77,7 +76,7 @@ class ImagePipeline:
 
 
 class StitchPool:
-    """Joins features of crops: the whole image's next to the stitched and pooled tiles'."""
+    """Joins the whole image's features and the stitched and pooled tiles'."""
 
     def __init__(self, geometry: CropGeometry) -> None:
         self._kernel = Module(SOURCE, defines(geometry)).kernel("stitch_pool")

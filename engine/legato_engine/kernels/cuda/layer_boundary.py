@@ -2,8 +2,7 @@
 
 Thread blocks of the first wait for each other, so all must run at once, one on a multiprocessor.
 
-Shape legend: B tokens, D width, F inner width and D, L layers, N pages, H heads, S positions per
-page, E head dim, P positions.
+Shape legend as in `decoder`, but F inner width and D, L layers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are 
 
 
 class LayerBoundary:
-    """The kernel, and its thread blocks' progress counters for each layer."""
+    """The kernel, and its thread blocks' progress counters."""
 
     def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
@@ -98,7 +97,6 @@ class LayerBoundary:
 
 
 def supported(sizes: DecoderSizes) -> bool:
-    """Whether inputs come in parts, and blocks have a multiprocessor each."""
     return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
 
 

@@ -12,7 +12,7 @@ from legato_engine.errors import InternalError
 
 
 class LibraryLauncher:
-    """Launches a library's kernels on one device; created outside of any capture."""
+    """Launches on one device; created outside of any capture."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -26,10 +26,10 @@ class LibraryLauncher:
     def launch_cleared(self, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
         """Enqueue on torch's current stream the one kernel that `enqueue` submits to a stream.
 
-        `enqueue` (of a stream's handle) also zeroes bytes of `cleared`; that is left out, so the
-        caller must have zeroed them. Return False, with nothing launched, if it does anything else,
-        or does not clear. The kernel begins after the preceding one has ended, because a library's
-        kernel need not wait by itself. Can be captured.
+        `enqueue` also zeroes bytes of `cleared`; that is left out, so the caller must have zeroed
+        them. Return False, with nothing launched, if it does anything else, or does not clear. The
+        kernel begins after the preceding one has ended, because a library's kernel need not wait by
+        itself. Can be captured.
         """
         with self._recorded(enqueue) as graph:
             kernels, others = _nodes(graph)
@@ -79,7 +79,7 @@ def _only_clears(node: Any, memory: torch.Tensor) -> bool:
 
 
 def _launch(node: Any) -> bool:
-    """Launch a live node's kernel on torch's current stream."""
+    """The node must be live."""
     from cuda.bindings import driver
 
     settings = _checked(driver.cuGraphKernelNodeGetParams(node))

@@ -26,7 +26,7 @@ _OVERLAPS = (9, 0)  # compute capability from which launches may overlap
 
 
 class Module:
-    """A source compiled for the current device, with `defines` as its constants."""
+    """A source compiled for the current device, with constants `defines`."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class Module:
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
-        """An `extern "C"` kernel with at most `shared` bytes of dynamic memory."""
         from cuda.bindings import driver
 
         function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
@@ -80,10 +79,10 @@ class Kernel:
     ) -> None:
         """Enqueue on torch's current stream.
 
-        Tensors and None pass as pointers, ints as int32, floats as float32. `shared` is at most
-        that of the kernel. `cluster` thread blocks along x share their memory. `overlap`
-        (programmatic dependent launch) lets the kernel begin before the preceding one has ended, if
-        the GPU supports it; it waits for results by `griddepcontrol.wait`.
+        Tensors and None pass as pointers, ints as int32, floats as float32. `cluster` thread blocks
+        along x share their memory. `overlap` (programmatic dependent launch) lets the kernel begin
+        before the preceding one has ended, if the GPU supports it; it waits for results by
+        `griddepcontrol.wait`.
         """
         from cuda.bindings import driver
 
@@ -109,8 +108,7 @@ def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
     """Describe a bf16 tensor [..., E] by boxes of `box` values along each dimension.
 
     Box rows have 128 or 32 bytes, swizzled by that width in shared memory; values outside of x
-    become zero. The rows of x are contiguous; its address and other strides are multiples of 16
-    bytes.
+    become zero. Rows of x are contiguous; its address and other strides are multiples of 16 bytes.
     """
     from cuda.bindings import driver
 

@@ -1,7 +1,4 @@
-"""A residual sum and its layer norm in one launch, for rows of bf16.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""A residual sum and its layer norm in one launch, for rows of bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ SOURCE = "norm.cu"
 
 
 class NormKernels:
-    """The kernels for rows of `dim` bf16 values, on the current device."""
+    """The kernels for rows of `dim`, on the current device."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim

@@ -1,7 +1,4 @@
-"""A decoder's parameters in the layouts of a decode step.
-
-Shape legend: D width.
-"""
+"""A decoder's parameters in the layouts of a decode step."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def packed_tau_layer(layer: DecoderLayer, sizes: DecoderSizes) -> TauLayer:
 
 
 def packed_head(maps: Sequence[Affine], norm: Affine) -> HeadWeights:
-    """Pack maps of the same normed inputs as one map of the inputs before the norm."""
+    """Pack maps of the same normed inputs as one, of raw inputs."""
     weights, folded = fold_norm(*_stacked(maps), norm)
     return HeadWeights(pack(weights), folded)
 

@@ -39,7 +39,7 @@ def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def pack_beside(maps: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
-    """Pack maps with the same outputs, their inputs concatenated."""
+    """Pack maps with concatenated inputs."""
     return pack(torch.cat(list(maps), dim=1), parts)
 
 

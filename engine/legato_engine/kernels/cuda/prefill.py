@@ -1,8 +1,7 @@
 """Kernels for many tokens: rotation with the write to pages, sums, and copies of pages.
 
 Shape legend: C sequences of T tokens, H heads, E head dim (64), P positions, R rotated pairs of a
-head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any
-dimensions.
+head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ _MAX_VALUES = 1 << 30  # that int indices can address
 
 
 def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]:
-    """`kv_bytes` is 2 (bf16) or 1 (e4m3) per element of keys and values."""
     return {"HEADS": num_heads, "PAGE": page_size, "KV_BYTES": kv_bytes}
 
 

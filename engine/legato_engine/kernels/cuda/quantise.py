@@ -1,7 +1,4 @@
-"""Quantisation of bf16 rows to e4m3 in one launch, and what all kernels over rows share.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""Quantisation of bf16 rows to e4m3, and what all kernels over rows share."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def empty(x: torch.Tensor) -> Quantised:
 
 
 class RowModule:
-    """A source over rows of `dim` bf16 values, compiled for the current device."""
+    """A source over rows of `dim`, for the current device."""
 
     def __init__(self, source: str, dim: int) -> None:
         constants = defines(dim)
@@ -77,7 +74,7 @@ class RowModule:
 
 
 class QuantiseKernels:
-    """The kernels for rows of `dim` bf16 values, on the current device."""
+    """The kernels for rows of `dim`, on the current device."""
 
     def __init__(self, dim: int) -> None:
         self._module = RowModule(SOURCE, dim)
@@ -85,7 +82,6 @@ class QuantiseKernels:
         self.gelu = self._module.kernel("quantise_gelu")
 
     def launch(self, kernel: Kernel, x: torch.Tensor, *, overlap: bool) -> Quantised:
-        """`overlap` as in `RowModule.launch`."""
         x = x.contiguous()
         if not aligned(x):
             x, overlap = x.clone(), False

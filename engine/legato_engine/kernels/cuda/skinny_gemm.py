@@ -46,12 +46,11 @@ def num_parts(inputs: int, outputs: int) -> int:
 
 
 def cluster(batch: int) -> int:
-    """Thread blocks that share the read of their inputs."""
     return CLUSTER if batch >= _SHARED_FROM else 1
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory with all inputs of all tokens in it.
+    """With all inputs of all tokens in shared memory.
 
     The ring has `stages` of its own, and more in the memory of the inputs once those are in
     registers.
@@ -65,7 +64,7 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory with inputs that arrive in parts through a ring.
+    """With inputs that arrive in parts through a ring.
 
     The warps' sums reuse the memory of the weights.
     """
@@ -78,13 +77,12 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
 
 
 def block_sums(batch: int) -> int:
-    """Bytes of the sums of the blocks in progress: two, if they fit."""
+    """Of the blocks in progress: two, if they fit."""
     tiles = tiles_for(batch)
     return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
 
 
 def columns(batch: int) -> int:
-    """Tokens that shared memory is laid out for."""
     tiles = tiles_for(batch)
     return batch if tiles == 1 else 8 * tiles
 
@@ -98,7 +96,7 @@ def num_processors() -> int:
 
 
 def even_grid(blocks: int, multiple: int = 1) -> int:
-    """Thread blocks of one wave, with as even shares of `blocks` as possible."""
+    """One wave, with as even shares as possible."""
     each = -(-blocks // num_processors())
     return -(-blocks // each // multiple) * multiple
 

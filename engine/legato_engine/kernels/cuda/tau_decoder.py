@@ -1,10 +1,10 @@
 """A decode step of a decoder with gains on queries and values, and experts in most layers.
 
 A layer runs its input map, the gains, attention and its output map. Experts' first half runs before
-the gains, their second half in the output map. Their weights are read in the checkpoint's layout,
-and only of experts that a token chose. A token's bits are the same in every batch.
+the gains, their second half in the output map. Their weights are in the checkpoint's layout; only
+those that a token chose are read.
 
-Shape legend: as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
+Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 gains, C = 3 D queries, keys and values.
 """
 
@@ -47,10 +47,7 @@ _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer with experts, bf16 but `folded_in` and the experts.
-
-    The first map and the router are packed as one with the norm folded in.
-    """
+    """A layer with experts; first map and router are packed as one with the norm folded in."""
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
@@ -92,8 +89,8 @@ class _Kernels:
 class TauDecoder:
     """The kernels and their scratch memory; steps share it and must not overlap.
 
-    `expert_LBK` (int32) are the experts that the last step chose in each layer, likeliest first;
-    layers without experts do not write theirs.
+    `expert_LBK` (int32) are the experts that the last step chose, likeliest first; layers without
+    experts do not write theirs.
     """
 
     parts = tuple(Part)
@@ -106,7 +103,7 @@ class TauDecoder:
         stages: Stages = DEFAULT_STAGES,
         scale_L2: torch.Tensor | None = None,
     ) -> None:
-        """`scale_L2` (float32): the units of keys and of values in e4m3."""
+        """`scale_L2`: float32 units of keys and of values in e4m3."""
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = Decoder(sizes.decoder, device, stages)
@@ -171,10 +168,10 @@ class TauDecoder:
         parts: Collection[Part],
         changes: LayerChanges | None,
     ) -> None:
-        """Run a layer with experts.
+        """Place adapters' kernels where the GPU has time.
 
-        Adapters run where the GPU has time: the experts' first map needs its change only at its
-        first sums, A of the second map runs beside the gains, and B beside attention.
+        The experts' first map needs its change only at its first sums, A of the second map runs
+        beside the gains, and B beside attention.
         """
         if Part.LAYER_IN in parts:
             self._layer_in(x_BD, maps, None)

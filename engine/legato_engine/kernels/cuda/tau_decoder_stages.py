@@ -20,7 +20,7 @@ _TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """`num_active` of `num_experts` for each token; `weight_bytes` is 2 (bf16) or 1 (e4m3)."""
+    """`weight_bytes` is 2 (bf16) or 1 (e4m3)."""
 
     num_experts: int
     num_active: int
@@ -48,7 +48,7 @@ def supported(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of `width` weights of `size` bytes in a stage of `row_major_gemm.cuh`."""
+    """Rows of `width` weights in a stage of `row_major_gemm.cuh`."""
 
     width: int
     size: int
@@ -78,17 +78,14 @@ class Rows:
 
 
 def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """As many stages of `experts_up` as fit, and bytes of dynamic shared memory.
-
-    All tokens' inputs, and sums, lie beside the ring.
-    """
+    """As many stages as fit beside all tokens' inputs and sums, and bytes of shared memory."""
     rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
     return _stages(rows.stage, inputs + skinny_gemm.block_sums(batch))
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """The same for `experts_out`: a ring of inputs, sums and terms lie beside its ring."""
+    """The same beside a ring of inputs, sums and terms."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]

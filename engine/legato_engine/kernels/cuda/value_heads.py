@@ -53,7 +53,7 @@ class ValueSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueEncoder:
-    """One kind of token's encoder, bf16: Fourier frequencies, and the map of their features."""
+    """One kind's encoder, bf16: Fourier frequencies, and the map of their features."""
 
     features: torch.Tensor
     map: Affine
@@ -61,7 +61,7 @@ class ValueEncoder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """One kind of token's two-layer decoder, bf16 with packed maps."""
+    """One kind's two-layer decoder, bf16 with packed maps."""
 
     fc1_weights: torch.Tensor
     fc1_bias: torch.Tensor
@@ -90,7 +90,7 @@ class Embedder:
         self._kernel = Module("embed.cu", embed_defines(sizes)).kernel("embed")
 
     def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
-        """Fill `x_BD`; the first kernel of a step."""
+        """The first kernel of a step."""
         self._kernel.launch(
             (-(-self._sizes.dim // _OUTPUTS), x_BD.shape[0], 1),
             skinny_gemm.WORKERS,
@@ -104,18 +104,18 @@ class Embedder:
 
 
 class Bins(Protocol):
-    """Float32 logits of the bins of sampled tokens' values."""
+    """Float32 logits of values' bins."""
 
     scalar_bins_BN: torch.Tensor
     pair_bins_BS: torch.Tensor
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """Fill both; bins that no token needs may keep their last contents."""
+        """Bins that no token needs may keep their last contents."""
         ...
 
 
 class NormedBins:
-    """All bins as one map of the normed hidden: the scalars' bins, then the pairs'."""
+    """All bins as one map of the normed hidden."""
 
     def __init__(self, sizes: ValueSizes, weights: HeadWeights, device: torch.device) -> None:
         num_bins = sizes.scalar_bins + sizes.pair_bins
@@ -130,7 +130,7 @@ class NormedBins:
 
 
 class MlpBins:
-    """A two-layer decoder for each kind of token; one that no token needs does not run."""
+    """A decoder for each kind of token; one that no token needs does not run."""
 
     def __init__(
         self, sizes: ValueSizes, scalar: DecoderWeights, pair: DecoderWeights, device: torch.device
@@ -203,10 +203,7 @@ class ValueReader:
         *,
         overlap: bool = True,
     ) -> None:
-        """Write `payload_B2` and the rows' `payload_R2`.
-
-        Rows of the float32 logits may be strided, by multiples of 4.
-        """
+        """Rows of the float32 logits may be strided, by multiples of 4."""
         self._kernel.launch(
             (len(payload_B2), 1, 1),
             _READER_THREADS,
