@@ -27,7 +27,7 @@ class AdapterRows:
 
 
 class LowRankMap(NamedTuple):
-    """A layer's slots for one map, whose result B(A x) is added to."""
+    """A layer's slots for one map: B(A x) is added to the map's result."""
 
     a_SRI: torch.Tensor
     b_SRO: torch.Tensor

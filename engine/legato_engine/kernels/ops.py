@@ -65,7 +65,7 @@ class Span:
 
 
 def tile_counters(count: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory, a row for each product, to be cleared before the next."""
+    """Zeroed memory for products: one row each, to be cleared before its next product."""
     return gemm.counters(count, device)
 
 
@@ -189,7 +189,7 @@ def write_kv(
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
     """Copy pages in all layers (L), by int64 (source, destination) on the caches' device.
 
-    No source is another pair's destination, but may be its own.
+    No source is another pair's destination; it may be its own.
     """
     if prefill.can_copy(k_LNHSE, v_LNHSE):
         prefill.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)

@@ -1,8 +1,7 @@
 """Layer norms of residual sums, and quantisation to e4m3, row by row.
 
 Sums are rounded once, to their terms' dtype. Norms and gelus are float32, rounded to that dtype
-unless they are quantised. A quantised row is divided by its scale, amax / 448. CUDA tensors that a
-kernel can load take one launch; others take torch.
+unless they are quantised. A quantised row is divided by its scale, amax / 448.
 
 Shape legend: K values of a row; `...` any leading dimensions.
 """

@@ -1,6 +1,6 @@
 """A decode step of a whole decoder by kernels.
 
-Shape legend as in `cuda.decoder`; B tokens, S adapter slots, L layers, K experts of a token.
+Shape legend as in `cuda.decoder`; S adapter slots, L layers, K experts of a token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
-Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O
-inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
+Shape legend as in `decoder`; M values of a row whose last F are inner, S slots, R ranks of a slot,
+or rows of the token state, O outputs.
 """
 
 from __future__ import annotations

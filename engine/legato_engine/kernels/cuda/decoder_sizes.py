@@ -41,7 +41,7 @@ class DecoderSizes:
 
     @property
     def parts(self) -> int:
-        """Parts of a layer's output map's inputs."""
+        """Parts of the inputs of a layer's output map."""
         return skinny_gemm.num_parts(self.mixed_dim, self.dim)
 
 

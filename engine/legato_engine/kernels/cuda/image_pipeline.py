@@ -39,7 +39,8 @@ def defines(geometry: CropGeometry) -> dict[str, int]:
 class ImagePipeline:
     """One image at a time from pixels to patches, on the current stream, at fixed addresses.
 
-    `levels_V` are the values of 8-bit levels, of any 16-bit dtype. Buffers take about 100 MB.
+    `levels_V` maps 8-bit levels to any 16-bit dtype, in the model's own arithmetic. Buffers take
+    about 100 MB.
     """
 
     def __init__(self, geometry: CropGeometry, levels_V: torch.Tensor) -> None:

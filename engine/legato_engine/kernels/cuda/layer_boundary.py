@@ -105,7 +105,7 @@ def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
 
 
 def shared_bytes(sizes: DecoderSizes) -> int:
-    """Dynamic shared memory, with one ring for both maps."""
+    """One ring serves both maps."""
     width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)

@@ -100,7 +100,6 @@ def _launch(node: Any) -> bool:
 
 
 def _attributes(node: Any) -> list[Any]:
-    """The library's launch attributes other than sizes."""
     from cuda.bindings import driver
 
     names = driver.CUlaunchAttributeID

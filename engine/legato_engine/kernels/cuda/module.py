@@ -16,7 +16,7 @@ from legato_engine.kernels.cuda.compiler import compile_source
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """The copy engine's description of a tensor; a `__grid_constant__` of a kernel."""
+    """The copy engine's description of a tensor."""
 
     encoded: Any
 

@@ -1,7 +1,7 @@
 """Kernels for many tokens: rotation with the write to pages, sums, and copies of pages.
 
-Shape legend: C sequences of T tokens, H heads, E head dim (64), P positions, R rotated pairs of a
-head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies.
+Shape legend as in `kernels.ops`, but T tokens of each sequence, R rotated pairs of a head (16), K
+copies.
 """
 
 from __future__ import annotations

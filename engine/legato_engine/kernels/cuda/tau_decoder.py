@@ -1,8 +1,7 @@
 """A decode step of a decoder with gains on queries and values, and experts in most layers.
 
-A layer runs its input map, the gains, attention and its output map. Experts' first half runs before
-the gains, their second half in the output map. Their weights are in the checkpoint's layout; only
-those that a token chose are read.
+Experts' first half runs before the gains, their second half in the output map. Their weights are in
+the checkpoint's layout; only those that a token chose are read.
 
 Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 gains, C = 3 D queries, keys and values.

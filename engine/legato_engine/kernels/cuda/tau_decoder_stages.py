@@ -55,13 +55,11 @@ class Rows:
 
     @property
     def chunk(self) -> int:
-        """Inputs of a stage: at most 2048 bytes of a row."""
         most = 2048 // self.size // skinny_gemm.GROUP
         return next(g * skinny_gemm.GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
 
     @property
     def together(self) -> int:
-        """Rows that are copied as one."""
         if self.chunk < self.width:
             return 1
         return 2 if self.chunk * self.size > 1024 else 4
@@ -73,7 +71,6 @@ class Rows:
 
     @property
     def padding(self) -> int:
-        """Values between the inputs of tokens."""
         return 8 if self.size == 1 else skinny_gemm.PAD
 
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_stream(const void* address, u64 policy) {
   return v;
 }
 
-// 16 bytes that an earlier kernel may still have been writing.
+// 16 bytes that an earlier kernel wrote while this one may have been running already.
 __device__ __forceinline__ uint4 load_fresh(const void* address) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"

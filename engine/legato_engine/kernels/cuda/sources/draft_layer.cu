@@ -1,8 +1,7 @@
 // One token of a one-layer draft, which reads keys and values that the model has cached.
 //
-// ANGLES are rotated pairs of a head of 64. R rows of the state. Weights and caches are bf16, results between kernels
-// float32. A warp has one output and loads its weights before it waits for the preceding kernel; ROWS rows share
-// them.
+// ANGLES are rotated pairs of a head of 64. R rows of the state. A warp has one output and loads its weights before
+// it waits for the preceding kernel; ROWS rows share them.
 #include "common.cuh"
 
 constexpr int ROWS = 4, WARPS = 8, HEAD = 64;

@@ -1,9 +1,7 @@
 // Low-rank changes of a layer's experts, each token's by its own adapter: B (A x).
 //
-// FIRST: of the experts' first map. RANKS of a slot for each expert. Slot s holds bf16 A [EXPERTS, RANKS, WIDTH] and
-// B [EXPERTS, RANKS, OUTPUTS], of which the first `ranks[s]` of each expert count; slot 0 is none. Token b reads slot
-// `slots[rows[b]]`. A thread block has a token at a time, a warp a pair (expert_routes.cuh). Sums run in an order
-// fixed by the sizes.
+// FIRST: of the experts' first map. Slots as in low_rank_adapters.cu, with RANKS for each expert. A thread block has
+// a token at a time, a warp a pair (expert_routes.cuh). Sums run in an order fixed by the sizes.
 #include "expert_choice.cuh"
 #include "low_rank.cuh"
 
@@ -20,9 +18,8 @@ __device__ __forceinline__ int load_fresh_int(const int* address) {
 #ifdef WIDTH
 static_assert(WIDTH % 8 == 0, "unsupported sizes");
 
-// low [B * ACTIVE, RANKS] float32 = A x, up to each token's own rank, of tokens [B, WIDTH] if FIRST, else of pairs. A
-// block has every gridDim.x-th rank. FIRST chooses the `experts` [B, ACTIVE]; otherwise the preceding kernel let this
-// one begin only after that.
+// low [B * ACTIVE, RANKS] float32 = A x, up to each token's own rank, of tokens [B, WIDTH] if FIRST, else of pairs.
+// FIRST chooses the `experts` [B, ACTIVE]; otherwise the preceding kernel let this one begin only after that.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 3) expert_shrink(
     const bf16* x, const float* logits, const bf16* a, const i64* ranks, const i64* slots, const i64* rows, int* experts,
     float* low, int batch) {
@@ -60,8 +57,8 @@ constexpr int OUTS = 64, STEP = 4, AHEAD = 4;  // outputs of a block; ranks of a
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
 // FIRST: change [B * ACTIVE, OUTPUTS] float32 = B low. Else: change [B, OUTPUTS], the pairs' sum by `shares`. Tokens
-// without an adapter are left out. A block has every gridDim.y-th token. FIRST: later kernels may begin once the
-// kernel two before has ended. Else: the preceding kernels let this one begin only after all its inputs were written.
+// without an adapter are left out. FIRST: later kernels may begin once the kernel two before has ended. Else: the
+// preceding kernels let this one begin only after all its inputs were written.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
     const float* low, const int* experts, const float* shares, const bf16* b, const i64* ranks, const i64* slots,
     const i64* rows, float* change, int batch) {

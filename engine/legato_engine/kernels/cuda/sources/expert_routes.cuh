@@ -7,7 +7,7 @@ constexpr int TOKENS = TILES * 8;
 
 // Pair token * ACTIVE + rank, the likeliest first.
 struct Routes {
-  u64 touched;             // the experts with tokens
+  u64 touched;             // the experts with tokens, a bit each
   u32 tokens[EXPERTS];     // a bit each
   unsigned char expert[TOKENS * ACTIVE];
   unsigned char pairs[EXPERTS][TOKENS];  // in the order of tokens
@@ -44,7 +44,7 @@ struct Routes {
   }
 };
 
-// each(e, count), in rising order.
+// each(e, count) for every expert with tokens, in rising order.
 template <class Each>
 __device__ __forceinline__ void for_touched(const Routes& routes, Each each) {
   for (u64 left = routes.touched; left; left &= left - 1) {

@@ -1,7 +1,7 @@
 // A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
 //
-// INNER of an expert, MIXED the stride of the heads' output, EXPERT_BYTES of a weight: 2 (bf16), or 1 (e4m3 with a
-// float32 scale per row). `batch` of B tokens are real; `stages` of weights fit shared memory.
+// MIXED is the stride of the heads' output, EXPERT_BYTES of a weight 2 (bf16), or 1 (e4m3 with a float32 scale per
+// row).
 //
 // Only experts with tokens are read, in the checkpoint's layout. A thread block has 16 rows of every expert, so the
 // choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking, so it has the

@@ -4,8 +4,7 @@
 // 64.
 //
 // A tile is 64 * GROUPS queries of one head, or 64 less in some heads, so that the last round of tiles is shorter.
-// One thread has the copy engine fetch queries, and blocks of keys and of values through a ring for each. The
-// warpgroups take 64 queries each, and the keys block by block, a short one first: a block's softmax runs while the
+// Warpgroups take 64 queries each, and the keys block by block, a short one first: a block's softmax runs while the
 // tensor cores multiply the preceding block's values. Blocks and their order are the same for every tile, so a
 // query's result depends on its own sequence alone.
 //
@@ -270,7 +269,7 @@ struct Group {
     shrink(by);
   }
 
-  // Turns and barriers without queries.
+  // Turns and barriers of a tile without queries.
   __device__ __forceinline__ void skip(int buffer) {
 #pragma unroll 1
     for (int block = 0; block <= BLOCKS; block++) {
@@ -321,7 +320,7 @@ struct Group {
     store(at, out);
   }
 
-  // Existing rows; four lanes share a row, 16 bytes of every fourth chunk each.
+  // Rows that exist; four lanes that share a row have 16 bytes each of a fourth of its chunks.
   __device__ __forceinline__ void store(const Tile& at, bf16* out) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

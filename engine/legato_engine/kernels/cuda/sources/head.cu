@@ -1,4 +1,4 @@
-// A map of the normed residual stream to VOCAB float32 logits. `stages` of weights fit shared memory.
+// A map of the normed residual stream to VOCAB float32 logits.
 #include "norm_gemm.cuh"
 
 // `folded` as in `normed`.

@@ -1,7 +1,7 @@
 // An 8-bit RGB image to the vision tower's patches, and the tower's features to one grid.
 //
 // GRID patches on a side of a crop, PATCH pixels of a patch, MARGIN patches that neighbouring tiles share;
-// kernels/cut_plan.py has a plan's layout. Launches are the same for every image: loops stride over the grid.
+// kernels/cut_plan.py has a plan's layout.
 
 constexpr int SIDE = GRID * PATCH;
 constexpr int WINDOW = (GRID - 2 * MARGIN) * PATCH;

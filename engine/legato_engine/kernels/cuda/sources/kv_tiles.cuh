@@ -6,7 +6,7 @@
 constexpr int HEAD = 64;
 constexpr int TILE = 16;  // positions of a product
 constexpr bool NARROW = KV_BYTES == 1;
-constexpr int STEP_TILES = NARROW ? 2 : 1;  // a step's bytes are the same
+constexpr int STEP_TILES = NARROW ? 2 : 1;  // as many bytes of either kind
 constexpr int STEP = STEP_TILES * TILE;
 static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 

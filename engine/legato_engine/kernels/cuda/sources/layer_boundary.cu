@@ -1,8 +1,6 @@
 // One layer's `layer_out` and the next one's `layer_in`, for up to 8 tokens. The next map's weights are copied while
 // thread blocks wait for each other's part of x. The first map begins with the inner activations, while attention
 // still runs.
-//
-// `stages` of weights fit shared memory. All thread blocks run at once, each on a processor of its own.
 #include "layer_maps.cuh"
 
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;

@@ -96,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
 #ifdef OUTPUTS
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
-// change [B, OUTPUTS] float32 = B low, zero without an adapter. A block's tokens share what they read of one slot. A
-// warp takes four ranks at a time, eight outputs a lane.
+// change [B, OUTPUTS] float32 = B low, zero without an adapter. A block's tokens share what they read of one slot.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     const float* low, const bf16* b, const i64* ranks, const i64* slots, const i64* rows, float* change, int batch) {
   constexpr int STEP = 4 * WARPS, AHEAD = TOKENS == 1 ? 8 : 2;  // loads in flight, of each slot

@@ -9,8 +9,7 @@
 // Positions are taken in steps of a tile, or of two of e4m3. Step i goes to track i % 32, track v to line v % 8, of
 // whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), a head's result the sum of its
 // lines in order: the same bits however warps share tracks. Each warp fills a ring of its own, and holds the pages of
-// 32 of its line's tiles; old positions are copied while the preceding kernel still runs. A block with whole heads
-// fills its rings across them; one of a cluster keeps its results in its rings.
+// 32 of its line's tiles; old positions are copied while the preceding kernel still runs.
 #include "paged_attention.cuh"
 
 constexpr int LINES = 8;
@@ -225,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(
     }
     own.store(parts(warp, buffer), group.size);
     if constexpr (SPLITS > 1) {
-      // Every SPLITS-th token's lines, over the cluster.
+      // A block adds up every SPLITS-th token's lines over the cluster.
       cluster_sync();
       // Half a warp has a token: two are in flight.
       const int l = lane % 16;

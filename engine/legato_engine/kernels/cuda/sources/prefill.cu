@@ -1,5 +1,5 @@
-// Each in one pass over memory. qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [positions,
-// 16] float32.
+// Rotation, page writes, sums and page copies, each in one pass. qkv [T, 3, HEADS, 64]; keys and values [pages,
+// HEADS, PAGE, 64]; angles [positions, 16] float32.
 #include "kv_element.cuh"
 
 constexpr int HEAD = 64, HALF = 16;  // dimensions, and rotated pairs
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) 
 #if KV_BYTES == 1
 typedef uint2 Kept;  // eight elements
 
-// In place too.
+// Rounds in place, and returns the stored form.
 __device__ __forceinline__ Kept kept(uint4& v, float scale) {
   Kept out = {0, 0};
 #pragma unroll

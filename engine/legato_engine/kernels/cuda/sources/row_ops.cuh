@@ -1,4 +1,4 @@
-// Rows of bf16 in registers. DIM is a multiple of 8; ROWS of a thread block are 1 unless WARPS of a row are 1.
+// Rows of bf16 in registers. DIM is a multiple of 8; ROWS is 1 unless WARPS is 1.
 #pragma once
 #include "common.cuh"
 

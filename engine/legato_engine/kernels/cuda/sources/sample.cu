@@ -60,7 +60,7 @@ __device__ __forceinline__ int token_id(int i, int rank) {
   return ((i / 4 * CLUSTER + rank) * THREADS + (int)threadIdx.x) * 4 + i % 4;
 }
 
-// In every thread of the cluster, and whether any flag is set. A `slot` serves once.
+// The row's best and whether any flag is set, in every thread. A `slot` serves once.
 __device__ __forceinline__ Best cluster_best(Shared& shared, int slot, Best mine, bool& flag) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   mine = warp_best(mine);

@@ -2,7 +2,6 @@
 //
 // A block of 16 output rows is the unit of work; CHUNK inputs of it are a stage of a ring in shared memory, filled by
 // one thread with a bulk copy per stage. It needs only weights, so it begins before the preceding kernel has ended.
-// Eight warps take 64 inputs of each stage.
 //
 // Weights are packed (packing.py) as lanes hold fragments. The order of summation is free, so a lane's 16 bytes are 8
 // successive inputs of one row; tokens' inputs are read in the same order.
@@ -90,7 +89,7 @@ __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   }
 }
 
-// As a lane holds them.
+// 64 inputs of the tokens of NT tiles, as a lane holds them.
 template <int NT>
 struct Tokens {
   uint4 of[NT][2];
@@ -105,7 +104,7 @@ struct Tokens {
   }
 };
 
-// The lane's of row g and of row g + 8.
+// `low` and `high` are the lane's of row g and of row g + 8.
 template <int NT>
 __device__ __forceinline__ void multiply(
     float4 (&sum)[NT], const uint4 (&low)[2], const uint4 (&high)[2], const Tokens<NT>& tokens) {
@@ -119,7 +118,7 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// The lane's own.
+// The same of rows as packed.
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
   uint4 low[2], high[2];

@@ -1,7 +1,7 @@
 // The first kernels of a layer with gains on queries and values: the map, then the gains.
 //
-// EXACT: the gains' gelu is; EXPERTS replace this layer's MLP unless 0. qkv and features [B, 3 DIM]: queries, keys
-// and values, and their gelu.
+// EXACT: whether the gains' gelu is; EXPERTS replace this layer's MLP unless 0. qkv and features [B, 3 DIM]: queries,
+// keys and values, and their gelu.
 #include "kv_element.cuh"
 #include "norm_gemm.cuh"
 #include "row_major_gemm.cuh"
@@ -13,9 +13,8 @@ constexpr int QKV = 3 * DIM;
 constexpr bool ROUTED = EXPERTS > 0;
 static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 16 == 0, "unsupported sizes");
 
-// `weights` [3 DIM + FF or EXPERTS]: query, key and value map, then the MLP's first map or the router, times the
-// norm's scale; `folded` as in `normed`. Inner activations go to `mixed` [B, DIM + FF], with `change` [B, FF] float32
-// added to the first map unless null; or `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
+// `weights`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
+// writes `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
 constexpr int GROUP_TOKENS = WARPS;  // of a thread block of `gains`
 constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
-// queries and values times tanh(w . features) + the position's part, queries and keys rotated. `weights` [2 HEADS, 3
+// Queries and values times tanh(w . features) + the position's part, queries and keys rotated. `weights` [2 HEADS, 3
 // DIM]: the queries' rows, then the values'; `placed` [positions, HEADS]; `scales`: units of e4m3. A block is a head
 // of 8 tokens. `follows_experts`: the preceding kernel let this one begin only after `tau_in` had ended, and wrote
 // nothing read here; later kernels may then begin only after that kernel, too, has ended.

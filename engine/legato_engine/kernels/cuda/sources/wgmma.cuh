@@ -8,8 +8,8 @@
 #pragma once
 #include "common.cuh"
 
-// An operand in shared memory: rows of 128 or 32 bytes with the copy engine's swizzle, which eight rows repeat and
-// where it begins.
+// An operand in shared memory: rows of 128 or 32 bytes with the copy engine's swizzle, eight of which repeat it; it
+// begins where the swizzle does.
 //
 // K-major, a row is one of M or N, its bytes along K: the next eight rows are `stride` bytes away, `apart` is unused,
 // and a step of K is 32 bytes. N-major, a row is one of K, its bytes along N: the next eight rows are `stride` bytes
