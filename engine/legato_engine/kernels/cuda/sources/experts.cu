@@ -34,7 +34,7 @@ template <int NT, class Finish>
 __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& mine = sums.blocks[i % sums.COUNT];
-  if (sums.COUNT == 1 && i > 0) workers_sync();
+  if (sums.COUNT == 1 && i > 0) workers_sync();  // the last one is added up
 #pragma unroll
   for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
   workers_sync();

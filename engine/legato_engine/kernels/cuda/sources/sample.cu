@@ -19,7 +19,7 @@ constexpr float MASS_ONE = 1099511627776.f;  // 2^40 is the mass of the highest;
 constexpr float NOISE_SLACK = 1e-3f;       // far above the error of `rough_noise`
 
 struct __align__(16) Bin {
-  u32 mass[2];  // low, high
+  u32 mass[2];  // low and high: shared memory adds 32 bits at once
   u32 count, unused;
 };
 struct Share {

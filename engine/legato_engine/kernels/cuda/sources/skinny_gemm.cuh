@@ -69,7 +69,7 @@ struct Ring {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
     next();
   }
-  // The workers.
+  // The workers: this warp no longer needs `late_data`.
   __device__ __forceinline__ void open() {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
@@ -182,7 +182,7 @@ __device__ __forceinline__ void multiply_blocks(
       ring.release();
     }
     auto& mine = sums.blocks[block % sums.COUNT];
-    if (sums.COUNT == 1 && block > 0) workers_sync();
+    if (sums.COUNT == 1 && block > 0) workers_sync();  // the last one is added up
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
     if (block == 0) {
