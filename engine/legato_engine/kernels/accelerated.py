@@ -1,7 +1,4 @@
-"""Stages that a GPU runs in a launch or two: sampling, drafting, cutting images.
-
-Without such kernels functions return None, or an implementation with torch.
-"""
+"""Stages that a GPU runs in a launch or two; elsewhere functions return None or run torch."""
 
 from __future__ import annotations
 
@@ -30,12 +27,10 @@ __all__ = [
 
 
 def draft_kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:
-    """Placing and accepting draft tokens as one launch each; None without a GPU."""
     return DraftKernels(max_block, vocab_size) if device.type == "cuda" else None
 
 
 def lookup_proposer(device: torch.device) -> Proposer:
-    """Prompt lookup on the device."""
     return LookupKernel() if device.type == "cuda" else LookupProposer()
 
 
@@ -45,7 +40,6 @@ def draft_layer_proposer(
     kv: tuple[torch.Tensor, torch.Tensor],
     angles: tuple[torch.Tensor, torch.Tensor],
 ) -> Proposer | None:
-    """A one-layer draft over the keys and values `kv`; None if no kernels run it there."""
     device, dtype = weights.words_VD.device, weights.words_VD.dtype
     if not draft_layer.supported(sizes, device, dtype, kv[0].dtype):
         return None

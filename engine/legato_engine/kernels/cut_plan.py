@@ -1,7 +1,7 @@
-"""The plan by which the device cuts one image: sizes, order of the resize passes, and weights.
+"""The plan by which the device cuts one image.
 
-A plan is one block of int32 words, so that one small copy brings it to the device and the kernels'
-launches are the same for every image. The words, by index:
+One small copy brings its int32 words to the device, and the kernels' launches are the same for
+every image. The words, by index:
 
     0 rows of tiles, 1 columns of tiles, 2 width of the image, 3 crops;
     from `HEADER_WORDS`: the target "whole image", and `TARGET_WORDS` later the target "canvas".
@@ -12,7 +12,7 @@ A target is the image resized by two passes:
     resizes the height; 3, 4 the first pass's table and its number of pixels, 5 its weights per
     pixel; 6, 7, 8 the same for the second pass.
 
-A table holds starts, then counts, then weights, see `kernels.lanczos.Table`.
+A table is the starts, counts and weights of a `kernels.lanczos.Table`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TABLES_AT = HEADER_WORDS + 2 * TARGET_WORDS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CropGeometry:
-    """Sizes of a crop and a patch in pixels, and the overlap of tiles in patches."""
+    """Pixels of a crop and of a patch, and patches that tiles overlap by."""
 
     crop_size: int
     patch_size: int
@@ -47,11 +47,9 @@ class CropGeometry:
 
     @property
     def grid(self) -> int:
-        """Patches on a side of a crop."""
         return self.crop_size // self.patch_size
 
     def canvas_size(self, tiles: int) -> int:
-        """Pixels that so many adjacent tiles span."""
         margins = 2 * self.margin * self.patch_size
         return tiles * (self.crop_size - margins) + margins
 
@@ -67,27 +65,22 @@ class Target:
 
     @property
     def rows_first(self) -> bool:
-        """Whether the first pass resizes the height."""
         return lanczos.rows_first(self.height, self.width, self.to_height, self.to_width)
 
     @property
     def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Sizes before and after each pass, of the axis that it resizes."""
+        """Sizes before and after each pass, of its axis."""
         rows, columns = (self.height, self.to_height), (self.width, self.to_width)
         return (rows, columns) if self.rows_first else (columns, rows)
 
     @property
     def intermediate_size(self) -> tuple[int, int]:
-        """Height and width between the passes."""
         return (self.to_height, self.width) if self.rows_first else (self.height, self.to_width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutPlan:
-    """An image of `height` by `width` pixels, cut to itself and (rows, columns) of tiles.
-
-    A tiling of (1, 1) leaves the whole image alone.
-    """
+    """An image cut to itself and (rows, columns) of tiles; (1, 1) has no tiles."""
 
     height: int
     width: int
@@ -96,13 +89,11 @@ class CutPlan:
 
     @property
     def num_crops(self) -> int:
-        """Crops: the whole image and its tiles."""
         rows, columns = self.tiling
         return 1 if self.tiling == (1, 1) else 1 + rows * columns
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The whole image, and the canvas if there are tiles to cut from it."""
         side = self.geometry.crop_size
         sizes = [(side, side)]
         if self.tiling != (1, 1):
@@ -112,7 +103,6 @@ class CutPlan:
 
     @property
     def num_words(self) -> int:
-        """Words that `write` fills."""
         return _TABLES_AT + sum(
             size_out * (2 + lanczos.num_weights(size_in, size_out))
             for target in self.targets
@@ -129,7 +119,7 @@ class CutPlan:
         return largest <= MAX_PIXELS and self.num_words <= MAX_WORDS
 
     def write(self, words_N: npt.NDArray[np.int32]) -> int:
-        """Fill the first words of `words_N` and return `num_words`."""
+        """Return `num_words`."""
         own_N = _words(self)
         words_N[: own_N.size] = own_N
         return own_N.size
@@ -137,7 +127,7 @@ class CutPlan:
 
 @functools.lru_cache(maxsize=64)
 def _words(plan: CutPlan) -> npt.NDArray[np.int32]:
-    """The plan's words, cached because a camera's images share one plan."""
+    """Cached because a camera's images share one plan."""
     words_N = np.zeros(plan.num_words, np.int32)
     words_N[:HEADER_WORDS] = (*plan.tiling, plan.width, plan.num_crops)
     at = _TABLES_AT

@@ -1,7 +1,4 @@
-"""Weights of experts, and the routes of tokens to them.
-
-Shape legend as in `ops`.
-"""
+"""Experts' weights and tokens' routes to them; shape legend as in `ops`."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One bias-free linear layer of every expert: the model's dtype, or e4m3 with a scale per
-    output.
-    """
+    """One bias-free map of every expert: the model's dtype, or e4m3 with a scale per output."""
 
     weight_XOI: torch.Tensor
     scale_XO: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Images on their way to the device: pinned memory, and what is copied of it.
+"""Images on their way to the device, in pinned memory.
 
 Shape legend: H, W and C rows, columns and channels of an image.
 """
@@ -18,10 +18,10 @@ NUM_PIXEL_BYTES = 3 * MAX_PIXELS
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HostImage:
-    """Pinned memory for one image in flight, allocated by the caller.
+    """Pinned memory for one image, allocated by the caller.
 
-    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` fills both; they may be
-    filled again after the copies of `ImagePipeline.upload`.
+    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` may fill both again after
+    the copies of `ImagePipeline.upload`.
     """
 
     pixels: torch.Tensor
@@ -30,10 +30,7 @@ class HostImage:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StagedImage:
-    """What is to be copied: an image's `pixels` in pinned memory, and `num_words` of its plan.
-
-    It must live until the copies of `ImagePipeline.upload` are done.
-    """
+    """An image's pinned `pixels` and its plan's words; outlives `ImagePipeline.upload`'s copies."""
 
     pixels: torch.Tensor
     num_words: int

@@ -1,10 +1,9 @@
 """Pillow's Lanczos resize of 8-bit images, bit for bit: fixed-point weights, two passes.
 
-Pixels between the passes are rounded to 8 bits, so the order of the passes matters. It is that of
-Pillow 13.
+Pixels between the passes are rounded to 8 bits, so their order matters: that of Pillow 13.
 
-Shape legend: H, W and C rows, columns and channels of pixels, O pixels of an axis after the resize,
-K weights of each (as many as the widest needs).
+Shape legend: H, W and C rows, columns and channels, O pixels of an axis after the resize, K weights
+of each.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _CACHED_TABLES = 256
 class Table:
     """The resize of one axis: pixel o is the sum of `counts_O[o]` pixels from `starts_O[o]` on.
 
-    All arrays are int32, and read-only because tables are shared. `weights_OK` has `PRECISION_BITS`
-    fraction bits and is zero from `counts_O` on.
+    Arrays are int32, and read-only because they are shared. `weights_OK` has `PRECISION_BITS`
+    fraction bits, and zeros from `counts_O` on.
     """
 
     starts_O: npt.NDArray[np.int32]
@@ -47,10 +46,7 @@ def num_weights(size_in: int, size_out: int) -> int:
 
 @functools.lru_cache(maxsize=_CACHED_TABLES)
 def table(size_in: int, size_out: int) -> Table:
-    """The weights from `size_in` to `size_out` pixels, both at least 1.
-
-    Equal sizes copy every pixel, like a skipped pass.
-    """
+    """Weights between sizes of at least 1; equal ones copy, like a skipped pass."""
     starts_O = np.arange(size_out)
     counts_O = np.ones(size_out, np.int64)
     weights_OK = np.ones((size_out, 1))
@@ -65,12 +61,12 @@ def table(size_in: int, size_out: int) -> Table:
 
 
 def rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Whether Pillow resizes the height before the width, because that is cheaper."""
+    """Whether Pillow resizes the height first."""
     return height - to_height > max(0, 2 * (width - to_width))
 
 
 def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
-    """Resize to [height, width, C] as `PIL.Image.resize` with `LANCZOS` does; the reference."""
+    """Resize as `PIL.Image.resize` with `LANCZOS` does; the reference."""
     from_height, from_width = image_HWC.shape[:2]
     if rows_first(from_height, from_width, height, width):
         return _resize_width(_resize_height(image_HWC, height), width)
@@ -80,7 +76,7 @@ def resize(image_HWC: Pixels, height: int, width: int) -> Pixels:
 def _weights(
     size_in: int, size_out: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Starts, counts and normalised weights; the order of operations affects the bits."""
+    """The order of operations affects the bits."""
     scale = size_in / size_out
     stretch = max(scale, 1.0)
     support = _SUPPORT * stretch
@@ -110,7 +106,7 @@ def _resize_width(image_HWC: Pixels, width: int) -> Pixels:
 
 
 def _resize_height(image_HWC: Pixels, height: int) -> Pixels:
-    """One pass; sums are int32, as in Pillow and on the device."""
+    """Sums are int32, as in Pillow and on the device."""
     weights = table(image_HWC.shape[0], height)
     last = image_HWC.shape[0] - 1
     shape = (height, *image_HWC.shape[1:])

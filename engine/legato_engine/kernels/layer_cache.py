@@ -9,10 +9,9 @@ if TYPE_CHECKING:
 
 
 class LayerCache(NamedTuple):
-    """Pages [N, H, S, E] of keys and of values, in the computation's dtype or in e4m3.
+    """Pages of keys and of values, in the computation's dtype, or in e4m3 in units of `scale_2`.
 
-    N pages, H heads, S positions per page, E head dim. e4m3 values are in units of `scale_2`
-    (float32: of keys, of values), which other dtypes do not have.
+    N pages, H heads, S positions, E head dim. `scale_2` (float32): of keys, of values.
     """
 
     k_NHSE: torch.Tensor

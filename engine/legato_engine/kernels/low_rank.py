@@ -1,4 +1,4 @@
-"""Low-rank adapters in slots: which tokens read which slot, and the slots' matrices.
+"""Low-rank adapters in slots.
 
 Shape legend: T tokens, S slots, X experts, R ranks, I and O a map's inputs and outputs.
 """
@@ -15,10 +15,10 @@ from legato_engine.kernels.parameters import Affine
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterRows:
-    """The adapter slot of each of T tokens, int64; slot 0 is none.
+    """The adapter slot of each token, or one of all tokens; int64, slot 0 is none.
 
-    A `slot_T` of one element applies to all tokens. `rank_S` are the slots' own ranks. `rank` is at
-    least that of every slot named, and is known on the host because shapes depend on it.
+    `rank_S` are the slots' own ranks. `rank`, at least that of every slot named, is known on the
+    host because shapes depend on it.
     """
 
     slot_T: torch.Tensor
@@ -34,7 +34,7 @@ class LowRankMap(NamedTuple):
 
 
 class ExpertMap(NamedTuple):
-    """A layer's slots for one map of every expert: B(A x) is added to the map's result."""
+    """The same of every expert."""
 
     a_SXRI: torch.Tensor
     b_SXRO: torch.Tensor
@@ -42,7 +42,7 @@ class ExpertMap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MlpSlots:
-    """A layer's slots for both maps of its MLP, and the norm that the MLP reads."""
+    """A layer's slots for its MLP, and the norm that it reads."""
 
     norm: Affine
     fc1: LowRankMap
@@ -51,7 +51,7 @@ class MlpSlots:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlots:
-    """A layer's slots for both maps of its experts; ranks are those of one expert."""
+    """A layer's slots for its experts; ranks are those of one expert."""
 
     up: ExpertMap
     down: ExpertMap

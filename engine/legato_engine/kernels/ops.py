@@ -1,9 +1,9 @@
 """Linear maps, and attention on paged keys and values: one signature for CPU and GPU.
 
-A cache is one layer's, [N, H, S, E], in the computation's dtype or in e4m3 in units of `scale_2`
-(float32: of keys, of values). With e4m3 a token reads the rounded keys and values also in the pass
-that computes them. Keys and values may have fewer heads than queries: each then serves as many
-consecutive query heads.
+Caches are those of `LayerCache`; with e4m3 a token reads the rounded keys and values also in the
+pass that computes them. Each head of keys and values serves as many consecutive query heads. On the
+CPU the bits of a row of `linear`, `add_low_rank`, `decode_attention` and `experts` depend on that
+row and its adapter only: not on other rows, its index or their number.
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence, L
 its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts, K
@@ -29,7 +29,7 @@ _ALIGNMENT = 16  # bytes of a matrix row's start; libraries are several times sl
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """Positions of T tokens: cosines and sines of their angles, int64 page and slot of each."""
+    """T tokens' cosines and sines, and int64 pages and slots."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
@@ -41,8 +41,8 @@ class AttentionMetadata:
 class Span:
     """Consecutive positions, from `start` on, of C sequences with equally many tokens.
 
-    The tokens of one sequence follow those of the one before. `pages_CM` (int64, contiguous rows)
-    covers them and all earlier positions; the tables, float32 [P, R/2], cover every position.
+    Sequences follow each other. `pages_CM` (int64, contiguous rows) covers earlier positions too;
+    the tables are float32 [P, R/2].
     """
 
     start: int
@@ -51,7 +51,7 @@ class Span:
     sin_PR: torch.Tensor
 
     def metadata(self, count: int, page_size: int) -> AttentionMetadata:
-        """The metadata of the first `count` tokens of all sequences together."""
+        """Of the first `count` tokens of all sequences together."""
         num_sequences = len(self.pages_CM)
         stop = self.start + count // num_sequences
         positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
@@ -65,7 +65,7 @@ class Span:
 
 
 def tile_counters(count: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory for `count` products: one row each, to be cleared before its next product."""
+    """Zeroed memory for products: one row each, to be cleared before its next product."""
     return gemm.counters(count, device)
 
 
@@ -77,10 +77,9 @@ def linear_counted(
     *,
     gelu: bool = False,
 ) -> torch.Tensor | None:
-    """Compute `linear`, or its gelu (tanh form, not rounded before it), with a tile counter.
+    """Compute `linear` with one of `tile_counters`; None without such a kernel.
 
-    The library's kernels hand out tiles by `counter`, one of `tile_counters`. Return None if there
-    is no counter or no such kernel.
+    `gelu` applies the tanh form before rounding.
     """
     if bias is None or counter is None or not gemm.can_multiply(x, weight, bias):
         return None
@@ -91,11 +90,7 @@ def linear_counted(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Map [..., in] to [..., out] by a weight [out, in]; missing inputs of x count as zeros.
-
-    On the CPU the bits of a row depend on that row only: not on other rows, its index or their
-    number.
-    """
+    """Map [..., in] to [..., out] by a weight [out, in]; missing inputs of x count as zeros."""
     if (missing := weight.shape[-1] - x.shape[-1]) > 0:
         x = F.pad(x, (0, missing))
     if x.device.type == "cpu":
@@ -108,10 +103,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_onto(
     to: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Add `linear` of x to `to` [..., out]: one tensor, rounded once, if the product can add it.
+    """Add `linear` of x to `to` [..., out], rounded once, or return both terms.
 
-    That tensor reuses the storage of `to`, which the caller must not read again. Otherwise return
-    both terms.
+    The sum reuses the storage of `to`, which the caller must not read again.
     """
     if bias is None or not to.is_contiguous() or not gemm.can_multiply(x, weight, bias, to):
         return to, linear(x, weight, bias)
@@ -129,8 +123,7 @@ def add_low_rank(
 ) -> torch.Tensor:
     """Add B(A x) of each token's slot to `out` [T, O]; the storage of `out` may be reused.
 
-    Beyond a slot's own rank both matrices are zero. On the CPU a row's bits depend on that row and
-    its adapter only. A GPU reads nothing on the host, so the call can be captured.
+    Beyond a slot's own rank both matrices are zero. Can be captured on a GPU.
     """
     if out_TO.device.type == "cpu":
         slots, ranks = rows.slot_T, rows.rank_S
@@ -139,7 +132,7 @@ def add_low_rank(
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Add three tensors of one shape from left to right, rounded once or twice."""
+    """Add tensors of one shape from left to right, rounded once or twice."""
     if prefill.can_add(x, y, z):
         return prefill.add3(x, y, z)
     return x + y + z
@@ -152,11 +145,10 @@ def rotate_and_cache(
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys, write keys and values to their slots, and return all three [T, H,
-    E].
+    """Rotate queries and keys, and write keys and values to their slots.
 
-    `qkv_TGE` has the heads of queries, then of keys, then of values, as many of the latter as the
-    caches. Both caches have one dtype. The results may be views of `qkv_TGE`, changed in place.
+    `qkv_TGE` has the heads of queries, keys and values. Both caches have one dtype. All three
+    results [T, H, E] may be views of `qkv_TGE`, changed in place.
     """
     num_kv = k_NHSE.shape[1]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
@@ -182,7 +174,6 @@ def _write_and_read(
     where: AttentionMetadata,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Write T keys or values, and return them as they are read back."""
     stored_THE = pages.quantise(new_THE, scale)
     write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
     return pages.dequantise(stored_THE, scale, new_THE.dtype)
@@ -191,15 +182,14 @@ def _write_and_read(
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """Write T keys or values, of the cache's dtype, to their int64 (page, slot)."""
+    """Write T keys or values of the cache's dtype."""
     pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """Copy pages in all layers (L).
+    """Copy pages in all layers (L), by int64 (source, destination) on the caches' device.
 
-    The pairs are int64 (source, destination) on the caches' device. No source is another pair's
-    destination; a page may be copied onto itself.
+    No source is another pair's destination; it may be its own.
     """
     if prefill.can_copy(k_LNHSE, v_LNHSE):
         prefill.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
@@ -208,14 +198,14 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """Copy the first `length` positions of the pages, as stored, to [length, H, E]."""
+    """Copy the first `length` positions as stored, [length, H, E]."""
     return pages.gather_pages(cache_NHSE, pages_M, length)
 
 
 def gather_cached(
     cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read keys and values [length, H, E], converted to `dtype` if stored as e4m3."""
+    """Read [length, H, E], converted to `dtype` if stored as e4m3."""
     return pages.gather_cached(cache, pages_M, length, dtype)
 
 
@@ -231,8 +221,7 @@ def full_attention(
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
     """Attention [T, H, E] of the last T of L positions to themselves and all before.
 
-    On the CPU a token has the bits of `decode_attention`, so results do not depend on how much of
-    the sequence was cached.
+    On the CPU a token has the bits of `decode_attention`, however much of the sequence was cached.
     """
     if q_THE.device.type == "cpu":
         return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
@@ -249,9 +238,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention [B, H, E] of one token per row to positions 0..positions_B[b] of its pages.
 
-    A row whose first page is 0 is padding: zeros on the CPU, any finite values on a GPU. On the CPU
-    a row's bits depend on that row only. A GPU reads nothing on the host, so the call can be
-    captured.
+    A row whose first page is 0 is padding: zeros on the CPU, any finite values on a GPU, where the
+    call can be captured.
     """
     cache, where = LayerCache(k_NHSE, v_NHSE, scale_2), (positions_B, page_table_BM)
     if q_BHE.device.type == "cpu":
@@ -260,7 +248,7 @@ def decode_attention(
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """The likeliest experts of each token, and their shares: a softmax over these experts only."""
+    """The likeliest experts of each token, and a softmax over these only."""
     return reference_experts.route(logits_TX, num_active)
 
 
@@ -275,10 +263,8 @@ def experts(
 ) -> torch.Tensor:
     """Sum each token's experts by their shares, [T, D].
 
-    An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`.
-    Adapters change both maps, each token's by its slot. On the CPU a row's bits depend on that row
-    and its adapter only. On a GPU a `capturable` call reads nothing on the host, and no shape
-    depends on the routes.
+    An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`. On
+    a GPU a `capturable` call reads nothing on the host, and no shape depends on the routes.
     """
     if grouped.can_group(x_TD, up, down):
         return grouped.experts(x_TD, routes, up, down, adapters)

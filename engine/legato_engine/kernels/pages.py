@@ -1,10 +1,6 @@
-"""Paged keys and values in plain torch: written, copied and read.
+"""Paged keys and values in plain torch; e4m3 is read in the computation's dtype, rounded once.
 
-They are stored as computed, or as e4m3 in units of a scale. e4m3 is read back in the computation's
-dtype, rounded once.
-
-Shape legend: N pages, S positions per page, H heads, E head dim, T tokens, L positions of a
-sequence, B rows, M pages per row, K copies.
+Shape legend as in `ops`, but K copies.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ _E4M3_MAX = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Round to e4m3 units of `scale`; larger values become the largest, NaN stays."""
+    """Larger values become the largest, NaN stays."""
     if scale is None:
         return x
     return (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
@@ -29,31 +25,26 @@ def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def dequantise(
     stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Convert stored values back to `dtype`."""
     return stored if scale is None else (stored.float() * scale).to(dtype)
 
 
 def units(scale_2: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """The scales of keys and of values, or two None."""
     return (None, None) if scale_2 is None else scale_2.unbind()
 
 
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """See `ops.write_kv`."""
     indexable(cache_NHSE)[page_T, :, slot_T] = indexable(new_THE)
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """See `ops.copy_pages`."""
     source_K, destination_K = pairs_K2.unbind(-1)
     for cache_LNHSE in (indexable(k_LNHSE), indexable(v_LNHSE)):
         cache_LNHSE[:, destination_K] = cache_LNHSE[:, source_K]
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """See `ops.gather_pages`."""
     num_pages = -(-length // cache_NHSE.shape[2])
     pages_MHSE = taken(cache_NHSE, pages_M[:num_pages])
     return pages_MHSE.transpose(1, 2).flatten(0, 1)[:length]
@@ -62,7 +53,6 @@ def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -
 def gather_cached(
     cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.gather_cached`."""
     k_scale, v_scale = units(cache.scale_2)
     k_LHE = gather_pages(cache.k_NHSE, pages_M, length)
     v_LHE = gather_pages(cache.v_NHSE, pages_M, length)
@@ -70,7 +60,7 @@ def gather_cached(
 
 
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index_select` along the first dimension, for any dtype."""
+    """`index_select` for any dtype."""
     return indexable(x).index_select(0, index).view(x.dtype)
 
 
@@ -80,11 +70,11 @@ def all_pages(
     scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The contents of each row's pages, [B, M * S, H, E]."""
+    """[B, M * S, H, E]."""
     stored = indexable(cache_NHSE)[page_table_BM].view(cache_NHSE.dtype)
     return dequantise(stored.transpose(2, 3).flatten(1, 2), scale, dtype)
 
 
 def indexable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, because some devices cannot index e4m3 tensors."""
+    """View as bytes, because some devices cannot index e4m3 tensors."""
     return x.view(torch.uint8) if x.dtype is E4M3 else x

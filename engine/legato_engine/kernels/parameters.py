@@ -1,4 +1,4 @@
-"""A decoder's parameters as its checkpoint has them, from which kernels make their own layouts.
+"""A decoder's parameters as its checkpoint has them.
 
 Shape legend: D width, H heads, O outputs, I inputs, P positions, Z = 2 H gains, C = 3 D queries,
 keys and values.

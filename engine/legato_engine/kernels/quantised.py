@@ -1,7 +1,4 @@
-"""Rows of e4m3 values with a scale each.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""Rows of e4m3 values with a scale each; shape legend as in `row_ops`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The operations of `ops` in plain torch: their definition, and the fallback without a kernel.
-
-Shape legend as in `ops`.
-"""
+"""The operations of `ops` in plain torch: their definition; shape legend as there."""
 
 from __future__ import annotations
 
@@ -19,18 +16,13 @@ _ROW_BLOCK = 8
 
 
 def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """See `ops.linear`.
-
-    CPU libraries process rows in blocks, and the remainder with code that rounds differently, so
-    rows are padded to whole blocks.
-    """
+    """Pad rows to whole blocks, because CPU libraries round the remainder differently."""
     rows_TD = x.reshape(-1, x.shape[-1])
     out = F.linear(whole_blocks(rows_TD), weight, bias)[: rows_TD.shape[0]]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def whole_blocks(rows_TD: torch.Tensor) -> torch.Tensor:
-    """The rows, padded with zeros to a whole block."""
     padding = -rows_TD.shape[0] % _ROW_BLOCK
     return F.pad(rows_TD, (0, 0, 0, padding)) if padding else rows_TD
 
@@ -43,7 +35,6 @@ def add_low_rank_rows(
     slot_T: torch.Tensor,
     rank_S: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.add_low_rank`; slot by slot, each at its own rank and over its own rows."""
     slots, ranks = slot_T.tolist(), rank_S.tolist()
     if len(slots) == 1:
         slots *= x_TI.shape[0]
@@ -62,7 +53,6 @@ def add_low_rank_gathered(
     slot_T: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """See `ops.add_low_rank`; every row gets a copy of its slot's first `rank` ranks."""
     a_TRI = a_SRI[:, :rank].index_select(0, slot_T)
     b_TRO = b_SRO[:, :rank].index_select(0, slot_T)
     if slot_T.shape[0] == 1:
@@ -74,7 +64,7 @@ def add_low_rank_gathered(
 def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys by the pairs (i, i + R/2) of their first R dims.
 
-    Tables are float32 [T, 1, R/2]; the result is computed in float32 and rounded once.
+    Tables are float32 [T, 1, R/2]; the result is rounded once.
     """
     half = cos_T1R.shape[-1]
     first, second = x_THE[..., :half], x_THE[..., half : 2 * half]
@@ -88,14 +78,13 @@ def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) ->
 def full_attention(
     q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
 ) -> torch.Tensor:
-    """See `ops.full_attention`."""
     k_BTHE, v_BTHE = (_spread(x, q_BTHE.shape[2]) for x in (k_BTHE, v_BTHE))
     q_BHTE, k_BHTE, v_BHTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHE))
     return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE).transpose(1, 2)
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """See `ops.suffix_attention`; a whole sequence needs no mask in memory."""
+    """A whole sequence needs no mask in memory."""
     num_queries, length = q_THE.shape[0], k_LHE.shape[0]
     k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
     if num_queries == length:
@@ -110,7 +99,6 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
 def suffix_attention_rows(
     q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor
 ) -> torch.Tensor:
-    """See `ops.suffix_attention`; row by row over exactly the row's context."""
     out_THE = torch.empty_like(q_THE)
     before = k_LHE.shape[0] - q_THE.shape[0]
     for row, q_HE in enumerate(q_THE):
@@ -125,10 +113,7 @@ def decode_attention_rows(
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.decode_attention`; row by row over exactly the row's context.
-
-    The context is gathered once for consecutive rows of one sequence.
-    """
+    """The context is gathered once for consecutive rows of one sequence."""
     out_BHE = torch.zeros_like(q_BHE)
     lengths, tables = (positions_B + 1).tolist(), page_table_BM.tolist()
     for table, rows in groupby(range(len(tables)), key=tables.__getitem__):
@@ -149,9 +134,9 @@ def decode_attention_padded(
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.decode_attention`; over all pages of the table, masked, without a host read.
+    """Over all pages of the table, masked, without a host read.
 
-    Positions after a row's own are zeroed as well as masked, because they may hold NaN.
+    Positions after a row's own are zeroed, because they may hold NaN.
     """
     num_kv_heads, page_size = cache.k_NHSE.shape[1:3]
     context = page_table_BM.shape[1] * page_size
@@ -169,13 +154,12 @@ def decode_attention_padded(
 
 
 def _spread(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Keys or values [..., H, E], repeated to the queries' `num_heads`."""
     group = num_heads // x.shape[-2]
     return x if group == 1 else x.repeat_interleave(group, dim=-2)
 
 
 def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """Attention of one token to everything, [H, E]; G of its heads share a key head."""
+    """G of the token's heads share a key head."""
     q_1HGE = q_HE.reshape(1, k_LHE.shape[1], -1, q_HE.shape[-1])
     k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
     return F.scaled_dot_product_attention(q_1HGE, k_1HLE, v_1HLE)[0].flatten(0, 1)

@@ -1,7 +1,4 @@
-"""Experts and their adapters in plain torch: the reference for their kernels.
-
-Shape legend as in `ops`.
-"""
+"""Experts and their adapters in plain torch; shape legend as in `ops`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from legato_engine.kernels.reference import add_low_rank_rows, whole_blocks
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
-    """See `ops.route`; the softmax is float32."""
     best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
     return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
 
@@ -27,10 +23,9 @@ def experts_sorted(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; one product per expert with tokens, whose counts are read on the host.
+    """One product per expert with tokens, whose counts are read on the host.
 
-    An expert runs whole blocks of rows, like `linear_rows`, and terms are added in the order of
-    shares.
+    Terms are added in the order of shares.
     """
     expert_J = routes.expert_TK.flatten()
     order_J = expert_J.argsort(stable=True)
@@ -60,7 +55,7 @@ def experts_gathered(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`; copies the weights for each token, so it suits few tokens only."""
+    """For few tokens: copies the weights for each."""
     out_TKD = []
     for expert_T in routes.expert_TK.unbind(1):
         both_TO = _own_expert(x_TD, up, expert_T)
@@ -79,14 +74,14 @@ def experts_gathered(
 def own_low_rank(
     x_JI: torch.Tensor, change: ExpertMap, slot_J: torch.Tensor, expert_J: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """B(A x) of each row's slot and expert, [J, O], with a copy of both for every row."""
+    """B(A x) of each row's slot and expert, with a copy of both."""
     index_J = slot_J * change.a_SXRI.shape[1] + expert_J
     a_JRI, b_JRO = (each.flatten(0, 1)[:, :rank].index_select(0, index_J) for each in change)
     return torch.bmm(torch.bmm(x_JI[:, None], a_JRI.transpose(1, 2)), b_JRO)[:, 0]
 
 
 def gate(z: torch.Tensor) -> torch.Tensor:
-    """The gated unit, [..., 2 I] to [..., I], in float32 and rounded once.
+    """In float32, rounded once.
 
     The gelu's input is copied first: torch rounds the remainder of a vector differently in strided
     or split tensors.
@@ -124,7 +119,7 @@ def _scaled(out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_out(out_TKD: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Sum by shares to [T, D]: in float32, in order, rounded once."""
+    """In float32, in order, rounded once."""
     share_TK1 = routes.share_TK.float()[:, :, None]
     terms = (share_TK1 * out_TKD.float()).unbind(1)
     total_TD = terms[0]

@@ -1,7 +1,4 @@
-"""The operations of `row_ops` with torch, on any device.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""The operations of `row_ops` with torch; shape legend as there."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ _FLOOR = 1e-12
 def add_norm(
     x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `row_ops.add_norm`."""
     x = x if y is None else x + y
     normed: torch.Tensor = norm(x)
     return x, normed
@@ -27,7 +23,6 @@ def add_norm(
 def add_norm_quantised(
     x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, Quantised]:
-    """See `row_ops.add_norm_quantised`."""
     x = x if y is None else x + y
     weight, bias = norm.weight.float(), norm.bias.float()
     normed = F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
@@ -35,7 +30,6 @@ def add_norm_quantised(
 
 
 def quantise(x: torch.Tensor) -> Quantised:
-    """See `row_ops.quantise`."""
     x = x.float()
     amax = x.abs().amax(-1, keepdim=True).clamp_min(_FLOOR)
     values = (x * (amax.reciprocal() * _LARGEST)).clamp(-_LARGEST, _LARGEST)
@@ -43,5 +37,4 @@ def quantise(x: torch.Tensor) -> Quantised:
 
 
 def quantise_gelu(x: torch.Tensor) -> Quantised:
-    """See `row_ops.quantise_gelu`."""
     return quantise(F.gelu(x.float(), approximate="tanh"))

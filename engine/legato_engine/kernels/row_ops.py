@@ -1,8 +1,7 @@
 """Layer norms of residual sums, and quantisation to e4m3, row by row.
 
-Sums are rounded once, to the dtype of their terms. Norms and gelus are computed in float32, then
-rounded to that dtype; what is quantised is not rounded before. Each quantised row is divided by its
-scale, amax / 448. CUDA tensors that a kernel can load take one launch; others take torch.
+Sums are rounded once, to their terms' dtype. Norms and gelus are float32, rounded to that dtype
+unless they are quantised. A quantised row is divided by its scale, amax / 448.
 
 Shape legend: K values of a row; `...` any leading dimensions.
 """
@@ -21,11 +20,10 @@ from legato_engine.kernels.quantised import Quantised
 def add_norm(
     x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum x + y (x itself without y) and its layer norm over K, in `out` if given.
+    """Return x + y (x itself without y) and its layer norm over K, in `out` if given.
 
-    y has x's shape or repeats over its first dimension. The last write to either must come from a
-    kernel, not from a copy. The sum may reuse the storage of x, which the caller must own and not
-    read again.
+    y may repeat over its first dimension. The last write to either must come from a kernel, not
+    from a copy. The sum may reuse x, which the caller must own and not read again.
     """
     if (kernels := norm_kernels.kernels_for(x, y, norm)) is None:
         x, normed = reference_rows.add_norm(x, y, norm)
@@ -36,10 +34,9 @@ def add_norm(
 def add3_norm(
     x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum x + y + z, rounded once or twice, and its layer norm over K.
+    """Like `add_norm`, of x + y + z of one shape, rounded once or twice.
 
-    The three have one shape, and the last write to any of them must come from a kernel, not from a
-    copy. The sum may reuse the storage of y, which the caller must own and not read again.
+    The sum may reuse y, not x.
     """
     if z.shape != y.shape or (kernels := norm_kernels.kernels_for(x, y, norm, z)) is None:
         return reference_rows.add_norm(x + y, z, norm)
@@ -56,7 +53,6 @@ def add_norm_quantised(
 
 
 def quantise(x: torch.Tensor) -> Quantised:
-    """Quantise the rows of [..., K]."""
     if (kernels := quantise_kernels.kernels_for(x)) is None:
         return reference_rows.quantise(x)
     return kernels.launch(kernels.plain, x, overlap=False)

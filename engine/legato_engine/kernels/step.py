@@ -1,7 +1,6 @@
 """A decode step of a whole decoder by kernels.
 
-Shape legend: B tokens, D width, V vocabulary, R rows of the page table, S adapter slots, L layers,
-N pages, H heads, P positions, E head dim, K experts of a token.
+Shape legend as in `cuda.decoder`; S adapter slots, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -58,21 +57,18 @@ _RunLayers = Callable[
 
 
 def supports_decoder(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `DecoderStep` can run these layers and head on the device."""
     return decoder.supported(sizes, device, dtype)
 
 
 def supports_experts(sizes: ExpertSizes) -> bool:
-    """Whether `DecoderStep` can run layers with these experts."""
     return tau_decoder_stages.supported(sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepCache:
-    """The keys and values that a step reads and writes, and the rotation of their positions.
+    """A step's keys and values, and its rotations, float32 [P, 16].
 
-    `scale_L2` (float32) are each layer's units of keys and values in e4m3. `cos_PR` and `sin_PR`
-    are float32 [P, 16].
+    `scale_L2` (float32) are each layer's units of keys and values in e4m3.
     """
 
     k_LNHSE: torch.Tensor
@@ -85,8 +81,8 @@ class StepCache:
 class DecoderStep:
     """A decoder's layers and head for up to `MAX_TOKENS` tokens at a time.
 
-    Steps share scratch memory and must not overlap. `parts` are the kernels of a layer.
-    `expert_LBK` are the experts that the last step chose, see `TauDecoder`; None without experts.
+    Steps share scratch memory and must not overlap. `expert_LBK` is that of `TauDecoder`; None
+    without experts.
     """
 
     def __init__(
@@ -113,16 +109,12 @@ class DecoderStep:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """Run all layers on the residual stream in place; writes keys and values.
-
-        Fewer `parts` are for measuring: their results mean nothing.
-        """
+        """See `Decoder.layers`."""
         keys, values = self._cache.k_LNHSE, self._cache.v_LNHSE
         angles = self._cache.cos_PR, self._cache.sin_PR
         self._run_layers(x_BD, positions, keys, values, angles, parts, adapters)
 
     def head(self, x_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        """Write the float32 logits of the residual stream."""
         self._decoder.head(x_BD, self._head, logits_BV)
 
 
@@ -132,7 +124,6 @@ def _decoder(
     cache: StepCache,
     stages: Stages,
 ) -> tuple[Decoder | TauDecoder, _RunLayers]:
-    """The kernels, and their `layers` with this decoder's weights."""
     device = cache.cos_PR.device
     if isinstance(sizes, TauSizes):
         tau = TauDecoder(sizes, len(layers), device, stages, cache.scale_L2)
@@ -146,10 +137,7 @@ def _decoder(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlotSet:
-    """The slots of all layers with experts, by layer, with their ranks for one expert.
-
-    `capacity` is the ranks that a slot has room for.
-    """
+    """The slots of all layers with experts, for `capacity` ranks of one expert."""
 
     sizes: ExpertSizes
     layers: Mapping[int, ExpertSlots]
@@ -180,7 +168,6 @@ class AdapterStep:
             )
 
     def step(self, slot_R: torch.Tensor) -> StepAdapters:
-        """The adapters of a step whose rows read these slots."""
         own = self._low_rank, self._mlps, Slots(slot_R, self._rank_S)
         if self._experts is None or self._expert_low_rank is None:
             return StepAdapters(*own)

@@ -1,7 +1,4 @@
-"""Values carried by tokens, by kernels: embedded into a step's inputs and read from its outputs.
-
-Shape legend: B tokens, D width, V vocabulary, N bins, S bins of both of a pair's values.
-"""
+"""Values carried by tokens, by kernels; shape legend as in `cuda.value_heads`, V vocabulary."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class MlpDecoders:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NormedDecoders:
-    """A linear map of the normed hidden for each kind of value."""
+    """A map of the normed hidden for each kind."""
 
     norm: Affine
     scalar: Affine
@@ -56,7 +53,7 @@ class NormedDecoders:
 class ValueHeads:
     """Encoders and decoders of values, for up to `step.MAX_TOKENS` tokens at a time.
 
-    Steps share the memory of the bins and must not overlap.
+    Steps share memory and must not overlap.
     """
 
     def __init__(
@@ -73,13 +70,12 @@ class ValueHeads:
         self._reader = ValueReader(sizes)
 
     def embed(self, inputs: TokenInputs, x_BD: torch.Tensor) -> None:
-        """Fill the residual stream with the tokens' embeddings or encoded values."""
         self._embedder.embed(inputs, self._words_VD, x_BD)
 
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits [B, N] and [B, S]; only bins that a token needs are up to date."""
+        """Float32 logits; only bins that a token needs are up to date."""
         self._bins.fill(token_B, hidden_BD)
         batch = token_B.shape[0]
         return self._bins.scalar_bins_BN[:batch], self._bins.pair_bins_BS[:batch]
@@ -92,7 +88,7 @@ class ValueHeads:
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write the values of sampled tokens, here and in their rows; zeros for plain tokens."""
+        """Write values here and in their rows; zeros for plain tokens."""
         scalar_BN, pair_BS = self.bins(token_B, hidden_BD)
         self._reader.read(state, scalar_BN, pair_BS, row_B, payload_B2)
 

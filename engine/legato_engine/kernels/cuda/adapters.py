@@ -1,7 +1,7 @@
 """Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
-Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O a
-map's inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
+Shape legend as in `decoder`; M values of a row whose last F are inner, S slots, R ranks of a slot,
+or rows of the token state, O outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slots:
 
 
 class LowRank:
-    """The kernels for one model's MLPs, and their scratch memory; steps must not overlap."""
+    """The kernels and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
@@ -47,7 +47,7 @@ class LowRank:
     def inner(
         self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The change of the first map, [B, F] float32, for the normed residual stream."""
+        """The first map's change, [B, F] float32."""
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
@@ -55,7 +55,7 @@ class LowRank:
     def outer(
         self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The change of the second map, [B, D] float32; its inputs are the last F of each row."""
+        """The second map's change, [B, D] float32, for the last F of each row."""
         stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
@@ -78,11 +78,7 @@ class LowRank:
 
 
 class _Shrink:
-    """The kernels of A x.
-
-    Each warp takes one rank and a part of the inputs. The assignment of tokens to thread blocks
-    does not affect the bits.
-    """
+    """A x: a warp takes one rank and a part of the inputs; the grid does not affect the bits."""
 
     def __init__(self, width: int, parts: int, max_rank: int, *, norm: bool) -> None:
         self._max_rank = max_rank
@@ -96,7 +92,7 @@ class _Shrink:
     def launch(
         self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
     ) -> None:
-        """Enqueue; `inputs` are the kernel's first arguments, up to A."""
+        """`inputs` are the kernel's first arguments, up to A."""
         batch = len(row_B)
         tokens = 1 if batch == 1 else max(self._kernels)
         # As many turns as keep one wave of warps busy: each turn reads A once less.
@@ -117,11 +113,9 @@ class StepAdapters:
     slots: Slots
 
     def inner(self, layer: int, x_BD: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
-        """See `LowRank`."""
         return self.kernels.inner(x_BD, self.layers[layer], self.slots, row_B)
 
     def outer(self, layer: int, mixed_BM: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
-        """See `LowRank`."""
         return self.kernels.outer(mixed_BM, self.layers[layer], self.slots, row_B)
 
 

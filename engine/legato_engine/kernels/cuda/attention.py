@@ -1,12 +1,9 @@
-"""Attention of a step's tokens to paged keys and values, as one kernel.
+"""Attention of a step's tokens to paged keys and values (bf16 or e4m3), as one kernel.
 
 Consecutive tokens of one row form groups that read their keys and values once. A token's bits are
-the same alone, in any group and in any batch.
+the same in any group and batch.
 
-Keys and values are bf16, or e4m3 in units of scales.
-
-Shape legend: B tokens, H heads, E head dim (64), D = H * E, F stride of the output, R rows of the
-page table, M pages per row, N pages, S positions per page.
+Shape legend as in `decoder`, but F stride of the output.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ _PART = (HEAD_DIM + 4) * 4  # bytes of a token's softmax over some positions
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPositions:
-    """Positions of B tokens, int64: their rows of `table_RM`, their positions, and `fresh_B`.
+    """Rows of `table_RM` and positions of B tokens, int64.
 
-    `fresh_B` is the first position of the token's sequence that this step writes. A `fresh_B`
-    beyond the token's own position marks padding, whose output is zeros.
-
-    A launch is laid out for `num_groups` groups, which affects only its speed.
+    `fresh_B` is the first position of the token's sequence that this step writes; beyond the
+    token's own position it marks padding, whose output is zeros. `num_groups`, for which a launch
+    is laid out, affects only its speed.
     """
 
     row_B: torch.Tensor
@@ -65,7 +61,7 @@ class AttentionSizes:
 
 
 class Attention:
-    """The kernel, compiled for each number of thread blocks per head of a group."""
+    """The kernel, compiled for each of `SPLITS`."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
         """`stages` is the ring's depth in steps per warp, `split_stages` that of a cluster."""
@@ -82,10 +78,10 @@ class Attention:
         out_BF: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Fill the first D columns of the tokens' outputs.
+        """Fill the first D columns of the outputs of at most 32 tokens.
 
-        At most 32 tokens. `positions` is read before the preceding kernel has ended. `scale_2`
-        (float32): the units of keys and of values in e4m3.
+        `positions` is read before the preceding kernel has ended. `scale_2`: float32 units of keys
+        and of values in e4m3.
         """
         batch, heads = positions.row_B.shape[0], self._sizes.num_heads
         groups = min(batch, positions.num_groups)
@@ -112,21 +108,20 @@ class Attention:
 
 
 def splits_for(pairs: int) -> int:
-    """Thread blocks per head of a group that fit the GPU at once, for `pairs` of head and group."""
+    """The most splits for which all `pairs` fit the GPU at once."""
     return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:
-    """Dynamic shared memory of a launch with rings of `stages` steps per warp.
+    """With rings of `stages` steps per warp.
 
-    The warps' results have memory of their own, twice; with splits they reuse the rings.
+    Warps' results have memory of their own, twice; with splits they reuse the rings.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
     return _WARPS[splits] * (stages * _STAGE + parts)
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
-    """Constants of `paged_attention.cu` for `splits` thread blocks per head of a group."""
     return {
         "DIM": sizes.num_heads * HEAD_DIM,
         "MIXED": sizes.out_stride,

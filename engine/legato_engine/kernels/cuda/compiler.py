@@ -19,10 +19,10 @@ _SOURCES = "sources"
 def compile_source(
     name: str, defines: Mapping[str, int], arch: str, *, folder: pathlib.Path | None = None
 ) -> bytes:
-    """Compile the file `name` for an `arch` such as sm_90, or read its machine code from the cache.
+    """Compile the file `name` for an `arch` such as sm_90, or read the cache.
 
-    The file is in `folder`, by default in `sources`. `#include "x"` finds headers in `sources`
-    only; there are no system headers.
+    `folder` is by default `sources`, where alone `#include "x"` finds headers; there are no system
+    headers.
 
     Raises:
         InternalError: the source does not compile; the text has the compiler's log.
@@ -38,7 +38,6 @@ def compile_source(
 
 
 def cache_folder() -> pathlib.Path:
-    """The folder of compiled kernels: `LEGATO_KERNEL_CACHE`, else in the user's cache folder."""
     if folder := os.environ.get("LEGATO_KERNEL_CACHE"):
         return pathlib.Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -57,7 +56,6 @@ def _options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
 
 @functools.cache
 def sources() -> dict[str, str]:
-    """The texts in `sources`, by file name."""
     folder = importlib.resources.files(__package__) / _SOURCES
     return {file.name: file.read_text() for file in folder.iterdir() if file.is_file()}
 

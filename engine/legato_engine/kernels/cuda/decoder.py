@@ -1,7 +1,7 @@
 """A decode step of a decoder with parallel attention and MLP: two or three kernels a layer.
 
-The kernels read packed weights (`packing`). A token's bits are the same in every batch, because
-sums run in an order that depends on the sizes only.
+A token's bits are the same in every batch, because sums run in an order that depends on the sizes
+only.
 
 Shape legend: B tokens, D width, F inner width, H heads, E head dim (64), V vocabulary, R rows of
 the page table, M pages per row, N pages, S positions per page, P positions.
@@ -46,8 +46,8 @@ _MIN_CAPABILITY = (9, 0)
 class Stages:
     """Depths of the rings in shared memory, by tiles of 8 tokens; `attend` counts per warp.
 
-    At Moondream 2's sizes each kernel takes more than half of a multiprocessor's shared memory, so
-    that thread blocks spread over all of them.
+    At Moondream 2's sizes each kernel takes more than half of a multiprocessor's shared memory, to
+    spread thread blocks over all.
     """
 
     layer_in: Mapping[int, int]
@@ -77,7 +77,6 @@ class Part(enum.Enum):
 
 
 def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can run this decoder on the device."""
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return False
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -144,10 +143,10 @@ class Decoder:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """Run all layers on `x_BD` in place; writes the tokens' keys and values to their pages.
+        """Run all layers on at most `MAX_TOKENS` tokens in place; writes keys and values to pages.
 
-        `angles`: cosines and sines [P, 16] float32. At most `MAX_TOKENS` tokens. Fewer `parts` are
-        for measuring: their results mean nothing.
+        `angles`: cosines and sines [P, 16] float32. Fewer `parts` are for measuring: their results
+        mean nothing.
         """
         boundary, whole = self._boundary, adapters is None and set(self.parts) <= set(parts)
         if boundary is not None and whole and boundary.takes(x_BD.shape[0]):
@@ -170,7 +169,6 @@ class Decoder:
                 self.layer_out(x_BD, weights, outer_BD)
 
     def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        """Write float32 logits of the residual stream."""
         self._head.run(x_BD, weights, logits_BV)
 
     def _layer_in(
@@ -205,13 +203,12 @@ class Decoder:
         values: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Write the heads' output to `mixed_BF`, from `q_BD` and one layer's keys and values."""
+        """Attend from `q_BD` to `mixed_BF`."""
         self._attention.launch(self.q_BD, keys, values, positions, self.mixed_BF, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
     ) -> None:
-        """Add the map of `mixed_BF` (heads and inner activations) and the adapters' change to x."""
         batch, sizes = x_BD.shape[0], self._sizes
         kernels = self._kernels[decode_form(self._sizes, batch)]
         stages = kernels.out_stages
@@ -229,12 +226,10 @@ class Decoder:
 
 
 def decode_forms(sizes: DecoderSizes) -> list[Form]:
-    """All forms that batches of this decoder use."""
     return sorted({decode_form(sizes, batch) for batch in range(1, MAX_TOKENS + 1)})
 
 
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
-    """Constants of `layer_maps.cu`."""
     return {
         **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,

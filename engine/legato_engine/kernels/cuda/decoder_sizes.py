@@ -1,7 +1,4 @@
-"""A decoder's sizes and packed weights, as the kernels of a step need them.
-
-Shape legend: D width, F inner width, H heads.
-"""
+"""A decoder's sizes and packed weights; shape legend as in `decoder`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from legato_engine.kernels.cuda.attention import AttentionSizes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Constants of the kernels; `kv_bytes` per element of keys and values: 2 (bf16) or 1 (e4m3)."""
+    """Constants of the kernels; `kv_bytes` per element: 2 (bf16) or 1 (e4m3)."""
 
     dim: int
     ff_dim: int
@@ -29,12 +26,11 @@ class DecoderSizes:
 
     @property
     def mixed_dim(self) -> int:
-        """Inputs of a layer's output map: the heads, then the inner activations."""
+        """The heads, then the inner activations."""
         return self.dim + self.ff_dim
 
     @property
     def attention(self) -> AttentionSizes:
-        """Constants of the attention kernel, which writes the first of those inputs."""
         return AttentionSizes(
             num_heads=self.num_heads,
             page_size=self.page_size,
@@ -45,13 +41,13 @@ class DecoderSizes:
 
     @property
     def parts(self) -> int:
-        """Parts that the inputs of a layer's output map are cut into."""
+        """Parts of the inputs of a layer's output map."""
         return skinny_gemm.num_parts(self.mixed_dim, self.dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, bf16 but `folded_in`; maps are packed, and the norm is folded into the first."""
+    """One layer, bf16 but `folded_in`; maps are packed, the norm is folded into the first."""
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
@@ -61,7 +57,7 @@ class LayerWeights:
 
 
 class Form(NamedTuple):
-    """What else the kernels are compiled for: tiles, and cluster sizes.
+    """What else the kernels are compiled for.
 
     Thread blocks of a cluster read the inputs of `layer_out` (`cluster`) or `layer_in`
     (`x_cluster`) once.
@@ -73,13 +69,11 @@ class Form(NamedTuple):
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
-    """The form of the kernels that serve a batch."""
     shared = skinny_gemm.cluster(batch)
     return Form(skinny_gemm.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
-    """Constants of `layer_maps.cuh`, and the parts of `layer_out`'s inputs."""
     return {
         "DIM": sizes.dim,
         "FF": sizes.ff_dim,

@@ -1,7 +1,6 @@
 """A one-layer draft as five kernels a token.
 
-Shape legend: R rows of the state, K draft tokens, D width, F inner width, V vocabulary, H heads, N
-pages, S positions per page, E head dim (64), P positions.
+Shape legend as in `decoder`, but R rows of the state, K draft tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WIDEST = 3072
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """The layer's own weights, and the model's embeddings [V, D], last norm and head."""
+    """The layer's weights, and the model's embeddings, last norm and head."""
 
     ln_state: Affine
     ln_token: Affine
@@ -42,7 +41,7 @@ class DraftWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """Constants of the kernels; `max_pages` is the pages of a page table's row."""
+    """Constants of the kernels; `max_pages` of a page table's row."""
 
     dim: int
     inner: int
@@ -54,7 +53,6 @@ class DraftSizes:
 
     @property
     def defines(self) -> dict[str, int]:
-        """The constants of the kernels."""
         return {
             "DIM": self.dim,
             "INNER": self.inner,
@@ -69,7 +67,6 @@ class DraftSizes:
 def supported(
     sizes: DraftSizes, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> bool:
-    """Whether the kernels run a draft of these sizes on the device, over a cache of that dtype."""
     if device.type != "cuda" or {dtype, kv_dtype} != {torch.bfloat16}:
         return False
     fits = sizes.dim == sizes.num_heads * _HEAD_DIM and sizes.dim + sizes.inner <= WIDEST
@@ -78,10 +75,7 @@ def supported(
 
 
 class DraftLayerKernels:
-    """A `Proposer` of the likeliest tokens, for all rows.
-
-    Results between kernels are in buffers of its own, so only one call may run at a time.
-    """
+    """A `Proposer` of the likeliest tokens; one call at a time, because calls share buffers."""
 
     def __init__(
         self,
@@ -90,9 +84,7 @@ class DraftLayerKernels:
         kv: tuple[torch.Tensor, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`kv` are the keys and values [N, H, S, E] that it reads, bf16; `angles` cosines and
-        sines.
-        """
+        """`kv`: bf16 keys and values [N, H, S, E]; `angles`: cosines and sines."""
         assert all(each.is_contiguous() for each in (*kv, *angles)), "read as they are declared"
         module = Module(SOURCE, sizes.defines)
         self._join, self._in, self._attend, self._out, self._head = (
@@ -105,7 +97,6 @@ class DraftLayerKernels:
         self._buffers: _Buffers | None = None
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `Proposer`."""
         rows = history.tokens_RC.shape[0]
         if self._buffers is None or len(self._buffers.token_R) != rows:
             self._buffers = _Buffers(self._sizes, rows, draft_RK.device)

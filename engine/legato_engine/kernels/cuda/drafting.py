@@ -1,6 +1,6 @@
-"""Speculation around a forward on the current GPU, one launch for each operation.
+"""Speculation around a forward on the current GPU, one launch each.
 
-Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
+Shape legend: R rows of the state, B tokens, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DraftKernels:
         self._settle = module.kernel("settle")
 
     def place(self, state: DraftTensors, staged: Mapping[str, torch.Tensor], batch: int) -> None:
-        """Give each staged lane its token and position; `staged` is a slot's, int64."""
+        """Give each staged lane its token and position; `staged` is int64."""
         fed = ("row", "draft_index", "source", "token", "position", "fresh")
         names = (*fed, "sample_row", "sample_position")
         self._place.launch(
@@ -63,7 +63,7 @@ class DraftKernels:
         outputs: Mapping[str, torch.Tensor],
         batch: int,
     ) -> None:
-        """Accept draft tokens that were sampled too; a row of D has a multiple of 16 bytes."""
+        """Accept draft tokens that were sampled too; rows of D have a multiple of 16 bytes."""
         width = hidden_BD.shape[1] * hidden_BD.element_size()
         assert width % _VECTOR_BYTES == 0, f"rows of {width} bytes"
         self._settle.launch(
@@ -91,7 +91,6 @@ class LookupKernel:
         self._lookup = Module(LOOKUP_SOURCE, {}).kernel("lookup")
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `Proposer`."""
         rows, context = history.tokens_RC.shape
         self._lookup.launch(
             (rows, 1, 1),

@@ -1,6 +1,6 @@
 """Low-rank adapters of a decode step's experts: B(A x) of each token's own slot.
 
-Shape legend: as in `tau_decoder`; S slots, Q ranks of a slot for one expert, O a map's outputs.
+Shape legend as in `tau_decoder`; S slots, Q ranks of a slot for one expert, O outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WAVE = 3  # concurrent thread blocks of `expert_shrink` on a multiprocessor
 
 
 class ExpertLowRank:
-    """The kernels for one model's experts, and their scratch memory; steps must not overlap."""
+    """The kernels and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, experts: ExpertSizes, capacity: int, device: torch.device) -> None:
-        """`capacity`: ranks that a slot has for each expert."""
+        """`capacity`: ranks of a slot for each expert."""
         outputs = 2 * experts.inner_dim
         self._shrinks, self._expands = {}, {}
         for first, inputs, made in ((True, dim, outputs), (False, experts.inner_dim, dim)):
@@ -51,9 +51,7 @@ class ExpertLowRank:
         expert_BK: torch.Tensor,
         row_B: torch.Tensor,
     ) -> None:
-        """Compute A x: of tokens [B, D], whose `logits_BX` choose the experts, or of pairs [B, K,
-        I].
-        """
+        """A x of tokens [B, D], whose `logits_BX` choose the experts, or of pairs [B, K, I]."""
         batch = len(row_B)
         wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
         self._shrinks[logits_BX is not None].launch(
@@ -74,7 +72,7 @@ class ExpertLowRank:
         expert_BK: torch.Tensor,
         row_B: torch.Tensor,
     ) -> None:
-        """Compute B of that, for each pair, or summed over a token's pairs by `share_BK`."""
+        """B of that, for each pair, or summed by `share_BK`."""
         out, batch = self.first_BKO if share_BK is None else self.second_BD, len(row_B)
         self._expands[share_BK is None].launch(
             (out.shape[-1] // _OUTPUTS, min(batch, _TOKENS), 1),
@@ -89,7 +87,7 @@ class ExpertLowRank:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerChanges:
-    """The adapters' changes to one layer's experts in one step: four kernels, in this order."""
+    """One layer's changes in one step: four kernels, in this order."""
 
     kernels: ExpertLowRank
     weights: ExpertSlots
@@ -98,48 +96,45 @@ class LayerChanges:
     row_B: torch.Tensor
 
     def first(self, x_BD: torch.Tensor, logits_BX: torch.Tensor) -> None:
-        """Compute the change of the first map, between router and experts."""
+        """Between router and experts."""
         where = self.weights.up, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(x_BD, logits_BX, *where)
         self.kernels.expand(None, *where)
 
     def shrink(self, inner_BKI: torch.Tensor) -> None:
-        """Compute A x of the second map, after the first map."""
+        """After the first map."""
         where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(inner_BKI, None, *where)
 
     def expand(self, share_BK: torch.Tensor) -> None:
-        """Compute B of the second map, before that map."""
+        """Before the second map."""
         where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.expand(share_BK, *where)
 
     @property
     def of_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Arguments of the first map's kernel: the change, and the slots and rows of the tokens."""
         return self.kernels.first_BKO, self.slots.slot_R, self.row_B
 
     @property
     def of_second(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same arguments for the second map's kernel."""
         return self.kernels.second_BD, self.slots.slot_R, self.row_B
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RoutedAdapters(StepAdapters):
-    """The adapters of all layers for one step; those of layers with experts by layer."""
+    """The adapters of all layers for one step."""
 
     expert_kernels: ExpertLowRank
     expert_layers: Mapping[int, ExpertSlots]
     expert_slots: Slots
 
     def experts(self, layer: int, expert_BK: torch.Tensor, row_B: torch.Tensor) -> LayerChanges:
-        """The changes to one layer, whose chosen experts will be in `expert_BK`."""
+        """The chosen experts will be in `expert_BK`."""
         weights = self.expert_layers[layer]
         return LayerChanges(self.expert_kernels, weights, self.expert_slots, expert_BK, row_B)
 
 
 def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) -> dict[str, int]:
-    """Constants of `expert_adapters.cu`, without its widths."""
     return {
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,

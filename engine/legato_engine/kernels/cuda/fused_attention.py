@@ -26,7 +26,6 @@ _NARROW_TILE = 0.75  # relative time of a tile in which one of three warpgroups 
 
 
 def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
-    """Constants of `SOURCE`."""
     return {
         "HEAD": head_dim,
         "HEADS": num_heads,
@@ -39,7 +38,6 @@ def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
 
 
 def shared_bytes(constants: dict[str, int]) -> int:
-    """Shared memory of a thread block."""
     has_tail = constants["HEAD"] > _WIDE
     row = 2 * (_WIDE + has_tail * _NARROW)
     value = 2 * (_WIDE + has_tail * _WIDE)
@@ -65,7 +63,6 @@ class FusedAttention:
     def __call__(
         self, q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
     ) -> torch.Tensor:
-        """Compute [B, T, H, E]."""
         count, tokens, heads, _ = q_BTHE.shape
         out_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
         tiles = cut_tiles(count * heads, tokens, self._groups, self._blocks)
@@ -86,8 +83,8 @@ class FusedAttention:
 def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
     """The number of tiles, and how many of them (of the first heads) are wide.
 
-    A wide tile has 64 queries for each warpgroup, a narrow one 64 less. Thread blocks take tiles in
-    turn; narrow tiles shorten a last round that would occupy only few of them.
+    A wide tile has 64 queries for each warpgroup, a narrow one 64 less; narrow ones shorten a last
+    round of few thread blocks.
     """
     wide_of_head, narrow_of_head = (-(-tokens // (64 * each)) for each in (groups, groups - 1))
 
@@ -103,7 +100,6 @@ def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, i
 
 
 def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> bool:
-    """Whether `attend` takes such tensors, for example views of one projection."""
     device = q_BTHE.device
     if device.type != "cuda" or q_BTHE.dtype is not torch.bfloat16 or not _is_hopper(device):
         return False
@@ -120,7 +116,6 @@ def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor)
 
 
 def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
-    """See `ops.full_attention`."""
     tokens, heads, head_dim = q_BTHE.shape[1:]
     return _compiled(head_dim, heads, tokens, q_BTHE.device)(q_BTHE, k_BTHE, v_BTHE)
 

@@ -1,11 +1,8 @@
 """Matrix products by cublasLt, with options that torch does not offer.
 
-A product may be added to a matrix before rounding, and its results may be strided. The library is
-the one that torch has loaded; the shape alone decides which of its kernels runs.
-
-For many tiles the library's kernels hand out tiles by a counter in memory, which the library clears
-before each product; that costs the GPU about 4 us. Clearing the `counters` of many products at once
-saves this time.
+The shape alone decides which of the library's kernels runs. For many tiles these take tiles by a
+counter in memory, which the library clears before each product; that costs the GPU about 4 us.
+Clearing the `counters` of many products at once saves this time.
 
 Shape legend: T rows, I inputs, O outputs.
 """
@@ -45,9 +42,9 @@ _NUM_CANDIDATES = 8
 
 
 def can_multiply(*operands: torch.Tensor) -> bool:
-    """Whether `multiply` takes x, weight and the rest: a Hopper GPU, many rows, library present.
+    """Whether `multiply` takes x, weight and the rest.
 
-    All but the weight and the bias may have several leading dimensions that can be flattened.
+    All but weight and bias may have leading dimensions that can be flattened.
     """
     x, weight_OI = operands[:2]
     return (
@@ -60,7 +57,6 @@ def can_multiply(*operands: torch.Tensor) -> bool:
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory for `count` products: one row each, to be cleared before its next product."""
     return torch.zeros((count, _ALIGNMENT), dtype=torch.uint8, device=device)
 
 
@@ -76,9 +72,9 @@ def multiply(
 ) -> None:
     """Write x W^T plus the bias, plus `add_TO` if given, rounded once, to `out_TO`.
 
-    `gelu` takes the tanh form of that and adds nothing. Rows are contiguous and may be strided;
-    `out_TO` may be `add_TO`. `counter` is one of `counters`, cleared since its last use.
-    Asynchronous, and can be captured.
+    `gelu` takes the tanh form of that and adds nothing. Rows may be strided; `out_TO` may be
+    `add_TO`. `counter` is one of `counters`, cleared since its last use. Asynchronous, and can be
+    captured.
     """
     assert out_TO.shape == (len(x_TI), len(weight_OI)), "one result row for each row of x"
     assert add_TO is None or not gelu, "the library would add before the gelu"
@@ -97,7 +93,7 @@ def multiply(
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether rows are contiguous and begin where the library's kernels can load and store."""
+    """Whether rows begin where the library's kernels can load and store."""
     step = x.stride(-2) * x.element_size() if x.dim() > 1 else 0
     return (
         x.dtype is torch.bfloat16
@@ -109,10 +105,7 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the choice of a kernel depends on; `strides` of weight, x, addend and result.
-
-    `workspace`: the most bytes that a kernel may ask for.
-    """
+    """What the choice of a kernel depends on; `strides` of weight, x, addend and result."""
 
     rows: int
     inputs: int
@@ -141,7 +134,7 @@ class _Choice(ctypes.Structure):
 
 
 class _Plan:
-    """One shape on one device. In the library's column order A is the weight and B is x."""
+    """One shape on one device; A is the weight and B is x."""
 
     def __init__(self, shape: _Shape, device: torch.device) -> None:
         library = _library()
@@ -166,7 +159,7 @@ class _Plan:
         bias_O: torch.Tensor,
         counter: torch.Tensor | None,
     ) -> None:
-        """Enqueue on torch's current stream; the matrices are A, B, C and D."""
+        """The matrices are A, B, C and D."""
         workspace = counter
         if workspace is None:
             size = self._choice.workspace
@@ -205,7 +198,6 @@ class _Plan:
         _check(status)
 
     def _choose(self) -> _Choice:
-        """The candidate with the shape's preferred tile, or the first."""
         candidates = self._candidates()
         wanted = self._shape.tile
         return next((each for each in candidates if self._tile(each) == wanted), candidates[0])
@@ -271,7 +263,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def _library() -> Any:
-    """The library that torch has loaded, None if it is not found by name."""
+    """None if the library that torch has loaded is not found by name."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{major}")
@@ -281,7 +273,7 @@ def _library() -> Any:
 
 @functools.cache
 def _handle(device: torch.device) -> ctypes.c_void_p:
-    """One handle per device, kept for the life of the process; the device is the current one."""
+    """Kept for the life of the process; the device is the current one."""
     torch.cuda.current_stream(device)  # the context exists from here on
     return _made(_library().cublasLtCreate)
 

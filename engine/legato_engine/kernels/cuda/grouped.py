@@ -1,11 +1,8 @@
 """Experts as two grouped products of torch, whose group bounds stay on the device.
 
-Nothing is read on the host, so it serves prefill and captured steps. bfloat16 products read only
-the weights of experts with tokens; e4m3 weights are all widened first, which pays off for many
-tokens only. The code runs on any device with `F.grouped_mm`; `can_group` admits those on which it
-is one kernel.
-
-Shape legend as in `kernels.ops`.
+Nothing is read on the host. bfloat16 products read only the weights of experts with tokens; e4m3
+weights are all widened first, which pays off for many tokens only. Shape legend as in
+`kernels.ops`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ _MANY = 64  # tokens from which widening pays off
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether each product is one kernel, and widening e4m3 weights pays off."""
+    """Whether each product is one kernel, and widening pays off."""
     return (
         x_TD.is_cuda
         and x_TD.dtype is torch.bfloat16
@@ -40,7 +37,6 @@ def experts(
     down: ExpertWeights,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `ops.experts`."""
     num_active = routes.expert_TK.shape[1]
     expert_J, order_J = routes.expert_TK.flatten().sort(stable=True)
     bound_X = _bounds(expert_J, len(up.weight_XOI))
@@ -61,7 +57,7 @@ def experts(
 
 
 def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The end of each expert's sorted pairs, [X] int32."""
+    """The end of each expert's pairs, int32."""
     expert_X = torch.arange(num_experts, device=expert_J.device)
     return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
 
@@ -84,7 +80,7 @@ def _change(
     expert_J: torch.Tensor,
     bound_X: torch.Tensor,
 ) -> torch.Tensor:
-    """B(A x) of each pair's slot and expert, [J, O]; grouped if all tokens read one slot."""
+    """Grouped if all tokens read one slot."""
     if len(rows.slot_T) > 1:
         return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
     padding = (0, 0, 0, -rows.rank % _ALIGNMENT)

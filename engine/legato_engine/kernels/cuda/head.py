@@ -1,4 +1,4 @@
-"""A map of the normed residual stream to float32 logits, bound by reading its weights.
+"""A map of the normed residual stream to float32 logits.
 
 Shape legend: B tokens, D width, V outputs.
 """
@@ -19,14 +19,14 @@ HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The packed bf16 map, with the preceding norm folded into it."""
+    """The packed bf16 map, with the preceding norm folded in."""
 
     weights: torch.Tensor
     folded: torch.Tensor
 
 
 class Head:
-    """The kernels for all batches."""
+    """Kernels for up to 32 tokens."""
 
     def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
         self._dim = dim
@@ -40,7 +40,6 @@ class Head:
         }
 
     def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        """Write the float32 logits of the residual stream; at most 32 tokens."""
         batch = x_BD.shape[0]
         tiles = skinny_gemm.tiles_for(batch)
         stages = self._stages[tiles]
@@ -54,5 +53,4 @@ class Head:
 
 
 def head_defines(dim: int, num_outputs: int, tiles: int) -> dict[str, int]:
-    """Constants of `head.cu`."""
     return {"DIM": dim, "VOCAB": num_outputs, "TILES": tiles}

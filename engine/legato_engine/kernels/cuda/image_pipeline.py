@@ -26,7 +26,6 @@ _STITCH_THREADS = 288
 
 
 def defines(geometry: CropGeometry) -> dict[str, int]:
-    """The constants of `SOURCE`."""
     return {
         "GRID": geometry.grid,
         "PATCH": geometry.patch_size,
@@ -40,8 +39,8 @@ def defines(geometry: CropGeometry) -> dict[str, int]:
 class ImagePipeline:
     """One image at a time from pixels to patches, on the current stream, at fixed addresses.
 
-    `levels_V` maps each 8-bit level to a value of any 16-bit dtype, computed once in the model's
-    own arithmetic. Buffers hold the largest image twice and its plan, about 100 MB.
+    `levels_V` maps 8-bit levels to any 16-bit dtype, in the model's own arithmetic. Buffers take
+    about 100 MB.
     """
 
     def __init__(self, geometry: CropGeometry, levels_V: torch.Tensor) -> None:
@@ -56,21 +55,20 @@ class ImagePipeline:
 
     @property
     def tiling(self) -> torch.Tensor:
-        """Int32 (rows, columns) of the image uploaded last, at a fixed address."""
+        """Int32 (rows, columns) of the last upload, at a fixed address."""
         return self._plan[:2]
 
     def upload(self, host: HostImage, staged: StagedImage) -> None:
-        """Enqueue two copies of the image's own size, so they cannot be in a shared graph."""
+        """Enqueue copies of the image's own size, so they cannot be in a shared graph."""
         num_words = staged.num_words
         self._pixels[: staged.pixels.numel()].copy_(staged.pixels, non_blocking=True)
         self._plan[:num_words].copy_(host.plan[:num_words], non_blocking=True)
 
     def cut(self, patches_NTP: torch.Tensor) -> None:
-        """Enqueue two kernels that write every crop of the uploaded image, in the dtype of
-        `levels_V`.
+        """Enqueue the writing of at most N crops of the uploaded image, in the dtype of `levels_V`.
 
-        One graph serves every image: crops that the image does not have become zeros, and at most N
-        crops are written. Tokens may be strided.
+        One graph serves every image: crops that it does not have become zeros. Tokens may be
+        strided.
         """
         grid, count, step = (_BLOCKS, 1, 1), patches_NTP.shape[0], patches_NTP.stride(1)
         self._first_pass.launch(grid, _THREADS, (self._pixels, self._plan, self._between))
@@ -79,7 +77,7 @@ class ImagePipeline:
 
 
 class StitchPool:
-    """Joins features of crops: the whole image's next to the stitched and pooled tiles'."""
+    """Joins the whole image's features and the stitched and pooled tiles'."""
 
     def __init__(self, geometry: CropGeometry) -> None:
         self._kernel = Module(SOURCE, defines(geometry)).kernel("stitch_pool")
@@ -89,8 +87,8 @@ class StitchPool:
     ) -> None:
         """Enqueue; bfloat16 [N, T, D] with D even, to [T, 2 * D].
 
-        `tiling` is int32 (rows, columns) on the device, read when the kernel runs, so one graph
-        serves every image. With (1, 1) the whole image is on both sides.
+        `tiling` is int32 (rows, columns), read when the kernel runs, so one graph serves every
+        image. With (1, 1) the whole image is on both sides.
         """
         tokens, dim = features_NTD.shape[1:]
         operands = (features_NTD, tiling, joined_TD, dim // 2)

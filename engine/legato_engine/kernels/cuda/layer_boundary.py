@@ -1,10 +1,8 @@
 """A few tokens' layers as two kernels each: one across the layer boundary, and attention.
 
-Thread blocks of the first kernel wait for each other, so all must run at once, each on a
-multiprocessor of its own.
+Thread blocks of the first wait for each other, so all must run at once, one on a multiprocessor.
 
-Shape legend: B tokens, D width, F inner width and D, L layers, N pages, H heads, S positions per
-page, E head dim, P positions.
+Shape legend as in `decoder`, but F inner width and D, L layers.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are 
 
 
 class LayerBoundary:
-    """The kernel, and the progress counters of its thread blocks for each layer."""
+    """The kernel, and its thread blocks' progress counters."""
 
     def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
         self._num_layers = num_layers
@@ -40,7 +38,6 @@ class LayerBoundary:
         self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def takes(self, batch: int) -> bool:
-        """Whether it runs so many tokens on this GPU."""
         there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
         return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
 
@@ -56,10 +53,7 @@ class LayerBoundary:
         q_BD: torch.Tensor,
         mixed_BF: torch.Tensor,
     ) -> None:
-        """Run all layers on `x_BD` in place; `q_BD` and `mixed_BF` are scratch memory.
-
-        `angles`: cosines and sines [P, 16] float32.
-        """
+        """As `Decoder.layers`; `q_BD` and `mixed_BF` are scratch memory."""
         last = self._num_layers
         assert len(layers) == last
         for index in range(last + 1):
@@ -103,17 +97,15 @@ class LayerBoundary:
 
 
 def supported(sizes: DecoderSizes) -> bool:
-    """Whether the kernel exists for these sizes: inputs in parts, a multiprocessor per block."""
     return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
 
 
 def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
-    """Constants of `layer_boundary.cu`."""
     return layer_defines(sizes, tiles=1)
 
 
 def shared_bytes(sizes: DecoderSizes) -> int:
-    """Dynamic shared memory, with one ring for both maps."""
+    """One ring serves both maps."""
     width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)

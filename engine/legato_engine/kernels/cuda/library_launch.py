@@ -1,4 +1,4 @@
-"""Launches of a library's kernel without the memory clearing that the library puts before it."""
+"""Launches of a library's kernel without the clearing that the library puts before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.errors import InternalError
 
 
 class LibraryLauncher:
-    """Launches a library's kernels on one device; created outside of any capture."""
+    """Launches on one device; created outside of any capture."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -26,10 +26,10 @@ class LibraryLauncher:
     def launch_cleared(self, enqueue: Callable[[int], None], cleared: torch.Tensor) -> bool:
         """Enqueue on torch's current stream the one kernel that `enqueue` submits to a stream.
 
-        `enqueue` (of a stream's handle) also zeroes bytes of `cleared` before its kernel; that is
-        left out, so the caller must have zeroed them. Return False, with nothing launched, if
-        `enqueue` does anything else, or does not clear. The kernel begins after the preceding one
-        has ended, because a library's kernel need not wait by itself. Can be captured.
+        `enqueue` also zeroes bytes of `cleared`; that is left out, so the caller must have zeroed
+        them. Return False, with nothing launched, if it does anything else, or does not clear. The
+        kernel begins after the preceding one has ended, because a library's kernel need not wait by
+        itself. Can be captured.
         """
         with self._recorded(enqueue) as graph:
             kernels, others = _nodes(graph)
@@ -40,9 +40,7 @@ class LibraryLauncher:
 
     @contextlib.contextmanager
     def _recorded(self, enqueue: Callable[[int], None]) -> Iterator[Any]:
-        """The graph of what `enqueue` does, recorded independently of any current capture and never
-        run.
-        """
+        """The graph of `enqueue`, independent of any current capture and never run."""
         from cuda.bindings import driver
 
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -68,7 +66,6 @@ def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _only_clears(node: Any, memory: torch.Tensor) -> bool:
-    """Whether a node only zeroes a range of bytes within `memory`."""
     from cuda.bindings import driver
 
     memset = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
@@ -82,7 +79,7 @@ def _only_clears(node: Any, memory: torch.Tensor) -> bool:
 
 
 def _launch(node: Any) -> bool:
-    """Launch the kernel of a live node, with its arguments, on torch's current stream."""
+    """The node must be live."""
     from cuda.bindings import driver
 
     settings = _checked(driver.cuGraphKernelNodeGetParams(node))
@@ -103,7 +100,6 @@ def _launch(node: Any) -> bool:
 
 
 def _attributes(node: Any) -> list[Any]:
-    """The library's launch attributes other than sizes."""
     from cuda.bindings import driver
 
     names = driver.CUlaunchAttributeID
@@ -124,11 +120,6 @@ def _attributes(node: Any) -> list[Any]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The value, or several as a tuple.
-
-    Raises:
-        InternalError: the driver reports an error.
-    """
     from cuda.bindings import driver
 
     result, *values = answer

@@ -16,7 +16,7 @@ from legato_engine.kernels.cuda.compiler import compile_source
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """The copy engine's description of a tensor; a kernel takes it as a `__grid_constant__`."""
+    """The copy engine's description of a tensor."""
 
     encoded: Any
 
@@ -26,7 +26,7 @@ _OVERLAPS = (9, 0)  # compute capability from which launches may overlap
 
 
 class Module:
-    """A source compiled for the current device, with `defines` as its constants."""
+    """A source compiled for the current device, with constants `defines`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Module:
         own: bool = False,
         folder: pathlib.Path | None = None,
     ) -> None:
-        """Compile and load; `folder` as in `compile_source`.
+        """`folder` as in `compile_source`.
 
-        `own` allows the instructions that this GPU's architecture has and later ones do not.
+        `own` allows instructions that later architectures do not have.
         """
         from cuda.bindings import driver
 
@@ -50,7 +50,6 @@ class Module:
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
-        """The `extern "C"` kernel of that name, with at most `shared` bytes of dynamic memory."""
         from cuda.bindings import driver
 
         function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
@@ -80,11 +79,10 @@ class Kernel:
     ) -> None:
         """Enqueue on torch's current stream.
 
-        Tensors pass as pointers, None as null, ints as int32, floats as float32, maps as
-        themselves. `shared` bytes of dynamic memory, at most those of the kernel. `cluster` thread
-        blocks along x share their memory. `overlap` (programmatic dependent launch) lets the kernel
-        begin before the preceding one has ended, if the GPU supports it; the kernel waits for
-        results by `griddepcontrol.wait`.
+        Tensors and None pass as pointers, ints as int32, floats as float32. `cluster` thread blocks
+        along x share their memory. `overlap` (programmatic dependent launch) lets the kernel begin
+        before the preceding one has ended, if the GPU supports it; it waits for results by
+        `griddepcontrol.wait`.
         """
         from cuda.bindings import driver
 
@@ -99,7 +97,7 @@ class Kernel:
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
     def per_processor(self, threads: int) -> int:
-        """How many thread blocks, without clusters, a multiprocessor runs at once."""
+        """Thread blocks, without clusters, that a multiprocessor runs at once."""
         from cuda.bindings import driver
 
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
@@ -109,9 +107,8 @@ class Kernel:
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
     """Describe a bf16 tensor [..., E] by boxes of `box` values along each dimension.
 
-    Boxes have rows of 128 or 32 bytes, swizzled by that width in shared memory; values outside of x
-    become zero. The rows of x are contiguous; its address and all other strides are multiples of 16
-    bytes.
+    Box rows have 128 or 32 bytes, swizzled by that width in shared memory; values outside of x
+    become zero. Rows of x are contiguous; its address and other strides are multiples of 16 bytes.
     """
     from cuda.bindings import driver
 

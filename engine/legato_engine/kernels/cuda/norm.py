@@ -1,7 +1,4 @@
-"""A residual sum and its layer norm in one launch, for rows of bf16.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""A residual sum and its layer norm in one launch, for rows of bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ SOURCE = "norm.cu"
 
 
 class NormKernels:
-    """The kernels for rows of `dim` bf16 values, on the current device."""
+    """The kernels for rows of `dim`, on the current device."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -35,7 +32,7 @@ class NormKernels:
         norm: nn.LayerNorm,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `row_ops.add_norm`; x becomes the sum."""
+        """Write the sum to x."""
         normed = torch.empty_like(x) if out is None else out
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain, operands, self._rows(x), overlap=True)
@@ -44,7 +41,7 @@ class NormKernels:
     def add3_norm(
         self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `row_ops.add3_norm`; y becomes the sum."""
+        """Write the sum to y."""
         normed = torch.empty_like(y)
         operands = (x, y, z, norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain3, operands, self._rows(y), overlap=True)
@@ -53,7 +50,7 @@ class NormKernels:
     def add_norm_quantised(
         self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, Quantised]:
-        """See `row_ops.add_norm_quantised`; x becomes the sum."""
+        """Write the sum to x."""
         assert self._quantised is not None, "no e4m3 on this GPU"
         out = quantise.empty(x)
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, out.values, out.scale)
@@ -67,7 +64,6 @@ class NormKernels:
 def kernels_for(
     x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, *more: torch.Tensor
 ) -> NormKernels | None:
-    """The kernels for these operands; None unless all are bf16 on a GPU and can be loaded."""
     terms = more if y is None else (y, *more)
     if not quantise.fits(x) or (y is not None and y.shape not in (x.shape, (1, *x.shape[1:]))):
         return None

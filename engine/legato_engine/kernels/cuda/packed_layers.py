@@ -1,7 +1,4 @@
-"""A decoder's parameters in the layouts that the kernels of a decode step read.
-
-Shape legend: D width.
-"""
+"""A decoder's parameters in the layouts of a decode step."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> LayerWeights:
     """Pack a layer with an MLP.
 
-    `rotated` puts the two rows of each rotated pair where the first map's kernel rotates them.
+    `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
     """
     assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
     weights, folded = fold_norm(*_stacked([layer.qkv, layer.mlp.fc1]), layer.norm)
@@ -56,7 +53,7 @@ def packed_tau_layer(layer: DecoderLayer, sizes: DecoderSizes) -> TauLayer:
 
 
 def packed_head(maps: Sequence[Affine], norm: Affine) -> HeadWeights:
-    """Pack maps of the same normed inputs as one map of the inputs before the norm."""
+    """Pack maps of the same normed inputs as one, of raw inputs."""
     weights, folded = fold_norm(*_stacked(maps), norm)
     return HeadWeights(pack(weights), folded)
 

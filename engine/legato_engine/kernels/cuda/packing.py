@@ -17,8 +17,7 @@ def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
     In a stage each warp has 64 inputs as four runs of 32 lanes of 8 values: rows 0-7 of the first
     32 inputs, rows 0-7 of the others, then the same of rows 8-15. Lane 4g + t holds the 8 inputs
-    from 8t on, of row g. The kernel cuts the inputs into `parts`. Returns a new tensor of the same
-    bytes.
+    from 8t on, of row g. The kernel cuts the inputs into `parts`.
     """
     outputs, inputs = weights_OI.shape
     chunk = skinny_gemm.chunk(inputs // parts)
@@ -29,8 +28,7 @@ def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
-    """The order of a query, key and value map's rows that puts rotated pairs 8 rows apart in a
-    block.
+    """The order of a query, key and value map's rows with rotated pairs 8 apart in a block.
 
     Of a head's 64 rows the first 32 are rotated, row i with row i + 16.
     """
@@ -41,18 +39,18 @@ def pair_rotated(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def pack_beside(maps: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
-    """Pack maps with the same outputs, their inputs concatenated."""
+    """Pack maps with concatenated inputs."""
     return pack(torch.cat(list(maps), dim=1), parts)
 
 
 def fold_norm(
     weights_OI: torch.Tensor, bias_O: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a map of normed inputs into a map of raw inputs: weights and [O, 2] float32 corrections.
+    """Turn a map of normed inputs into weights of raw inputs and [O, 2] float32 corrections.
 
     With mean m and inverse deviation r of a token, W (g (x - m) r + b) + c equals r (Wg x - m
-    sum(Wg)) + (W b + c). The corrections are each row's sum(Wg), of the rounded weights, and W b +
-    c. `norm` is (g, b).
+    sum(Wg)) + (W b + c). The corrections are sum(Wg), of the rounded weights, and W b + c. `norm`
+    is (g, b).
     """
     scale_I, shift_I = (value.float() for value in norm)
     scaled_OI = (weights_OI.float() * scale_I).to(weights_OI.dtype)

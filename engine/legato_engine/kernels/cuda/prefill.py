@@ -1,8 +1,7 @@
 """Kernels for many tokens: rotation with the write to pages, sums, and copies of pages.
 
-Shape legend: C sequences of T tokens, H heads, E head dim (64), P positions, R rotated pairs of a
-head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any
-dimensions.
+Shape legend as in `kernels.ops`, but T tokens of each sequence, R rotated pairs of a head (16), K
+copies.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ _MAX_VALUES = 1 << 30  # that int indices can address
 
 
 def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]:
-    """Constants of `SOURCE`; `kv_bytes` is 2 (bf16) or 1 (e4m3) per element of keys and values."""
     return {"HEADS": num_heads, "PAGE": page_size, "KV_BYTES": kv_bytes}
 
 
 def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
     """Whether `rotate_and_cache` takes such tensors, `qkv` [..., E] in any view of its heads.
 
-    Values and sines are like keys and cosines. e4m3 keys need a GPU that converts them.
+    Values and sines are like keys and cosines.
     """
     return (
         _is_plain(qkv)
@@ -56,9 +54,8 @@ def rotate_and_cache(
 ) -> None:
     """Rotate queries and keys in place; write keys and values from position `start` on.
 
-    `pages_CM` is int64 with contiguous rows. The bits are those of `reference.rotate`. With e4m3
-    caches in units of `scale_2` they are those of `pages.quantise`, and keys and values become, in
-    place, what is read back.
+    `pages_CM` is int64 with contiguous rows. The bits are those of `reference.rotate` and, with
+    e4m3 caches, of `pages.quantise`; keys and values then become, in place, what is read back.
     """
     num_sequences, count, _, num_heads, _ = qkv_CT3HE.shape
     page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
@@ -69,7 +66,6 @@ def rotate_and_cache(
 
 
 def can_add(*terms: torch.Tensor) -> bool:
-    """Whether `add3` takes these terms."""
     first = terms[0]
     return first.numel() % _VALUES_PER_LOAD == 0 and all(
         _is_plain(term) and term.shape == first.shape for term in terms
@@ -77,7 +73,7 @@ def can_add(*terms: torch.Tensor) -> bool:
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Sum three tensors in float32, rounded once."""
+    """Sum in float32, rounded once."""
     out = torch.empty_like(x)
     loads = x.numel() // _VALUES_PER_LOAD
     _launch(_compiled(1, 1, 2, x.device).add3, loads, (x, y, z, out, loads))
@@ -85,7 +81,6 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
-    """Whether `copy_pages` takes such caches, of any dtype."""
     page_bytes = k_LNHSE[0, 0].numel() * k_LNHSE.element_size()
     return page_bytes % _ALIGNMENT == 0 and all(
         x.device.type == "cuda" and x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
@@ -94,7 +89,7 @@ def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
 
 
 def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
-    """See `ops.copy_pages`; the pairs are contiguous. Can be captured."""
+    """The pairs are contiguous. Can be captured."""
     num_layers, num_pages = k_LNHSE.shape[:2]
     page_loads = k_LNHSE[0, 0].numel() * k_LNHSE.element_size() // _ALIGNMENT
     kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_pages
@@ -104,7 +99,6 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous bf16 on a GPU, aligned to 16 bytes."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.bfloat16
@@ -114,7 +108,6 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def _is_e4m3(x: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous aligned e4m3 on a GPU that converts it."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.float8_e4m3fn

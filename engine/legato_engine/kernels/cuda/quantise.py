@@ -1,7 +1,4 @@
-"""Quantisation of bf16 rows to e4m3 in one launch, and what all kernels over rows share.
-
-Shape legend: K values of a row; `...` any leading dimensions.
-"""
+"""Quantisation of bf16 rows to e4m3, and what all kernels over rows share."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _LOADS_SHARED = 3  # of a lane, if several warps share a row
 
 
 def defines(dim: int) -> dict[str, int]:
-    """The constants of a source for rows of `dim`, a multiple of 8 and at most `MAX_DIM`."""
+    """`dim` is a multiple of 8 and at most `MAX_DIM`."""
     loads = -(-dim // _VALUES_PER_LOAD)
     alone = loads <= _LOADS_ALONE * 32
     warps = 1 if alone else -(-loads // (_LOADS_SHARED * 32))
@@ -33,12 +30,10 @@ def defines(dim: int) -> dict[str, int]:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Whether this GPU has arithmetic for e4m3."""
     return torch.cuda.get_device_capability(device) >= FIRST_WITH_E4M3
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Whether kernels take rows of [..., K]: bf16 on a GPU, of a supported length."""
     dim = x.shape[-1]
     if x.device.type != "cuda" or x.dtype != torch.bfloat16:
         return False
@@ -46,18 +41,17 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether each tensor begins where kernels can load from."""
     return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
 
 
 def empty(x: torch.Tensor) -> Quantised:
-    """An uninitialised result for the rows of [..., K]; a captured graph has its own."""
+    """An uninitialised result; a captured graph has its own."""
     scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     return Quantised(torch.empty_like(x, dtype=E4M3), scale)
 
 
 class RowModule:
-    """A source over rows of `dim` bf16 values, compiled for the current device."""
+    """A source over rows of `dim`, for the current device."""
 
     def __init__(self, source: str, dim: int) -> None:
         constants = defines(dim)
@@ -66,13 +60,12 @@ class RowModule:
         self._threads = 32 * constants["WARPS"] * self._rows
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name."""
         return self._module.kernel(name)
 
     def launch(
         self, kernel: Kernel, operands: Sequence[Argument], count: int, *, overlap: bool
     ) -> None:
-        """Enqueue `kernel` over `count` rows; it takes the count as its last argument.
+        """Enqueue over `count` rows, the kernel's last argument.
 
         `overlap` lets it begin early, which needs a kernel and no copy before it in the stream.
         """
@@ -81,7 +74,7 @@ class RowModule:
 
 
 class QuantiseKernels:
-    """The kernels for rows of `dim` bf16 values, on the current device."""
+    """The kernels for rows of `dim`, on the current device."""
 
     def __init__(self, dim: int) -> None:
         self._module = RowModule(SOURCE, dim)
@@ -89,7 +82,6 @@ class QuantiseKernels:
         self.gelu = self._module.kernel("quantise_gelu")
 
     def launch(self, kernel: Kernel, x: torch.Tensor, *, overlap: bool) -> Quantised:
-        """Enqueue one of the two kernels; `overlap` as in `RowModule.launch`."""
         x = x.contiguous()
         if not aligned(x):
             x, overlap = x.clone(), False
@@ -99,7 +91,6 @@ class QuantiseKernels:
 
 
 def kernels_for(x: torch.Tensor) -> QuantiseKernels | None:
-    """The kernels for rows like these, None if `fits` says no."""
     return _compiled(x.shape[-1], x.device) if fits(x) else None
 
 

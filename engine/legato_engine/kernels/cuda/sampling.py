@@ -39,7 +39,7 @@ class Sampler:
         """Compile for one vocabulary.
 
         Raises:
-            InternalError: the vocabulary is no multiple of 4, or larger than `MAX_VOCAB`.
+            InternalError: its size is no multiple of 4, or above `MAX_VOCAB`.
         """
         if vocab_size % _VECTOR or not 0 < vocab_size <= MAX_VOCAB:
             raise InternalError(f"no sampling kernel for a vocabulary of {vocab_size}")
@@ -61,8 +61,8 @@ class Sampler:
     ) -> None:
         """Write `tokens_B` and the rows' `token_R`: -1 and 0 where the logits are not finite.
 
-        Logits and constraints are float32, the others int64; all are contiguous. A row's own state
-        decides whether it is greedy. Padding (`scratch_row`) gets token 0.
+        Logits and constraints are float32, the others int64; all are contiguous. Padding
+        (`scratch_row`) gets token 0.
         """
         arguments = [logits_BV, constraints_CV, constraint_B, row_B, position_B]
         arguments += [state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R]
@@ -76,7 +76,6 @@ class Sampler:
 
 
 def sampling_defines(vocab_size: int) -> dict[str, int]:
-    """Constants of `sample.cu`, among them a row's thread blocks and their shared memory."""
     block = _THREADS * _VECTOR
     cluster = 1
     while cluster < _MAX_CLUSTER and cluster * block < vocab_size:

@@ -32,30 +32,27 @@ _LONG = 4096  # inputs from which cutting pays off
 
 
 def tiles_for(batch: int) -> int:
-    """The fewest tiles that hold a batch."""
     return next(tiles for tiles in TILES if batch <= 8 * tiles)
 
 
 def chunk(inputs: int) -> int:
-    """Inputs of one stage: as many groups as there are warps, or the most that divide `inputs`."""
+    """Inputs of one stage: a group for each warp, or the most that divide `inputs`."""
     return next(g * GROUP for g in range(WARPS, 0, -1) if inputs % (g * GROUP) == 0)
 
 
 def num_parts(inputs: int, outputs: int) -> int:
-    """Parts that a map's inputs are cut into."""
     divides = inputs % (_PARTS * GROUP) == 0 and outputs % (_PARTS * 16) == 0
     return _PARTS if divides and inputs >= _LONG else 1
 
 
 def cluster(batch: int) -> int:
-    """Thread blocks that share the read of their inputs, for batches that are large enough."""
     return CLUSTER if batch >= _SHARED_FROM else 1
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory with all inputs of all tokens in it.
+    """With all inputs of all tokens in shared memory.
 
-    The ring has `stages` of its own, and further ones in the memory of the inputs once those are in
+    The ring has `stages` of its own, and more in the memory of the inputs once those are in
     registers.
     """
     width = chunk(inputs)
@@ -67,9 +64,9 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
-    """Bytes of shared memory with inputs that arrive in parts through a ring.
+    """With inputs that arrive in parts through a ring.
 
-    The warps' sums reuse the memory of the weights, which must be as large.
+    The warps' sums reuse the memory of the weights.
     """
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
@@ -80,29 +77,26 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
 
 
 def block_sums(batch: int) -> int:
-    """Bytes of the sums of the blocks in progress: two, if they fit."""
+    """Of the blocks in progress: two, if they fit."""
     tiles = tiles_for(batch)
     return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
 
 
 def columns(batch: int) -> int:
-    """Tokens that shared memory is laid out for."""
     tiles = tiles_for(batch)
     return batch if tiles == 1 else 8 * tiles
 
 
 def ring(elements: int, stages: int) -> int:
-    """Bytes of a ring and its barriers."""
     return _barriers(stages) + stages * elements * 2
 
 
 def num_processors() -> int:
-    """Multiprocessors of the current GPU."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 
 def even_grid(blocks: int, multiple: int = 1) -> int:
-    """Thread blocks of one wave that divide `blocks` among them as evenly as possible."""
+    """One wave, with as even shares as possible."""
     each = -(-blocks // num_processors())
     return -(-blocks // each // multiple) * multiple
 

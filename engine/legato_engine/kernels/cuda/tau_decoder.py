@@ -1,11 +1,9 @@
 """A decode step of a decoder with gains on queries and values, and experts in most layers.
 
-A layer runs its input map, the gains, the attention of `decoder` and its output map. With experts,
-their first half runs before the gains and their second half is part of the output map. Experts'
-weights are read in the checkpoint's layout, and only of experts that a token of the batch chose. A
-token's bits are the same in every batch.
+Experts' first half runs before the gains, their second half in the output map. Their weights are in
+the checkpoint's layout; only those that a token chose are read.
 
-Shape legend: as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
+Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 gains, C = 3 D queries, keys and values.
 """
 
@@ -48,11 +46,7 @@ _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer with experts, bf16 but `folded_in` and the experts (see `ExpertSizes`).
-
-    The first map and the router are packed as one with the norm folded in; the other maps have the
-    checkpoint's layout.
-    """
+    """A layer with experts; first map and router are packed as one with the norm folded in."""
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
@@ -65,7 +59,7 @@ class ExpertLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TauLayer:
-    """A layer's gains and maps; the rows of its first map are in their own order."""
+    """Gains and maps; the rows of the first map are in their own order."""
 
     gains: TauWeights
     maps: LayerWeights | ExpertLayer
@@ -94,8 +88,8 @@ class _Kernels:
 class TauDecoder:
     """The kernels and their scratch memory; steps share it and must not overlap.
 
-    `expert_LBK` (int32) are the experts that the last step chose in each layer, likeliest first;
-    layers without experts leave their entries as they are.
+    `expert_LBK` (int32) are the experts that the last step chose, likeliest first; layers without
+    experts do not write theirs.
     """
 
     parts = tuple(Part)
@@ -108,7 +102,7 @@ class TauDecoder:
         stages: Stages = DEFAULT_STAGES,
         scale_L2: torch.Tensor | None = None,
     ) -> None:
-        """`scale_L2` (float32): the units of keys and of values in e4m3."""
+        """`scale_L2`: float32 units of keys and of values in e4m3."""
         self._sizes = sizes
         self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = Decoder(sizes.decoder, device, stages)
@@ -128,7 +122,6 @@ class TauDecoder:
         self._share_LBK = zeros(num_layers, *pairs, dtype=torch.float32)
 
     def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
-        """See `Decoder.head`."""
         self._decoder.head(x_BD, weights, logits_BV)
 
     def layers(
@@ -142,7 +135,7 @@ class TauDecoder:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """See `Decoder.layers`; adapters are `RoutedAdapters`."""
+        """As `Decoder.layers`; adapters are `RoutedAdapters`."""
         assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
         row_B = positions.row_B
         for layer, weights in enumerate(layers):
@@ -174,10 +167,10 @@ class TauDecoder:
         parts: Collection[Part],
         changes: LayerChanges | None,
     ) -> None:
-        """Run a layer with experts.
+        """Place adapters' kernels where the GPU has time.
 
-        Adapters' kernels are placed where the GPU has time: the experts' first map needs its change
-        only at its first sums, A of the second map runs beside the gains, and B beside attention.
+        The experts' first map needs its change only at its first sums, A of the second map runs
+        beside the gains, and B beside attention.
         """
         if Part.LAYER_IN in parts:
             self._layer_in(x_BD, maps, None)
@@ -202,7 +195,7 @@ class TauDecoder:
         *,
         follows_experts: bool,
     ) -> None:
-        """Run the gains and attention; `follows_experts` if other kernels ran since the first."""
+        """`follows_experts` if other kernels ran since the first."""
         positions, cache, _ = where
         if Part.GAINS in parts:
             self._gain(batch, gains, where, follows_experts=follows_experts)
@@ -283,8 +276,6 @@ class TauDecoder:
 
 
 def _weights(layer: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and scales as kernel arguments; bf16 weights pass as their own scales, which are not
-    read.
-    """
+    """bf16 weights pass as their own scales, which are not read."""
     scale_XO = layer.scale_XO
     return layer.weight_XOI, layer.weight_XOI if scale_XO is None else scale_XO

@@ -20,7 +20,7 @@ _TERM = 16 * 4  # bytes of a pair in a thread block of `experts_out`
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """`num_active` of `num_experts` for each token; `weight_bytes` is 2 (bf16) or 1 (e4m3)."""
+    """`weight_bytes` is 2 (bf16) or 1 (e4m3)."""
 
     num_experts: int
     num_active: int
@@ -38,7 +38,6 @@ class TauSizes:
 
 
 def supported(sizes: ExpertSizes) -> bool:
-    """Whether the kernels support such experts."""
     return (
         sizes.num_experts % 16 == 0
         and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
@@ -49,20 +48,18 @@ def supported(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """The layout of rows of `width` weights of `size` bytes in a stage of `row_major_gemm.cuh`."""
+    """Rows of `width` weights in a stage of `row_major_gemm.cuh`."""
 
     width: int
     size: int
 
     @property
     def chunk(self) -> int:
-        """Inputs of a stage: at most 2048 bytes of a row."""
         most = 2048 // self.size // skinny_gemm.GROUP
         return next(g * skinny_gemm.GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
 
     @property
     def together(self) -> int:
-        """Rows that are copied as one."""
         if self.chunk < self.width:
             return 1
         return 2 if self.chunk * self.size > 1024 else 4
@@ -74,22 +71,18 @@ class Rows:
 
     @property
     def padding(self) -> int:
-        """Values between the inputs of tokens."""
         return 8 if self.size == 1 else skinny_gemm.PAD
 
 
 def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """Stages of the ring of `experts_up`, as many as fit, and bytes of dynamic shared memory.
-
-    The inputs of all tokens, and sums, lie beside the ring.
-    """
+    """As many stages as fit beside all tokens' inputs and sums, and bytes of shared memory."""
     rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
     return _stages(rows.stage, inputs + skinny_gemm.block_sums(batch))
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
-    """The same for `experts_out`: a ring of inputs, sums and tokens' terms lie beside its ring."""
+    """The same beside a ring of inputs, sums and terms."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
     down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]
@@ -100,13 +93,11 @@ def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
 
 
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
-    """How many stages fit beside so many bytes, and the bytes of both."""
     stages = min(_MOST_STAGES, (BUDGET - beside - 128) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
 def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
-    """Constants of `tau_layer.cu`, for layers with experts (`routed`) or with an MLP."""
     decoder = sizes.decoder
     return {
         "DIM": decoder.dim,
@@ -124,7 +115,6 @@ def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
 
 
 def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
-    """Constants of `experts.cu`."""
     experts = sizes.experts
     return {
         "DIM": sizes.decoder.dim,

@@ -1,7 +1,7 @@
 """Values carried by tokens: encoded into the next forward's inputs, decoded from the last hidden.
 
 A `scalar` token carries one value, a `pair` token two. A value is encoded by Fourier features and a
-linear map, and decoded as the likeliest of its bins.
+linear map, and decoded as its likeliest bin.
 
 Shape legend: B tokens, D width, R rows of the token state, N bins, S bins of both of a pair's
 values.
@@ -32,9 +32,8 @@ BINS_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 class ValueSizes:
     """Constants of the kernels; `pair_bins` counts the bins of both values.
 
-    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over
-    2^-10 .. 1. `inner_dim` is the width of two-layer decoders; None: all bins are one map of the
-    normed hidden.
+    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over 2^-10
+    .. 1. `inner_dim` is that of two-layer decoders; None: all bins are one map.
     """
 
     dim: int
@@ -49,13 +48,12 @@ class ValueSizes:
 
     @property
     def parts(self) -> int:
-        """Parts that the inner activations are cut into."""
         return skinny_gemm.num_parts(self.inner_dim or 0, self.scalar_bins)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueEncoder:
-    """One kind of token's encoder, bf16: Fourier frequencies, and the map of their features."""
+    """One kind's encoder, bf16: Fourier frequencies, and the map of their features."""
 
     features: torch.Tensor
     map: Affine
@@ -63,7 +61,7 @@ class ValueEncoder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """One kind of token's two-layer decoder, bf16 with packed maps."""
+    """One kind's two-layer decoder, bf16 with packed maps."""
 
     fc1_weights: torch.Tensor
     fc1_bias: torch.Tensor
@@ -83,7 +81,7 @@ class TokenInputs:
 
 
 class Embedder:
-    """Writes tokens and their values as the first residual stream."""
+    """Writes the first residual stream."""
 
     def __init__(self, sizes: ValueSizes, scalar: ValueEncoder, pair: ValueEncoder) -> None:
         self._sizes = sizes
@@ -92,7 +90,7 @@ class Embedder:
         self._kernel = Module("embed.cu", embed_defines(sizes)).kernel("embed")
 
     def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
-        """Fill `x_BD`; the first kernel of a step."""
+        """The first kernel of a step."""
         self._kernel.launch(
             (-(-self._sizes.dim // _OUTPUTS), x_BD.shape[0], 1),
             skinny_gemm.WORKERS,
@@ -106,18 +104,18 @@ class Embedder:
 
 
 class Bins(Protocol):
-    """Float32 logits of the bins of sampled tokens' values."""
+    """Float32 logits of values' bins."""
 
     scalar_bins_BN: torch.Tensor
     pair_bins_BS: torch.Tensor
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """Fill both; bins that no token needs may keep their last contents."""
+        """Bins that no token needs may keep their last contents."""
         ...
 
 
 class NormedBins:
-    """All bins as one map of the normed hidden: the scalars' bins, then the pairs'."""
+    """All bins as one map of the normed hidden."""
 
     def __init__(self, sizes: ValueSizes, weights: HeadWeights, device: torch.device) -> None:
         num_bins = sizes.scalar_bins + sizes.pair_bins
@@ -128,12 +126,11 @@ class NormedBins:
         self.pair_bins_BS = self._bins_BN[:, sizes.scalar_bins :]
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """See `Bins`."""
         self._head.run(hidden_BD, self._weights, self._bins_BN)
 
 
 class MlpBins:
-    """A two-layer decoder for each kind of token; one that no token needs does not run."""
+    """A decoder for each kind of token; one that no token needs does not run."""
 
     def __init__(
         self, sizes: ValueSizes, scalar: DecoderWeights, pair: DecoderWeights, device: torch.device
@@ -159,7 +156,6 @@ class MlpBins:
         self.pair_bins_BS = torch.zeros(MAX_TOKENS, sizes.pair_bins, device=device)
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """See `Bins`."""
         batch = hidden_BD.shape[0]
         scalar, pair, sizes = self._scalar, self._pair, self._sizes
         inner_dim = self._inner_BF.shape[1] // 2
@@ -207,10 +203,7 @@ class ValueReader:
         *,
         overlap: bool = True,
     ) -> None:
-        """Write `payload_B2` and the rows' `payload_R2` from float32 logits and their `token_R`.
-
-        Rows of the logits may be strided, by multiples of 4.
-        """
+        """Rows of the float32 logits may be strided, by multiples of 4."""
         self._kernel.launch(
             (len(payload_B2), 1, 1),
             _READER_THREADS,
@@ -227,7 +220,6 @@ def _cluster(sizes: ValueSizes, tiles: int) -> int:
 
 
 def embed_defines(sizes: ValueSizes) -> dict[str, int]:
-    """Constants of `embed.cu`."""
     return {
         "DIM": sizes.dim,
         "SCALAR_FEATURES": sizes.scalar_features,
@@ -238,7 +230,6 @@ def embed_defines(sizes: ValueSizes) -> dict[str, int]:
 
 
 def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
-    """Constants of `value_bins.cu`, for decoders of two layers."""
     return {
         "DIM": sizes.dim,
         "INNER": sizes.inner_dim or 0,
@@ -254,7 +245,6 @@ def value_bins_defines(sizes: ValueSizes, tiles: int) -> dict[str, int]:
 
 
 def value_argmax_defines(sizes: ValueSizes) -> dict[str, int]:
-    """Constants of `value_argmax.cu`."""
     return {
         "SCALAR_BINS": sizes.scalar_bins,
         "SCALAR_DIVISOR": sizes.scalar_divisor,

@@ -1,9 +1,8 @@
-// The best of several candidates, ties to the lowest id.
 #pragma once
 
 #include "common.cuh"
 
-// Unsigned integers in the order of the floats.
+// In the order of the floats.
 __device__ __forceinline__ u32 to_key(float x) {
   const u32 bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -12,11 +11,10 @@ __device__ __forceinline__ float from_key(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-struct Best {  // lexicographically: greater `first`, greater `second`, lower `id`
+struct Best {  // greatest `first`, then `second`, then lowest `id`
   u32 first, second, id;
 };
 
-// Of a warp, in every lane.
 __device__ __forceinline__ Best warp_best(Best mine) {
   const u32 first = __reduce_max_sync(~0u, mine.first);
   const u32 second = __reduce_max_sync(~0u, mine.first == first ? mine.second : 0u);

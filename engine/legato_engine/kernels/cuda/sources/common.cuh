@@ -1,4 +1,4 @@
-// Types and instructions that every kernel uses; there are no system headers.
+// There are no system headers.
 #pragma once
 
 typedef unsigned short bf16;  // its bits
@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see row_major_gemm.cuh
+constexpr float LIFT = 0x1p64f;  // see row_major_gemm.cuh
 
 #define INFINITY __int_as_float(0x7f800000)
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ float to_float(bf16 bits) { return __uint_as_float((u
 __device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Two floats as bf16, round to nearest even; `low` is the lower half.
+// Round to nearest even.
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ bf16 to_bf16(float x) { return (bf16)pack(x, 0.f); }
 __device__ __forceinline__ float rounded(float x) { return low_float(pack(x, 0.f)); }
 
-// 16 bytes that no running kernel writes, read once: they bypass L1 and are evicted from L2 first.
+// 16 bytes that are read once bypass L1 and leave L2 first.
 __device__ __forceinline__ u64 stream_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -59,7 +59,7 @@ __device__ __forceinline__ float load_fresh_f32(const float* address) {
   return v;
 }
 
-#ifdef DELAYS  // a build for tests: warps arrive late wherever they wait for each other
+#ifdef DELAYS  // for tests: warps arrive late at waits
 __device__ __forceinline__ void dawdle(u32 where) {
   u32 luck;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(luck));
@@ -73,7 +73,6 @@ __device__ __forceinline__ void dawdle(u32 where) {
 __device__ __forceinline__ void dawdle(u32) {}
 #endif
 
-// Programmatic dependent launch: the next kernel may begin; this one needs the results before it.
 __device__ __forceinline__ void launch_dependents() {
   dawdle(1);
   asm volatile("griddepcontrol.launch_dependents;");
@@ -87,7 +86,7 @@ __device__ __forceinline__ void wait_previous() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The two halves of a cluster barrier without ordering of writes: an arriving block has used what it read of its peers.
+// An arriving block has used what it read of its peers; writes are not ordered.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ u32 cluster_rank() {
@@ -95,7 +94,6 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// The float4 at `shared` in the block of `rank` in this cluster.
 __device__ __forceinline__ float4 load_peer(const void* shared, u32 rank) {
   u32 local = (u32)__cvta_generic_to_shared(shared), peer;
   float4 v;
@@ -113,20 +111,19 @@ __device__ __forceinline__ float2 load_peer2(const void* shared, u32 rank) {
   return v;
 }
 
-// 16 bytes to shared memory, without registers; `copies_done` waits for this thread's own.
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
                : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Counters in global memory by which thread blocks of running kernels signal writes to each other.
+// Counters by which running thread blocks signal writes.
 constexpr u32 MOST_POLLS = 1 << 22;
 __device__ __forceinline__ void signal(u32* count) {
   dawdle(4);
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// A signal that does not come within seconds is a launch error.
+// A signal that takes seconds is a launch error.
 __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   for (u32 polls = 0;; polls++) {
     u32 seen;
@@ -137,7 +134,7 @@ __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   dawdle(5);
 }
 
-// Barriers in shared memory that count arrivals and copied bytes; a phase ends when both are complete.
+// A barrier's phase ends when arrivals and copied bytes are complete.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -157,7 +154,6 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
       "r"(phase)
       : "memory");
 }
-// Global to shared memory by the copy engine; the bytes are counted on `barrier`.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
@@ -165,7 +161,7 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// The same to all blocks of a cluster of BLOCKS, each of whose barriers counts the bytes.
+// To all BLOCKS of a cluster; the barrier of each counts.
 template <int BLOCKS>
 __device__ __forceinline__ void copy_bulk_shared(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(

@@ -1,14 +1,13 @@
 // One token of a one-layer draft, which reads keys and values that the model has cached.
 //
-// Constants: DIM, INNER, HEADS of 64, VOCAB, PAGE positions a page, PAGES a row of the table, ANGLES (pairs of a head
-// that are rotated). R rows of the state. Weights, norms and caches are bf16, results between kernels are float32.
-// A warp has one output and loads its weights before it waits for the preceding kernel; ROWS rows share them.
+// ANGLES are rotated pairs of a head of 64. R rows of the state. A warp has one output and loads its weights before
+// it waits for the preceding kernel; ROWS rows share them.
 #include "common.cuh"
 
 constexpr int ROWS = 4, WARPS = 8, HEAD = 64;
 constexpr float EPSILON = 1e-5f;
 
-// COUNT weights of an output, 8 per vector, distributed over the lanes of a warp.
+// COUNT weights of an output, over a warp's lanes.
 template <int COUNT>
 struct Weights {
   static constexpr int VECTORS = COUNT / 8, EACH = (VECTORS + 31) / 32;
@@ -20,7 +19,6 @@ struct Weights {
     for (int i = 0; i < EACH; i++)
       held[i] = lane + 32 * i < VECTORS ? __ldg((const uint4*)row + lane + 32 * i) : make_uint4(0, 0, 0, 0);
   }
-  // The dot product with COUNT values in shared memory, in every lane.
   __device__ __forceinline__ float dot(const float* values) const {
     const int lane = threadIdx.x % 32;
     float sum = 0.f;
@@ -37,7 +35,7 @@ struct Weights {
   }
 };
 
-// A row of DIM values in a warp: value `lane + 32 i` at index i.
+// Value `lane + 32 i` at index i.
 struct Row {
   static constexpr int EACH = DIM / 32;
   float values[EACH];
@@ -70,9 +68,8 @@ struct Row {
   }
 };
 
-// pre [R, DIM]: the map of both norms, of the stream and of the embedding of its token. For the first token they are
-// `hidden` [R, DIM] and the token of `history` [R, context] at `newest`, and stream [R, DIM] becomes the first. For
-// later tokens they are `stream` and `said` [R].
+// pre [R, DIM]: the map of both norms, of `stream` and of `said`'s embeddings. The first token takes `hidden` and
+// `history` [R, context] at `newest` instead, and writes `stream`.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     draft_join(const bf16* hidden, const i64* history, const i64* newest, const i64* said, const bf16* words,
                const bf16* state_norm, const bf16* state_shift, const bf16* word_norm, const bf16* word_shift,
@@ -107,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   }
 }
 
-// queries [R, DIM], not rotated, and inner [R, INNER], of the norm of `pre`.
+// queries are not rotated.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     draft_in(const float* pre, const bf16* norm, const bf16* shift, const bf16* query, const bf16* query_bias,
              const bf16* fc1, const bf16* fc1_bias, float* queries, float* inner, int rows) {
@@ -136,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   }
 }
 
-constexpr int READERS = 32, TOGETHER = 4;  // warps of a head; keys that 8 lanes of them fetch at once
+constexpr int READERS = 32, TOGETHER = 4;  // warps of a head; keys per fetch
 
-// seen [R, DIM]: each head's attention to the positions before the newest token; queries rotate to newest + step.
+// Attention to positions before the newest; queries rotate to newest + step.
 extern "C" __global__ void __launch_bounds__(32 * READERS)
     draft_attend(const float* queries, const i64* newest, const i64* pages, const bf16* keys, const bf16* values,
                  const float* cosines, const float* sines, float* seen, int step, int last) {
@@ -219,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS)
   seen[(i64)row * DIM + head * HEAD + threadIdx.x] = out / all;
 }
 
-// stream [R, DIM] += the maps of `seen` and `inner`: the next stream.
+// stream += the maps of `seen` and `inner`.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     draft_out(const float* seen, const float* inner, const bf16* proj, const bf16* proj_bias, const bf16* fc2,
               const bf16* fc2_bias, float* stream, int rows) {
@@ -246,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   }
 }
 
-// The likeliest token of every row, the lowest id of equals: to said [R] and drafts [R, stride] at `step`. best [R] and
-// done [R / ROWS] are 0 before and after.
+// The likeliest, the lowest id of equals, to said [R] and drafts [R, stride]. best [R] and done [R / ROWS] are 0
+// before and after.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     draft_head(const float* stream, const bf16* norm, const bf16* shift, const bf16* weights, const bf16* bias,
                u64* best, u32* done, i64* said, i64* drafts, int rows, int stride, int step) {
@@ -269,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int count = min(ROWS, rows - first);
   for (int i = 0; i < count; i++) {
     const u32 bits = __float_as_uint(held.dot(joined[i]) + to_float(bias[token]));
-    const u32 rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // in the order of the floats
+    const u32 rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     if (threadIdx.x % 32 == 0) bests[i][warp] = (u64)rising << 32 | (u32)(VOCAB - token);
   }
   __syncthreads();

@@ -1,13 +1,10 @@
-// Speculation around a forward: positions of a step's tokens, and acceptance of the sampled ones.
-//
-// Constants: BLOCK draft tokens of a row, VOCAB. B tokens of a step, R rows of the state, C positions, V vectors of 16
-// bytes. The tokens of a row are adjacent, in the order of their draft index (`lanes`); index 0 is the newest token.
+// B tokens, R rows of the state, C positions, V vectors of 16 bytes, BLOCK draft tokens of a row. A row's tokens are
+// adjacent, by draft index (`lanes`); index 0 is the newest token.
 #include "common.cuh"
 
-// Inputs of each token: sources, tokens, positions and firsts [B], from drafts [R, BLOCK], newest and last [R]; and the
-// row and position of the token sampled from it, `sampled` and `samples`.
-// A token after an unknown draft token, or after its row's last position, becomes padding: its first written position
-// lies beyond its own.
+// Inputs of each token [B], from drafts [R, BLOCK], newest and last [R]; `sampled` and `samples` are the row and
+// position of the token sampled from it. A token after an unknown draft token, or after its row's last position,
+// becomes padding.
 extern "C" __global__ void __launch_bounds__(128) place(const i64* drafts, const i64* newest, const i64* last, i64* rows,
                                                         const i64* lanes, i64* sources, i64* tokens, i64* positions,
                                                         i64* firsts, i64* sampled, i64* samples, int batch, int scratch) {
@@ -29,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(128) place(const i64* drafts, const
   if (idle) rows[b] = scratch;
 }
 
-// A row's sampled tokens [B] are accepted up to and including the first that was not drafted: they go to history
-// [R, C], the last one's position and token to the row, and the residual stream it was sampled from to row_hidden
-// [R, 8 V]. counts and proposed [B] are valid at draft index 0. A block is a row, or idle.
+// Accepts a row's sampled tokens up to and including the first that was not drafted, to history [R, C]; the last
+// one's position, token and residual stream go to the row. counts and proposed [B] are valid at draft index 0. A
+// block is a row, or idle.
 extern "C" __global__ void __launch_bounds__(128) settle(const i64* drafts, const i64* rows, const i64* lanes,
                                                          const i64* samples, const i64* sampled, const uint4* hidden,
                                                          i64* history, i64* newest, i64* row_token, uint4* row_hidden,

@@ -1,10 +1,7 @@
-// Embeddings of tokens, or of the values that they carry, as the first residual stream.
-//
-// Constants: DIM width, SCALAR_FEATURES and PAIR_FEATURES frequencies, SCALAR and PAIR token ids. B tokens.
+// Embeddings of tokens, or of their values. *_FEATURES are frequencies, SCALAR and PAIR token ids.
 #include "skinny_gemm.cuh"
 
-// x [B, DIM]: the word of each token, or its encoded value if it is a SCALAR or a PAIR token.
-// `source` [B]: a row of the token and payload state, or -1 for the prompt's own entry of that index.
+// `source` [B]: a row of the state, or -1 for the prompt's own entry.
 extern "C" __global__ void __launch_bounds__(WORKERS) embed(
     const i64* source, const i64* row_token, const float* row_payload, const i64* prompt_token,
     const float* prompt_payload, const bf16* words, const bf16* scalar_features, const bf16* scalar_weight,

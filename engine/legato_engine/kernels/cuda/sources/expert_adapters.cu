@@ -1,20 +1,12 @@
-// Low-rank changes of a layer's experts for a few tokens, each by its own adapter: B (A x), `expert_shrink` and then
-// `expert_expand`, for the experts' first map and for their second.
+// Low-rank changes of a layer's experts, each token's by its own adapter: B (A x).
 //
-// Constants: EXPERTS, ACTIVE of them for a token; EXPERT_BYTES of their weights; FIRST whether it is their first map;
-// RANKS that a slot has room for in each expert; `expert_shrink`: WIDTH inputs; `expert_expand`: OUTPUTS. Slot s holds
-// A [EXPERTS, RANKS, WIDTH] and B [EXPERTS, RANKS, OUTPUTS] as bf16, of which the first `ranks[s]` of each expert
-// count; slot 0 is none. Token b reads slot `slots[rows[b]]`. A token and one of its experts are a pair, as in
-// expert_routes.cuh; a thread block has a token at a time, a warp a pair.
-//
-// Sums run over inputs, ranks and a token's experts in an order fixed by the sizes: a token's change has the same bits
-// in every batch. Its cost depends on its own rank.
+// FIRST: of the experts' first map. Slots as in low_rank_adapters.cu, with RANKS for each expert. A thread block has
+// a token at a time, a warp a pair (expert_routes.cuh). Sums run in an order fixed by the sizes.
 #include "expert_choice.cuh"
 #include "low_rank.cuh"
 
 constexpr float UNIT = EXPERT_BYTES == 1 ? 1.f / LIFT : 1.f;  // of the experts' inputs
 
-// The first row of an expert's matrix in a slot.
 __device__ __forceinline__ i64 row_of(int slot, int expert) { return ((i64)slot * EXPERTS + expert) * RANKS; }
 
 __device__ __forceinline__ int load_fresh_int(const int* address) {
@@ -26,9 +18,8 @@ __device__ __forceinline__ int load_fresh_int(const int* address) {
 #ifdef WIDTH
 static_assert(WIDTH % 8 == 0, "unsupported sizes");
 
-// low [B * ACTIVE, RANKS] float32 = A x, up to each token's own rank; x is the tokens' [B, WIDTH] if FIRST, else the
-// pairs' [B * ACTIVE, WIDTH]. A thread block has every gridDim.x-th rank. FIRST chooses the experts by `logits` and
-// writes them to `experts` [B, ACTIVE]; otherwise the preceding kernel let this one begin only after they were written.
+// low [B * ACTIVE, RANKS] float32 = A x, up to each token's own rank, of tokens [B, WIDTH] if FIRST, else of pairs.
+// FIRST chooses the `experts` [B, ACTIVE]; otherwise the preceding kernel let this one begin only after that.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 3) expert_shrink(
     const bf16* x, const float* logits, const bf16* a, const i64* ranks, const i64* slots, const i64* rows, int* experts,
     float* low, int batch) {
@@ -62,14 +53,12 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 3) expert_shrink(
 #endif
 
 #ifdef OUTPUTS
-constexpr int OUTS = 64, STEP = 4, AHEAD = 4;  // outputs of a thread block; ranks that a warp takes at once, and how often
+constexpr int OUTS = 64, STEP = 4, AHEAD = 4;  // outputs of a block; ranks of a warp
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
-// FIRST: change [B * ACTIVE, OUTPUTS] float32 = B low of each pair. Else: change [B, OUTPUTS], the sum over a token's
-// experts by their `shares` [B, ACTIVE]. Tokens without an adapter are left out. A thread block has every gridDim.y-th
-// token.
-// FIRST: later kernels may begin once the kernel two before has ended. Else: the preceding kernels let this one begin
-// only after all its inputs were written.
+// FIRST: change [B * ACTIVE, OUTPUTS] float32 = B low. Else: change [B, OUTPUTS], the pairs' sum by `shares`. Tokens
+// without an adapter are left out. FIRST: later kernels may begin once the kernel two before has ended. Else: the
+// preceding kernels let this one begin only after all its inputs were written.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
     const float* low, const int* experts, const float* shares, const bf16* b, const i64* ranks, const i64* slots,
     const i64* rows, float* change, int batch) {
@@ -88,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
       const bf16* from = b + row_of(slot, load_fresh_int(experts + pair)) * OUTPUTS + column;
       const float* lows = low + (i64)pair * RANKS;
       float sum[8] = {};
-      // Volatile, so that all loads of a turn are in flight at once.
+      // Volatile: all loads of a turn are in flight at once.
       for (int rank = sub; rank < count; rank += STEP * AHEAD) {
         uint4 values[AHEAD];
         float factors[AHEAD];
@@ -133,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
     }
     token = next, slot = next_slot, count = next_count;
   }
-  // One block waits for the end of the preceding kernel, so that this one ends after it; the others free their place.
+  // One block waits for the preceding kernel, so that this one ends after it.
   if (!FIRST && blockIdx.x == 0 && blockIdx.y == 0) wait_previous();
 }
 #endif

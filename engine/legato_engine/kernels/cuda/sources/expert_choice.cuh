@@ -1,6 +1,4 @@
-// The experts of one token, chosen by a warp.
-//
-// Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8.
+// EXPERTS are at most 64, ACTIVE at most 8.
 #pragma once
 #include "argmax.cuh"
 
@@ -11,8 +9,8 @@ struct Choice {
   float share;
 };
 
-// A warp: lane r < ACTIVE has the token's r-th best expert by its logits [EXPERTS], ties to the lower number, and
-// its share: a softmax over these alone.
+// Lane r < ACTIVE has the token's r-th best expert by logits [EXPERTS], ties to the lower number, and its share: a
+// softmax over these alone.
 __device__ __forceinline__ Choice choose_experts(const float* logits) {
   const int lane = threadIdx.x % 32;
   u32 keys[2], chosen = 0, mine = 0;

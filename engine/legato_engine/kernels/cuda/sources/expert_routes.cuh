@@ -1,21 +1,19 @@
 // The tokens of each expert, shared by a thread block.
-//
-// Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8; TILES groups of 8 tokens.
 #pragma once
 #include "expert_choice.cuh"
 #include "skinny_gemm.cuh"
 
 constexpr int TOKENS = TILES * 8;
 
-// A token and one of its experts are a pair: number token * ACTIVE + rank, the likeliest expert first.
+// Pair token * ACTIVE + rank, the likeliest first.
 struct Routes {
   u64 touched;             // the experts with tokens, a bit each
-  u32 tokens[EXPERTS];     // of an expert, a bit each
+  u32 tokens[EXPERTS];     // a bit each
   unsigned char expert[TOKENS * ACTIVE];
-  unsigned char pairs[EXPERTS][TOKENS];  // of an expert, in the order of its tokens
+  unsigned char pairs[EXPERTS][TOKENS];  // in the order of tokens
   float share[TOKENS * ACTIVE];
 
-  // The workers: each token's experts by logits [B, EXPERTS], and their shares. A warp has every eighth token.
+  // The workers; logits [B, EXPERTS].
   __device__ __forceinline__ void choose(const float* logits, int batch) {
     const int lane = threadIdx.x % 32;
     for (int token = threadIdx.x / 32; token < batch; token += WARPS) {
@@ -27,7 +25,7 @@ struct Routes {
     }
   }
 
-  // The workers, after `expert` is written: the rest. Readers need a barrier afterwards.
+  // The workers, after `expert` is written. Readers need a barrier afterwards.
   __device__ __forceinline__ void group(int batch) {
     const int lane = threadIdx.x % 32;
     if (threadIdx.x < EXPERTS) tokens[threadIdx.x] = 0u;
@@ -46,7 +44,7 @@ struct Routes {
   }
 };
 
-// each(e, count) for every expert with tokens, in rising order; `count` of them.
+// each(e, count) for every expert with tokens, in rising order.
 template <class Each>
 __device__ __forceinline__ void for_touched(const Routes& routes, Each each) {
   for (u64 left = routes.touched; left; left &= left - 1) {

@@ -1,13 +1,11 @@
 // A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
 //
-// Constants: DIM width, INNER of an expert, EXPERTS, ACTIVE of them for a token, MIXED the stride of the heads'
-// output, TILES groups of 8 tokens, INPUT_STAGES of a ring of inputs, EXPERT_BYTES of a weight: 2 (bf16), or 1 (e4m3,
-// and a float32 scale of each row). B tokens, `batch` of them real; `stages` is how many stages of weights shared
-// memory holds.
+// MIXED is the stride of the heads' output, EXPERT_BYTES of a weight 2 (bf16), or 1 (e4m3 with a float32 scale per
+// row).
 //
-// Only experts with tokens are read, row by row in the checkpoint's layout. A thread block has 16 rows of every
-// expert, so the choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking,
-// so it has the same bits in every batch.
+// Only experts with tokens are read, in the checkpoint's layout. A thread block has 16 rows of every expert, so the
+// choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking, so it has the
+// same bits in every batch.
 #include "low_rank.cuh"
 #include "expert_routes.cuh"
 #include "row_major_gemm.cuh"
@@ -18,7 +16,6 @@ using Proj = Rows<DIM, 2>;
 constexpr float UNIT = EXPERT_BYTES == 1 ? LIFT : 1.f;  // of what meets experts' weights
 static_assert(DIM % 64 == 0 && INNER % 64 == 0, "unsupported sizes");
 
-// Of a row's sums; `scale` is that row's.
 __device__ __forceinline__ float to_scale(const float* scale) { return EXPERT_BYTES == 1 ? *scale * LOWER : 1.f; }
 
 template <int VALUE>
@@ -26,13 +23,13 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
-// The tile that this warp adds up of block number `i`, if that is one of NT.
+// The tile of block `i` that this warp adds up.
 template <int NT>
 __device__ __forceinline__ int tile_of(int i) {
-  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // another warp each time, to balance the work
+  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // to balance the work
 }
 
-// The workers: the warps' sums of block number `i` are added up, a warp a tile, and given to finish(tile, sum).
+// The workers: block `i`'s sums to finish(tile, sum).
 template <int NT, class Finish>
 __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -45,7 +42,7 @@ __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const f
   if (tile < NT) finish(tile, mine.total(tile));
 }
 
-// one(tiles) for as few tiles as hold `count` tokens.
+// one(tiles), for the fewest tiles.
 template <class One>
 __device__ __forceinline__ void by_tiles(int count, One one) {
   if (TILES == 1 || count <= 8)
@@ -56,11 +53,10 @@ __device__ __forceinline__ void by_tiles(int count, One one) {
     one(Number<TILES>{});
 }
 
-// inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map;
-// `weights` [EXPERTS, 2 INNER, DIM], `scales` [EXPERTS, 2 INNER]. `normed_x` and `inner` are in UNIT. Chooses the
-// experts and leaves that in `experts` and `shares` [B, ACTIVE].
-// `change` [B * ACTIVE, 2 INNER] float32, unless null, is added to the first map's result for tokens with a slot. The
-// preceding kernel, which computes it, lets this one begin only after all other inputs were written.
+// inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map,
+// [EXPERTS, 2 INNER, DIM]. `normed_x` and `inner` are in UNIT. Chooses `experts` and `shares` [B, ACTIVE]. `change`
+// [B * ACTIVE, 2 INNER] float32, unless null, is added for tokens with a slot. The preceding kernel, which computes
+// it, lets this one begin only after all other inputs were written.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const bf16* normed_x, const float* logits, const unsigned char* weights, const float* scales, bf16* inner,
     int* experts, float* shares, const float* change, const i64* slots, const i64* rows, int batch, int stages) {
@@ -75,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   __syncthreads();
   if (!change) wait_previous();
-  launch_dependents();  // late, so that for later kernels everything this one waited for has ended
+  launch_dependents();  // late: for later kernels all that this one waited for has ended
   if (warp > WARPS) {
     produce_tokens(inputs, batch, DIM, STRIDE, keep_policy(), [&](int token) { return normed_x + (i64)token * DIM; });
   } else if (warp < WARPS) {
@@ -107,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       const bf16* from[NT];
 #pragma unroll
       for (int tile = 0; tile < NT; tile++) {
-        const int slot = min(tile * 8 + g, count - 1);  // columns without a token are not used
+        const int slot = min(tile * 8 + g, count - 1);  // without a token: unused
         from[tile] = inputs.data + routes.pairs[e][slot] / ACTIVE * STRIDE;
       }
-      // The change for this warp's tile, prefetched: of u and of the gate, for two tokens.
+      // Prefetched: of u and g, for two tokens.
       float more[2][2] = {};
       const int own = tile_of<NT>(block);
       const auto fetch = [&] {
@@ -153,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   });
 }
 
-// Tokens of one stage of inputs in `experts_out`; where there are more, several stages meet a stage of weights.
+// Tokens of one stage of inputs.
 constexpr int STEP = TILES < 2 ? 8 : 16;
 
-// One warp: `count` tokens for all stages of rows; at(i, token) points at a token's inputs of the i-th stage.
+// One warp; at(i, token) points at inputs of the i-th stage.
 template <class R, class At>
 __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy, At at) {
   for (int i = 0; i < R::CHUNKS; i++)
@@ -166,7 +162,7 @@ __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy,
       });
 }
 
-// The workers: all stages of 16 rows times `count` tokens.
+// The workers.
 template <class R, int SIZE, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
   constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
@@ -194,15 +190,13 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
   }
 }
 
-// What a thread block of `experts_out` has of its 16 rows before they are added up.
 struct Terms {
   float pairs[TOKENS * ACTIVE][16], heads[TOKENS][16];
 };
 
-// x [B, DIM] += mixed * `proj` + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER], `scales`
-// [EXPERTS, DIM], `proj` [DIM, DIM].
-// The preceding kernels let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for
-// `change` [B, DIM] float32, which unless null is added for tokens with a slot.
+// x += mixed * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]. The preceding kernels
+// let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for `change` [B, DIM]
+// float32, added unless null for tokens with a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
     const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,

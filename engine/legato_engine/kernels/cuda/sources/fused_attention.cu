@@ -1,16 +1,15 @@
-// Attention where every token of a sequence sees every other, by warpgroup products.
+// Attention of every token to every token of its sequence, by warpgroup products.
 //
-// Constants: HEAD dimensions of a head (64 or 72), HEADS, TOKENS of a sequence, GROUPS warpgroups that multiply (2 or
-// 3), KEYS of a block (a multiple of 32), STAGES of each ring, BOX rows of a copy (a divisor of KEYS and 64).
+// GROUPS warpgroups multiply (2 or 3), KEYS of a block are a multiple of 32, BOX rows of a copy a divisor of KEYS and
+// 64.
 //
-// A tile is 64 * GROUPS queries of one head, or 64 less: of some heads, so that the last round of tiles is a shorter
-// one. One thread has the copy engine fetch queries, and blocks of keys and of
-// values through a ring for each; the warpgroups multiply, 64 queries each, and go through the keys block by block, a
-// short one first: the softmax of a block runs while the tensor cores multiply the values of the one before it. A
-// query's result depends on its own sequence alone: blocks are the same and in the same order for every tile.
+// A tile is 64 * GROUPS queries of one head, or 64 less in some heads, so that the last round of tiles is shorter.
+// Warpgroups take 64 queries each, and the keys block by block, a short one first: a block's softmax runs while the
+// tensor cores multiply the preceding block's values. Blocks and their order are the same for every tile, so a
+// query's result depends on its own sequence alone.
 //
-// In shared memory the first 64 dimensions of a row are 128 bytes. The rest (TAIL) is stored apart: of queries and keys
-// as 16 dimensions in 32 bytes, of values as 64 in 128; dimensions that the head does not have are zero.
+// In shared memory the first 64 dimensions of a row are 128 bytes. The TAIL is apart: of queries and keys 16
+// dimensions in 32 bytes, of values 64 in 128; dimensions that the head lacks are zero.
 #include "wgmma.cuh"
 
 constexpr int WIDE = 128, NARROW = 32;                                // bytes of a row
@@ -25,7 +24,7 @@ constexpr int TILES = (TOKENS + QUERIES - 1) / QUERIES, NARROW_TILES = (TOKENS +
 constexpr int ROW_BYTES = WIDE + (TAIL ? NARROW : 0);                 // of queries and keys
 constexpr int VALUE_BYTES = WIDE + (TAIL ? WIDE : 0);
 constexpr int THREADS = 128 + 128 * GROUPS;
-constexpr u32 TURN = 1;  // the first of the named barriers by which warpgroups take turns
+constexpr u32 TURN = 1;  // the first named barrier of the warpgroups' turns
 static_assert((HEAD == 64 || HEAD == 72) && KEYS % 32 == 0 && BLOCKS > 0 && KEYS % BOX == 0 && 64 % BOX == 0, "sizes");
 
 struct Shared {
@@ -33,22 +32,20 @@ struct Shared {
   u64 query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
 };
 
-// An index into a ring, and the number of its rounds.
 struct Place {
   int slot = 0;
   u32 phase = 0;
   __device__ __forceinline__ void next() {
     if (++slot == STAGES) slot = 0, phase ^= 1;
   }
-  // To where the blocks of this thread block's `count`-th tile begin.
+  // To the first block of this thread block's `count`-th tile.
   __device__ __forceinline__ void seek(int count) {
     const u32 blocks = (u32)count * (BLOCKS + 1);
     slot = blocks % STAGES, phase = blocks / STAGES % 2;
   }
 };
 
-// One tile: a head of a sequence, its first query, and how many warpgroups have queries. Of the heads that the first
-// `wide` tiles do not cover tiles are narrow.
+// Tiles after the first `wide` are narrow.
 struct Tile {
   int sequence, head, first, groups;
   __device__ __forceinline__ Tile(int tile, int wide) {
@@ -60,17 +57,17 @@ struct Tile {
   }
 };
 
-// The copy engine's map of a tensor [sequences, TOKENS, HEADS, HEAD].
+// Of a tensor [sequences, TOKENS, HEADS, HEAD].
 struct alignas(64) TensorMap {
   u64 words[16];
 };
 
-// The maps of queries, keys and values: boxes of BOX rows of 64 dimensions, and of 16 for the tails.
+// Boxes of BOX rows of 64 dimensions, and of 16 for the tails.
 struct Maps {
   const TensorMap &query, &query_tail, &key, &key_tail, &value;
 };
 
-// The thread that issues all copies.
+// The thread that issues copies.
 struct Copier {
   Shared& shared;
   const Maps& maps;
@@ -87,7 +84,7 @@ struct Copier {
           "l"(&map), "r"(dimension), "r"(at.head), "r"(first + i), "r"(at.sequence), "r"(shared_address(full))
           : "memory");
   }
-  // ROWS keys from `first` on, and with the first block the tile's queries.
+  // ROWS keys from `first` on, with the first block the queries.
   template <int ROWS, bool WITH_QUERIES>
   __device__ __forceinline__ void copy_keys(const Tile& at, int first, int buffer) {
     u64* const full = shared.keys_full + keys.slot;
@@ -112,7 +109,6 @@ struct Copier {
     if (TAIL) rows<ROWS, WIDE>(value + KEYS * WIDE, maps.value, 64, at, first, full);
     values.next();
   }
-  // In the order in which the warpgroups need it.
   __device__ __forceinline__ void tile(const Tile& at, int buffer) {
     copy_keys<COPIED, true>(at, 0, buffer);
     copy_keys<KEYS, false>(at, REST, buffer);
@@ -132,13 +128,12 @@ __device__ __forceinline__ float power(float x) {
   return y;
 }
 
-// The softmax of this thread's two rows so far: greatest score, and this thread's share of the sum.
+// Of this thread's two rows: greatest score, and its share of the sum.
 struct Softmax {
   float top[2], sum[2];
   __device__ __forceinline__ void reset() { top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0.f; }
 
-  // Scores of a block become powers below the new greatest; `shrink` is what earlier results are to be multiplied by.
-  // Of N keys VALID exist.
+  // Scores become powers below the new greatest; `shrink` scales earlier results. Of N keys VALID exist.
   template <int N, int VALID>
   __device__ __forceinline__ void step(float (&s)[N / 2], float (&shrink)[2]) {
     constexpr float SCALE = HEAD == 64 ? 0.125f * 1.4426950408889634f : 0.11785113019775793f * 1.4426950408889634f;
@@ -177,7 +172,7 @@ struct Softmax {
   }
 };
 
-// Transposes four words of four lanes: lane i gets word i of each.
+// Of four lanes: lane i gets word i of each.
 __device__ __forceinline__ void transpose(u32 (&words)[4]) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit <<= 1)
@@ -191,7 +186,7 @@ __device__ __forceinline__ void transpose(u32 (&words)[4]) {
     }
 }
 
-// A warpgroup that multiplies: 64 queries of a tile.
+// A warpgroup: 64 queries of a tile.
 struct Group {
   Shared& shared;
   const int index, warp, lane;
@@ -204,7 +199,7 @@ struct Group {
   __device__ __forceinline__ void leave(u64* barrier) {
     if (lane == 0) barrier_arrive(barrier);
   }
-  // The warpgroups start their products in turn, so that one computes its softmax while others multiply.
+  // One group's softmax overlaps others' products.
   __device__ __forceinline__ void take_turn() {
     asm volatile("bar.sync %0, 256;" ::"r"(TURN + index) : "memory");
   }
@@ -212,7 +207,6 @@ struct Group {
     asm volatile("bar.arrive %0, 256;" ::"r"(TURN + (index + 1) % GROUPS) : "memory");
   }
 
-  // Scores of the next block, begun when its keys are there.
   template <int N>
   __device__ __forceinline__ void score(float (&s)[N / 2], int buffer) {
     const unsigned char *const query = shared.queries[buffer], *const key = shared.keys[keys.slot];
@@ -229,7 +223,6 @@ struct Group {
                         operand(key + KEYS * WIDE, BYTES_32, 8 * NARROW));
     products_commit();
   }
-  // Values of the next block, weighted, added to the result; begun when they are there.
   template <int N>
   __device__ __forceinline__ void mix(const u32 (&p)[N / 4]) {
     const u64 v = operand(shared.values[values.slot], BYTES_128, 8 * WIDE, KEYS * WIDE);
@@ -250,7 +243,6 @@ struct Group {
     for (int i = 0; i < HEAD / 2; i++) mixed[i] *= by[i % 4 / 2];
   }
 
-  // Releases the keys, or the values, of this block.
   __device__ __forceinline__ void leave_keys() {
     leave(shared.keys_empty + keys.slot);
     keys.next();
@@ -261,7 +253,7 @@ struct Group {
     values.next();
   }
 
-  // The scores of the next block, while the values of the one before are multiplied by its weights `p`.
+  // The next block's scores, while `p` weighs the preceding values.
   template <int BEFORE>
   __device__ __forceinline__ void both(float (&s)[KEYS / 2], const u32 (&p)[BEFORE / 4], Softmax& softmax, int buffer) {
     float by[2];
@@ -277,7 +269,7 @@ struct Group {
     shrink(by);
   }
 
-  // A tile that has no queries for this warpgroup: its share of turns and barriers.
+  // Turns and barriers of a tile without queries.
   __device__ __forceinline__ void skip(int buffer) {
 #pragma unroll 1
     for (int block = 0; block <= BLOCKS; block++) {
@@ -292,7 +284,6 @@ struct Group {
     leave(shared.query_empty + buffer);
   }
 
-  // The `count`-th of this thread block.
   __device__ __forceinline__ void tile(const Tile& at, int count, bf16* out) {
     const int buffer = count % 2;
     keys.seek(count), values.seek(count);
@@ -350,7 +341,7 @@ struct Group {
   }
 };
 
-// out [sequences, TOKENS, HEADS, HEAD]; `tiles` of all heads of all sequences together, `wide` ones first.
+// `tiles` of all heads of all sequences.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap query_tail,
                     const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap key_tail,

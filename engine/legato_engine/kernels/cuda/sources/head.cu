@@ -1,10 +1,7 @@
-// A map of the normed residual stream to float32 logits: to the vocabulary, or to bins.
-//
-// Constants: DIM width, VOCAB outputs, TILES groups of 8 tokens. B tokens, `batch` of them real; `stages` is how
-// many stages of weights shared memory holds.
+// A map of the normed residual stream to VOCAB float32 logits.
 #include "norm_gemm.cuh"
 
-// logits [B, VOCAB] of x [B, DIM]; `weights` hold the norm's scale, `folded` as in `normed`.
+// `folded` as in `normed`.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) head(
     const bf16* x, const bf16* weights, const float2* folded, float* logits, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

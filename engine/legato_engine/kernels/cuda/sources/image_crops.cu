@@ -1,8 +1,7 @@
 // An 8-bit RGB image to the vision tower's patches, and the tower's features to one grid.
 //
-// Sizes by definition: GRID patches on a side of a crop, PATCH pixels on a side of a patch, MARGIN
-// patches that a tile shares with each neighbour, and the layout of a plan (kernels/cut_plan.py says
-// what its words mean). All launches are the same for every image: loops stride over the grid.
+// GRID patches on a side of a crop, PATCH pixels of a patch, MARGIN patches that neighbouring tiles share;
+// kernels/cut_plan.py has a plan's layout.
 
 constexpr int SIDE = GRID * PATCH;
 constexpr int WINDOW = (GRID - 2 * MARGIN) * PATCH;
@@ -33,12 +32,11 @@ __device__ Target target_of(const int* plan, int index) {
     return {words[0], words[1], words[2] != 0, pass_of(plan, words + 3), pass_of(plan, words + 6)};
 }
 
-// A pixel of three 8-bit channels.
 struct Pixel {
     unsigned char channels[3];
 };
 
-// Weighted sum of pixels `step` bytes apart, rounded and clipped to 8 bits.
+// Pixels `step` bytes apart, rounded and clipped to 8 bits.
 __device__ Pixel weighted(const unsigned char* bytes, int step, const int* weights, int count) {
     int sums[3] = {1 << (PRECISION_BITS - 1), 1 << (PRECISION_BITS - 1), 1 << (PRECISION_BITS - 1)};
     for (int tap = 0; tap < count; ++tap) {
@@ -53,7 +51,7 @@ __device__ Pixel weighted(const unsigned char* bytes, int step, const int* weigh
     return out;
 }
 
-// The first pass of both targets: one pixel of `between` per thread. The canvas follows the whole image.
+// A pixel of `between` per thread; the canvas follows the whole image.
 extern "C" __global__ void image_first_pass(
     const unsigned char* __restrict__ pixels, const int* __restrict__ plan,
     unsigned char* __restrict__ between) {
@@ -75,9 +73,7 @@ extern "C" __global__ void image_first_pass(
     }
 }
 
-// The second pass, cut into crops and patches: one pixel of `patches` [num_crops, TOKENS, step], whose
-// first 3 * PATCH_PIXELS values are written, per thread, as `levels` has it for 8 bits. Crops that the
-// image lacks are zeros.
+// A pixel of `patches` [num_crops, TOKENS, step] per thread, by `levels`. Crops that the image lacks are zeros.
 extern "C" __global__ void image_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
     const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
@@ -123,15 +119,14 @@ __device__ unsigned int rounded(float value) {
     return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
-// The tile that shows row or column `at` of the stitched grid; outer tiles keep their margin.
+// Outer tiles keep their margin.
 __device__ int tile_of(int at, int tiles) {
     const int tile = at < MARGIN ? 0 : (at - MARGIN) / (GRID - 2 * MARGIN);
     return tile < tiles ? tile : tiles - 1;
 }
 
-// Features [N, TOKENS, D] of crops to `joined` [TOKENS, 2 * D]: those of the whole image, then
-// those of the tiles, stitched and averaged over windows to the size of a crop. Both are bfloat16 in
-// pairs. One block per token; `tiling` starts with rows and columns.
+// Features [N, TOKENS, D] to `joined` [TOKENS, 2 * D], bfloat16 in pairs: the whole image's, then the tiles',
+// stitched and averaged over windows. One block per token; `tiling` is rows and columns.
 extern "C" __global__ void stitch_pool(
     const unsigned int* __restrict__ features, const int* __restrict__ tiling,
     unsigned int* __restrict__ joined, int pairs) {

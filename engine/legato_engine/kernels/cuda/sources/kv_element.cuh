@@ -1,19 +1,16 @@
-// An element of keys or values on its way to its page: bf16, or e4m3 in units of a layer's scale.
-//
-// Constant: KV_BYTES of it, 2 or 1.
+// An element of keys or values as stored: bf16, or e4m3 in units of a layer's scale.
 #pragma once
 #include "common.cuh"
 
 #if KV_BYTES == 1
 typedef unsigned char Element;
 
-// The nearest of a value that is rounded to bf16 first, as torch's are; beyond 448 the largest, and NaN stays.
+// Rounded to bf16 first, like torch's; beyond 448 the largest, and NaN stays.
 __device__ __forceinline__ Element to_element(float x, float scale) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(__fdiv_rn(rounded(x), scale)));
   return (Element)pair;
 }
-// What is read back, before it is rounded.
 __device__ __forceinline__ float from_element(Element x, float scale) {
   u32 pair;
   float value;

@@ -1,22 +1,19 @@
-// Keys and values of a step, from pages to shared memory to the layouts of tensor cores: bf16, or e4m3 in units of a
-// layer's scale, which is widened to fp16.
-//
-// Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
+// A step's keys and values, from pages to shared memory to tensor cores' layouts: bf16, or e4m3 in units of a layer's
+// scale, widened to fp16. In a warp lane = 4g + t.
 #pragma once
 #include "kv_element.cuh"
 
 constexpr int HEAD = 64;
 constexpr int TILE = 16;  // positions of a product
 constexpr bool NARROW = KV_BYTES == 1;
-constexpr int STEP_TILES = NARROW ? 2 : 1;  // a step has as many bytes of either kind
+constexpr int STEP_TILES = NARROW ? 2 : 1;  // as many bytes of either kind
 constexpr int STEP = STEP_TILES * TILE;
 static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 
-constexpr int RUN = 16 / KV_BYTES;  // elements that are copied and read at once
+constexpr int RUN = 16 / KV_BYTES;  // elements copied at once
 constexpr int RUNS = HEAD / RUN;    // of a position
 
-// Keys and values of a step. Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) where there are
-// four, so that neither eight positions' same run nor the runs of one meet in a bank.
+// Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) of four, against bank conflicts.
 struct Stage {
   Element keys[STEP * HEAD], values[STEP * HEAD];
 };
@@ -24,7 +21,6 @@ __device__ __forceinline__ int run_at(int position, int run) {
   return position * HEAD + ((run ^ (NARROW ? position >> 1 : position)) & (RUNS - 1)) * RUN;
 }
 
-// D[16 x 8] += A[16 x 16] B[16 x 8] of 16-bit numbers of the kind that narrow ones are widened to.
 __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (!NARROW) {
     mma(d, a0, a1, a2, a3, b0, b1);
@@ -36,7 +32,6 @@ __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two floats of that kind; `low` is the lower half.
 __device__ __forceinline__ u32 pack_cached(float low, float high) {
   if (!NARROW) return pack(low, high);
   u32 pair;
@@ -45,7 +40,7 @@ __device__ __forceinline__ u32 pack_cached(float low, float high) {
 }
 constexpr u32 ONES = NARROW ? 0x3c003c00 : 0x3f803f80;
 
-// Eight bf16 of that kind. Beyond 65504 fp16 has no numbers: queries as large give infinite scores.
+// Beyond 65504 fp16 has no numbers: queries as large give infinite scores.
 __device__ __forceinline__ uint4 as_cached(uint4 v) {
   if (!NARROW) return v;
 #pragma unroll
@@ -53,7 +48,7 @@ __device__ __forceinline__ uint4 as_cached(uint4 v) {
   return v;
 }
 
-// Two fp16 of the e4m3 in the lower or upper half of a word: all of them are fp16 numbers, and NaN stays.
+// The e4m3 in half of a word: all are fp16 numbers, and NaN stays.
 #if KV_BYTES == 1
 __device__ __forceinline__ u32 widened(u32 word, int upper) {
   u32 pair;
@@ -65,7 +60,7 @@ __device__ __forceinline__ u32 widened(u32 word, int upper) {
 __device__ __forceinline__ u32 widened(u32 word, int) { return word; }
 #endif
 
-// Four 8 x 8 matrices of 16-bit elements, transposed; a lane names 16 bytes of one row.
+// Four 8 x 8 matrices; a lane names 16 bytes of one row.
 __device__ __forceinline__ uint4 load_transposed(const void* row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -73,13 +68,12 @@ __device__ __forceinline__ uint4 load_transposed(const void* row) {
   return v;
 }
 
-// A token's query as a lane holds it: 16 dimensions from 16t on of token g. The order of summation over
-// dimensions is free: product s takes dimensions 4s..4s+3 of the lane's.
+// A lane's dimensions from 16t on of token g. The order of summation is free: product s takes 4s..4s+3 of them.
 struct Query {
   uint4 low, high;
 };
 
-// A tile's keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
+// The same dimensions of positions g and g + 8.
 struct Keys {
   uint4 of[2][NARROW ? 1 : 2];
   __device__ __forceinline__ explicit Keys(const Element* keys) {
@@ -91,7 +85,6 @@ struct Keys {
       for (int run = 0; run < each; run++)
         of[half][run] = *reinterpret_cast<const uint4*>(keys + run_at(half * 8 + g, each * t + run));
   }
-  // Dimensions 2i and 2i + 1 of the lane's.
   __device__ __forceinline__ u32 pair(int half, int i) const {
     if (NARROW) return widened((&of[half][0].x)[i / 2], i % 2);
     return (&of[half][i / 4 % (NARROW ? 1 : 2)].x)[i % 4];
@@ -106,11 +99,10 @@ struct Keys {
   }
 };
 
-// Which of a run of 16 dimensions a lane's words of values hold.
 __device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
 
-// A tile's values of a run of 16 dimensions, from 16i on, or of two: of each, positions 2t, 2t + 1 (.x, .y) and 2t + 8,
-// 2t + 9 (.z, .w) of the run's dimensions `value_dim`(g, 0) (.x, .z) and `value_dim`(g, 1) (.y, .w).
+// Values of one or two runs of 16 dimensions, from 16i on: positions 2t, 2t + 1 (.x, .y) and 2t + 8, 2t + 9 (.z, .w)
+// of dimensions `value_dim`(g, 0) (.x, .z) and (g, 1) (.y, .w).
 struct Values {
   static constexpr int RUNS_AT_ONCE = NARROW ? 2 : 1;
   uint4 of[RUNS_AT_ONCE];
@@ -120,7 +112,7 @@ struct Values {
       of[0] = load_transposed(values + run_at(upper * 8 + lane % 8, (2 * i + odd) % RUNS));
       return;
     }
-    // A matrix's elements are pairs of neighbouring dimensions here, so a word has two of each of two positions.
+    // A word has two dimensions of each of two positions.
     const uint4 v = load_transposed(values + run_at(odd * 8 + lane % 8, (i + upper) % RUNS));
 #pragma unroll
     for (int run = 0; run < RUNS_AT_ONCE; run++) {
@@ -130,14 +122,14 @@ struct Values {
   }
 };
 
-// A word with its values that are not finite set to zero (e4m3 has NaN only).
+// e4m3 has NaN only.
 __device__ __forceinline__ u32 finite(u32 word) {
   if (NARROW) return word & ~((((word & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u) * 0xffu);
   const u32 exponents = ~word & 0x7f807f80u;
   return word & ((exponents & 0xffffu ? 0xffffu : 0u) | (exponents >> 16 ? 0xffff0000u : 0u));
 }
 
-// Replaces values that are not finite by zeros, because 0 times them is NaN.
+// Zeros for values that are not finite, because 0 times them is NaN.
 __device__ __forceinline__ void clean(Element* values) {
   uint4* at = reinterpret_cast<uint4*>(values) + threadIdx.x % 32;
 #pragma unroll 1

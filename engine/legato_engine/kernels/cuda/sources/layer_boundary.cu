@@ -1,9 +1,6 @@
-// The end of one layer and the beginning of the next in one kernel, for up to 8 tokens: `layer_out` and `layer_in`.
-// Weights of the next map are copied while thread blocks wait for each other's part of x. The first map begins with the
-// inner activations, while attention still runs.
-//
-// Constants: those of layer_maps.cuh with TILES 1, and PARTS that the inputs of `layer_out` are cut into. `stages` is how
-// many stages of weights shared memory holds. All thread blocks run at once, each on a processor of its own.
+// One layer's `layer_out` and the next one's `layer_in`, for up to 8 tokens. The next map's weights are copied while
+// thread blocks wait for each other's part of x. The first map begins with the inner activations, while attention
+// still runs.
 #include "layer_maps.cuh"
 
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
@@ -11,8 +8,8 @@ constexpr int STAGE = 16 * (OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK);
 static_assert(TILES == 1 && PARTS > 1 && PARTS <= WARPS, "unsupported sizes");
 static_assert(DIM <= PART, "the heads' output is in the first part, which is multiplied last");
 
-// How many thread blocks have written their part of x, and all that `layer_in` writes, of one layer. Zero between
-// steps, but for the last layer's second.
+// Blocks that have written their part of x, and all that `layer_in` writes. Zero between steps, but for the last
+// layer's second.
 struct Progress {
   u32 x[32], in[32];
 };
@@ -27,8 +24,7 @@ struct BoundarySums {
   };
 };
 
-// x += mixed * weights + biases, of 16 of its columns. `ready` counts the `writers` that have written all of `mixed` but
-// the heads' output.
+// Of 16 columns. `ready` counts the `writers` that have written all of `mixed` but the heads' output.
 __device__ __forceinline__ void add_out(
     Ring& ring, BoundarySums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const u32* ready, u32 writers, int batch) {
@@ -90,7 +86,7 @@ __device__ __forceinline__ void add_out(
   }
 }
 
-// Mean and inverse deviation of 8 tokens of their slices, by one warp; four lanes a token.
+// By one warp; four lanes a token.
 __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slices)[WARPS][8]) {
   const int token = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const float2 a = slices[2 * q][token], b = slices[2 * q + 1][token];
@@ -106,8 +102,7 @@ __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slice
   __syncwarp();
 }
 
-// Kernel `index` of a step with `last` layers: layer index - 1 ends, unless `weights_out` is null, and layer `index`
-// begins, unless `weights_in` is; pointers are those of `layer_out` and `layer_in`. `progress` [last].
+// Layer index - 1 ends, unless `weights_out` is null; layer `index` begins, unless `weights_in` is.
 extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     bf16* mixed, const bf16* weights_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, const bf16* weights_in,
     const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
@@ -176,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
 #pragma unroll 1
   for (int block = 0; block < count; block++) {
-    const int turn = block & (WARPS - 1);  // another warp each time, to balance the work
+    const int turn = block & (WARPS - 1);  // to balance the work
     if (block > 0 && warp == turn) prepared = prepare(first + block * step);
     float4 sum[1] = {};
 #pragma unroll

@@ -1,15 +1,13 @@
-// One decode step of a decoder with parallel attention and MLP: three kernels a layer.
+// A decode step of a decoder with parallel attention and MLP.
 //
-// Constants: those of layer_maps.cuh, and TILES groups of 8 tokens, PARTS that the inputs of `layer_out` are cut into,
-// CLUSTER thread blocks that share them, INPUT_STAGES of their ring, X_CLUSTER thread blocks of `layer_in` that read
-// its inputs once. `stages` is how many stages of weights shared memory holds. B tokens, `batch` of them real.
+// CLUSTER thread blocks share the PARTS of the inputs of `layer_out`, X_CLUSTER read those of `layer_in` once.
+// `stages` of weights fit shared memory; `batch` of B tokens are real.
 #include "layer_maps.cuh"
 
 static_assert(PARTS % CLUSTER == 0, "a thread block of a cluster has whole parts");
 
-// `weights` [3 DIM + FF]: the joint query, key and value map, then the MLP's first map, each times the norm's
-// scale; `folded` [3 DIM + FF] as in `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added
-// to the MLP's first map, unless it is null.
+// `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in
+// `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added to the MLP's first map, unless null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
     const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
     const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
@@ -27,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
       });
 }
 
-// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. The
-// inputs are cut into PARTS, which a cluster shares. `change` [B, DIM] float32 may be null.
+// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. `change` [B,
+// DIM] float32 may be null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const float* change, int batch, int stages) {
@@ -46,7 +44,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
   __syncthreads();
   launch_dependents();
-  // What is added to the products, of rows g and g + 8; a warp has a tile's.
   const int out = (first + rank) * 16 + g;
   float2 bias = {0.f, 0.f}, old[2] = {};
   if (warp < WARPS) {

@@ -1,11 +1,8 @@
-// Shared by the kernels of a layer's maps: sizes, the order of rows, and the epilogue of the first maps.
+// Sizes, the order of rows, and the epilogue of a layer's first maps.
 //
-// Constants: DIM width, FF inner width, HEADS heads of 64, ROTARY rotated dimensions of a head (32), PAGE positions
-// per page, PAGES pages of a row's table, TILES groups of 8 tokens.
-//
-// Memory: x [B, DIM] residual stream; q [B, DIM]; mixed [B, DIM + FF]: the heads' output, then the MLP's
-// inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows, PAGES] page ids, `row`
-// and `position` [B].
+// Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, DIM +
+// FF]: the heads' output, then the inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
+// PAGES]; `row` and `position` [B].
 #pragma once
 #include "norm_gemm.cuh"
 
@@ -14,8 +11,7 @@ constexpr int HALF = ROTARY / 2;
 constexpr int MIXED = DIM + FF;
 static_assert(ROTARY == 32 && DIM == HEADS * HEAD && DIM % 64 == 0 && FF % 64 == 0, "unsupported sizes");
 
-// Which rows a block of 16 of the joint query, key and value map holds, as packed, at g and at g + 8: in
-// the rotated part of a head they are the two dimensions of a pair.
+// Rows of a packed block of 16 at g and g + 8: in the rotated part of a head the two dimensions of a pair.
 __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   const int part = block % 4, head = block / 4 * HEAD;
   if (part < 2) {
@@ -26,7 +22,7 @@ __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   return head + part * 16 + g;
 }
 
-// The offset of a token's keys and values in its first head, and its position.
+// The offset in the first head, and the position.
 struct Slot {
   i64 offset;
   int position;
@@ -34,7 +30,7 @@ struct Slot {
 
 constexpr int QKV_BLOCKS = 3 * DIM / 16;
 
-// Row g and row g + 8 of a block of `layer_in`'s map, in the map's own order.
+// In the map's own order.
 struct Pair {
   int first, second;
   __device__ __forceinline__ explicit Pair(int block) {
@@ -49,7 +45,6 @@ __device__ __forceinline__ Slot slot_of(int token, const i64* row, const i64* po
   return Slot{(page * HEADS * PAGE + at % PAGE) * HEAD, (int)at};
 }
 
-// What `layer_in` writes of a block of its map; `change` as there.
 __device__ __forceinline__ void write_in(
     int block, int tile, float4 sum, Folded rows, const float2* moments, const Slot* slots, const float* cos_table,
     const float* sin_table, bf16* q, bf16* mixed, bf16* keys, bf16* values, const float* change, int batch) {

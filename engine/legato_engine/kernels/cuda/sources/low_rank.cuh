@@ -1,13 +1,12 @@
-// Shared by the kernels of low-rank adapters: tokens' slots, and rows of A times inputs, one warp each.
 #pragma once
 #include "common.cuh"
 
-// The slot of a token; none beyond the batch.
+// None beyond the batch.
 __device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int token, int batch) {
   return token < batch ? (int)slots[rows[token]] : 0;
 }
 
-// A bit for each of at most 32 tokens with a slot; called by whole warps.
+// A bit for each of at most 32 tokens; called by whole warps.
 __device__ __forceinline__ u32 adapted_tokens(const i64* slots, const i64* rows, int batch) {
   return __ballot_sync(~0u, slot_of(slots, rows, threadIdx.x % 32, batch) != 0);
 }
@@ -34,7 +33,6 @@ struct LaneValues {
   }
 };
 
-// A lane's part of the product.
 template <int SHARE>
 __device__ __forceinline__ float dot(const LaneValues<SHARE>& a, const LaneValues<SHARE>& x) {
   float sum[4] = {};

@@ -1,12 +1,8 @@
-// Low-rank changes of a layer for a few tokens, each by its own adapter: B (A x), `shrink` and then `expand`.
+// Low-rank changes of a layer, each token's by its own adapter: B (A x).
 //
-// Constants: RANKS that a slot has room for; `shrink`: WIDTH inputs of A, cut into PARTS, NORM whether A reads
-// the layer norm of x; `expand`: OUTPUTS of B. TOKENS is how many a thread block serves. Slot s holds A [RANKS, WIDTH]
-// and B [RANKS, OUTPUTS] as bf16, of which the first `ranks[s]` count; slot 0 is none. Token b reads slot
-// `slots[rows[b]]`.
-//
-// Sums run over inputs and ranks in an order fixed by the sizes: a token's change has the same bits in every batch. Its
-// cost depends on its own rank.
+// NORM: A reads the layer norm of x. Slot s holds bf16 A [RANKS, WIDTH], cut into PARTS, and B [RANKS, OUTPUTS], of
+// which the first `ranks[s]` count; slot 0 is none. Token b reads slot `slots[rows[b]]`. Sums run in an order fixed
+// by the sizes.
 #include "low_rank.cuh"
 
 constexpr int WARPS = 8;
@@ -14,12 +10,11 @@ constexpr int OUTS = 64;  // outputs of a thread block of `expand`
 
 #ifdef WIDTH
 constexpr int SHARE = WIDTH / PARTS, STEPS = (SHARE + 255) / 256;
-constexpr int PAIRS = WARPS / PARTS, RANKS_HERE = PAIRS / TOKENS;  // of a rank and a token, in a thread block
+constexpr int PAIRS = WARPS / PARTS, RANKS_HERE = PAIRS / TOKENS;  // of a rank and a token
 static_assert(WIDTH % (8 * PARTS) == 0 && PAIRS % TOKENS == 0 && (PARTS == 1 || !NORM), "unsupported sizes");
 
 using Values = LaneValues<SHARE>;
 
-// As `dot`, of the layer norm of all WIDTH values.
 __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, const bf16* scale, const bf16* shift) {
   const int lane = threadIdx.x % 32;
   float sum[4] = {}, squares[4] = {}, product[4] = {};
@@ -54,9 +49,9 @@ __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, co
   return (product[0] + product[1]) + (product[2] + product[3]);
 }
 
-// low [B, RANKS] float32 = A x, as far as each token's own rank goes; x [B, stride], scale and shift [WIDTH].
-// A warp has one rank, one part of the inputs, and `turns` tokens; while their slot stays, it keeps A's part.
-// Adapters do not change while kernels run, so A is read before the preceding kernel has ended.
+// low [B, RANKS] float32 = A x, up to each token's own rank. A warp has one rank, one part of the inputs, and `turns`
+// tokens; while their slot stays, it keeps A's part. Adapters do not change while kernels run, so A is read before
+// the preceding kernel has ended.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     const bf16* x, int stride, const bf16* scale, const bf16* shift, const bf16* a, const i64* ranks, const i64* slots,
     const i64* rows, float* low, int batch, int turns) {
@@ -101,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
 #ifdef OUTPUTS
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
-// change [B, OUTPUTS] float32 = B low, zero for tokens without an adapter. The TOKENS of a thread block share what
-// they read where their slot is one. A warp takes four ranks at a time, eight outputs a lane.
+// change [B, OUTPUTS] float32 = B low, zero without an adapter. A block's tokens share what they read of one slot.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     const float* low, const bf16* b, const i64* ranks, const i64* slots, const i64* rows, float* change, int batch) {
   constexpr int STEP = 4 * WARPS, AHEAD = TOKENS == 1 ? 8 : 2;  // loads in flight, of each slot

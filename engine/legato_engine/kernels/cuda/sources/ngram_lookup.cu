@@ -1,12 +1,10 @@
-// Prompt lookup: the tokens that followed an earlier occurrence of the last ones.
-//
-// R rows, C positions. Histories [R, C] hold -1 for unknown tokens.
+// Histories [R, C] hold -1 for unknown tokens.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 
-// Up to `count` tokens a row to drafts [R, stride], from after the latest earlier position that ends in the same tokens
-// as the newest; longer matches win, up to `longest`, and fewer than `shortest` tokens are no match. A block is a row.
+// Up to `count` tokens to drafts [R, stride], from after the latest earlier match of the newest tokens; longer
+// matches win. A block is a row.
 extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* histories, const i64* newest_places, i64* drafts,
                                                              int context, int stride, int count, int shortest,
                                                              int longest) {
@@ -14,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* historie
   const int row = blockIdx.x, thread = threadIdx.x;
   const i64* history = histories + (i64)row * context;
   const int newest = (int)newest_places[row];
-  int best = -1;  // number of matching tokens, then the position
+  int best = -1;  // matching tokens, then position
   for (int place = thread; place < newest; place += THREADS) {
     int agreed = 0;
     while (agreed < longest && agreed <= place) {
@@ -29,6 +27,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* historie
   __syncthreads();
   for (int warp = 0; warp < THREADS / 32; warp++) best = max(best, best_of_warps[warp]);
   if (thread >= count) return;
-  const int end = best % context;  // a repeating match is continued periodically
+  const int end = best % context;  // repeating periodically
   drafts[(i64)row * stride + thread] = best < 0 ? -1 : history[end + 1 + thread % (newest - end)];
 }

@@ -1,8 +1,5 @@
-// A residual sum and its layer norm: x becomes x + y, rounded once, and the norm of that is the result, as
-// bf16 or as e4m3 with one float32 scale per row.
-//
-// Constants as in row_ops.cuh. x is [count, DIM]; y [terms, DIM] repeats over it, or is null and x stays as it is; weight
-// and bias are [DIM].
+// x [count, DIM] becomes x + y, rounded once; the result is its layer norm, as bf16 or as e4m3 with a float32 scale
+// per row. y [terms, DIM] repeats over x, or is null.
 #include "row_ops.cuh"
 
 __device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, const bf16* y, int terms,
@@ -27,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
   row.store(out + (i64)index * DIM);
 }
 
-// The first of these of three terms, rounded once: y becomes the sum, all are [count, DIM].
+// Rounded once: y becomes the sum.
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     add3_norm(const bf16* x, bf16* y, const bf16* z, const bf16* weight, const bf16* bias, float epsilon, bf16* out,
               int count) {

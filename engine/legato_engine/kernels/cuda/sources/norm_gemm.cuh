@@ -1,6 +1,4 @@
-// Maps of a layer-normed batch, whose weights hold the norm's own scale.
-//
-// Constants: DIM width, TILES groups of 8 tokens.
+// Maps of a layer-normed batch, whose weights hold the norm's scale.
 #pragma once
 #include "skinny_gemm.cuh"
 
@@ -10,8 +8,8 @@ constexpr int SLICES = IN_CHUNK / GROUP;       // a warp's inputs of a token are
 constexpr int SLICE = IN_CHUNKS * GROUP;       // values of one
 static_assert(SLICES <= WARPS, "a warp has one slice");
 
-// The sum of a slice, and of the squared deviations from its mean. Lanes t = lane % 4 have 8 values of each 32, given by
-// at(chunk, half); all four lanes get both sums.
+// The sum, and that of squared deviations from a slice's mean. Lanes t = lane % 4 have 8 values of each 32, at(chunk,
+// half).
 template <class At>
 __device__ __forceinline__ float2 slice_moments(At at) {
   float sum[4] = {}, squares[4] = {};
@@ -40,13 +38,13 @@ __device__ __forceinline__ float2 slice_moments(At at) {
   return {total, off};
 }
 
-// A slice's squared deviations from the whole token's mean.
+// Squared deviations from the whole token's mean.
 __device__ __forceinline__ float about(float2 slice, float mean) {
   const float off = __fsub_rn(__fmul_rn(slice.x, 1.f / SLICE), mean);
   return __fmaf_rn(__fmul_rn(off, off), (float)SLICE, slice.y);
 }
 
-// Mean and inverse deviation of each token's residual stream, a warp a token, four lanes a slice.
+// Mean and inverse deviation, a warp a token, four lanes a slice.
 __device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int batch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = lane / 4;
   for (int token = warp; token < batch; token += WARPS) {
@@ -65,21 +63,19 @@ __device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int
   }
 }
 
-// A map of normed inputs, where `sum` is the product of the raw ones with weights that hold the norm's own
-// scale: rows[0] is what a row's weights add up to, rows[1] its bias with the norm's.
+// `sum` is of raw inputs; rows[0] is what a row's weights add up to, rows[1] its bias with the norm's.
 __device__ __forceinline__ float normed(float sum, float2 moment, float2 row) {
   return moment.y * (sum - moment.x * row.x) + row.y;
 }
 
-// Of rows g and g + 8 of a block what `normed` needs.
 struct Folded {
   float2 low, high;
 };
 
-// The frame of a kernel whose blocks of rows all read the normed batch; each ends with finish(block, tile, sum,
-// prepare(block), moments). early(token) runs for each token, one lane each, before the preceding kernel's results are
-// needed. also(inputs, moments) runs once in all workers, while the inputs are in shared memory; each warp has measured
-// its own tokens by then. A cluster of SHARED thread blocks reads the batch once.
+// Blocks of rows that all read the normed batch; each ends with finish(block, tile, sum, prepare(block), moments).
+// early(token) runs before the preceding kernel's results are needed. also(inputs, moments) runs once in all workers,
+// while the inputs are in shared memory; each warp has measured its own tokens by then. A cluster of SHARED blocks
+// reads the batch once.
 template <int SHARED, class Early, class Prepare, class Finish, class Also>
 __device__ __forceinline__ void normed_blocks(
     int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,

@@ -1,21 +1,15 @@
 // Attention of a step's tokens to paged keys and values, which tokens of one row read once.
 //
-// Constants: HEADS heads of 64, PAGE positions per page (a multiple of 16), PAGES pages of a row's table,
-// DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group, KV_BYTES
-// of a key's or value's element.
+// PAGE is a multiple of 16, MIXED the stride of the output, SPLITS thread blocks (a cluster) of a group's head.
 //
-// A group is up to 8 successive tokens of the batch that name the same row. Tensor cores take tiles of 16 positions:
-// S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
-// columns, which never mix. So a token has the same bits alone and in any group.
+// A group is up to 8 successive tokens of one row. Tensor cores take tiles of 16 positions: S^T = K Q^T with
+// positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are columns, which never mix. So a token has
+// the same bits alone and in any group.
 //
-// Positions are taken in steps of a tile, or of two where they are e4m3. Step i goes to track i % 32, track v to
-// line v % 8, of whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), and a head's
-// result the sum of its lines in their order: the same bits however tracks are dealt to warps. A warp has two tracks of
-// a line, and a thread block all lines; with SPLITS it has half as many warps, and with four of them one track a warp.
-// Each warp fills a ring of its own; old positions are copied while the preceding kernel still runs.
-// A warp holds the pages of 32 of its line's tiles at a time, and prefetches the next.
-// A thread block with whole heads fills its rings across them; one of a cluster has little to read, and keeps its
-// results in its rings.
+// Positions are taken in steps of a tile, or of two of e4m3. Step i goes to track i % 32, track v to line v % 8, of
+// whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), a head's result the sum of its
+// lines in order: the same bits however warps share tracks. Each warp fills a ring of its own, and holds the pages of
+// 32 of its line's tiles; old positions are copied while the preceding kernel still runs.
 #include "paged_attention.cuh"
 
 constexpr int LINES = 8;
@@ -24,28 +18,26 @@ constexpr int MOST = 8;   // tokens of a group
 constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
 constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
 static_assert(PAGE % TILE == 0 && HEADS * HEAD == DIM, "unsupported sizes");
-constexpr int KNOWN = 32 / STEP_TILES;  // steps of a line whose pages a warp knows, one of a tile a lane
+constexpr int KNOWN = 32 / STEP_TILES;  // steps whose pages a warp knows
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
 
-// Consecutive tokens of one row, at positions `least` to `last`; the step itself writes positions from `old` on.
+// At positions `least` to `last`; the step itself writes from `old` on.
 struct Group {
   int first, size, least, last, old;
-  // Steps of a line.
   __device__ int count(int line) const { return last / STEP < line ? 0 : (last / STEP - line) / LINES + 1; }
 };
 
-// One head of one group in a warp: `count` steps of its line. Lane i holds the page of tile i, counted from step
-// `known`.
+// `count` steps of a line. Lane i holds the page of tile i from step `known` on.
 struct Pair {
   int index, head, last, old, count, known, page;
   i64 row;
 };
 
-// The tokens of the batch, one per lane; padding has no group.
+// One token per lane; padding has no group.
 struct Batch {
   bool real;
   int row, last, old, pairs;
-  int order;  // of the lane's group, counted from 1
+  int order;  // of the lane's group, from 1
   __device__ Batch(const i64* rows, const i64* position, const i64* fresh, int tokens) {
     const int lane = threadIdx.x % 32;
     last = lane < tokens ? (int)position[lane] : 0;
@@ -86,7 +78,7 @@ struct Batch {
     p.page = page(p, 0, table);
     return p;
   }
-  // The lane's page of a pair's steps from `first` on, of the warp's line.
+  // Of the warp's line.
   __device__ int page(const Pair& p, int first, const i64* table) const {
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES;
     const int at = (line + (first + lane / STEP_TILES) * LINES) * STEP + lane % STEP_TILES * TILE;
@@ -94,7 +86,7 @@ struct Batch {
   }
 };
 
-// 16 bytes to shared memory: `bytes` of them, and zeros; `barrier_arrive_copied` arrives when this thread's are there.
+// `bytes` of 16, and zeros; `barrier_arrive_copied` arrives after them.
 __device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "l"(policy)
@@ -104,10 +96,9 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`[0] and [1], which others have
-// none of; row, position [B]; table [rows, PAGES]; out [B, MIXED].
-// `fresh` [B]: from this position on, keys and values are written by the step itself; beyond the token's own position
-// it marks padding, whose output is zeros. At most 32 tokens.
+// q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`; table [rows, PAGES]; out [B,
+// MIXED]. `fresh` [B]: the step writes keys and values from this position on; beyond the token's own it marks
+// padding, whose output is zeros. At most 32 tokens.
 extern "C" __global__ void __launch_bounds__(
     WARPS * 32, SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW)) ? 2 : 1) attend(
     const bf16* q, const Element* keys, const Element* values, const float* scales, const i64* rows,
@@ -119,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(
   Stage* ring = rings + warp * stages;
   u64* full = reinterpret_cast<u64*>(rings + WARPS * stages) + warp * stages;
   Part* beside = reinterpret_cast<Part*>(reinterpret_cast<u64*>(rings + WARPS * stages) + WARPS * stages);
-  // The warps' results, in two buffers; in a cluster the second one is for lines of this block's tokens.
+  // In a cluster the second buffer is for lines of this block's tokens.
   auto parts = [&](int of, int buffer) {
     if (SPLITS > 1) return reinterpret_cast<Part*>(rings + of * stages) + buffer * most;
     return beside + (buffer * WARPS + of) * most;
@@ -138,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(
   const u64 policy = stream_policy();
   const float unit = NARROW ? SCALE * scales[0] : SCALE, value_unit = NARROW ? scales[1] : 1.f;
 
-  // The producer's place: step `ahead_step` of this warp in turn `ahead_turn` of a pair.
+  // The producer's place.
   Pair ahead = batch.pair(begin, table), following;
   if (SPLITS == 1) following = batch.pair(begin + step, table);
   int ahead_turn = turn_begin, ahead_step = turn_begin, put = 0;
-  // Where there are more steps than a warp knows the pages of: those from `next_known` on, for it to know next.
+  // The pages of steps from `next_known` on, prefetched.
   int next_known = KNOWN, next_page = LONG ? batch.page(ahead, KNOWN, table) : 0;
-  // Copies the next step into the slot that is free, unless none is left or it may not be read yet.
+  // The next step, unless none is left or it may not be read yet.
   auto produce = [&](bool waited) {
     while (ahead_step >= ahead.count) {
       if (ahead.index >= batch.pairs) return false;
@@ -193,7 +184,6 @@ extern "C" __global__ void __launch_bounds__(
   wait_previous();
   while (filled < stages && produce(true)) filled++;
 
-  // Padding is all alike.
   const u32 padding = __ballot_sync(~0u, lane < tokens && !batch.real);
   for (u32 left = warp == 0 ? padding : 0u; left; left &= left - 1)
     for (int head = blockIdx.x; head < HEADS; head += gridDim.x)
@@ -224,7 +214,6 @@ extern "C" __global__ void __launch_bounds__(
       for (int i = turn; i < count; i += TURNS) {
         const int first = (line + i * LINES) * STEP;
         barrier_wait(full + take, phase);
-        // Values that no token sees are zeroed.
         if (group.least < group.last && first + STEP > group.least + 1) clean(ring[take].values);
         attend_step(track, ring[take], query, unit, left - first, right - first);
         __syncwarp();
@@ -235,9 +224,9 @@ extern "C" __global__ void __launch_bounds__(
     }
     own.store(parts(warp, buffer), group.size);
     if constexpr (SPLITS > 1) {
-      // A thread block has every SPLITS-th token, of which it adds up the lines over the cluster.
+      // A block adds up every SPLITS-th token's lines over the cluster.
       cluster_sync();
-      // Half a warp has a token, so that two of them are on their way at once.
+      // Half a warp has a token: two are in flight.
       const int l = lane % 16;
       for (int token = lane / 16 * SPLITS + rank; token < group.size; token += 2 * SPLITS) {
         const Part& part = parts(warp, 0)[token];
@@ -251,12 +240,12 @@ extern "C" __global__ void __launch_bounds__(
         if (l == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
       }
       __syncwarp();
-      cluster_arrive();  // the peers' results have been read and stored here
+      cluster_arrive();  // the peers' results have been read
     }
     const Group later = group_of(index + step);
     query = load_query(index + step, later);
     __syncthreads();
-    // A warp per token, another one each time, to balance the work.
+    // A warp per token, another each time.
     const int token = (warp + round) % WARPS * SPLITS + rank;
     if (token < group.size) {
       auto slice = [&](int of) {

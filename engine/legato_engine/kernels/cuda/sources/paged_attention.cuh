@@ -1,24 +1,21 @@
-// A step's keys and values for up to eight queries, and the merging of softmaxes over parts of the positions.
-//
-// In a warp lane = 4g + t. Columns of all products are tokens; unused ones hold zeros, or see nothing.
+// A step's keys and values for up to eight queries, and merged softmaxes over parts of the positions. In a warp lane
+// = 4g + t; columns are tokens.
 #pragma once
 #include "kv_tiles.cuh"
 
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
 
-// A token's softmax over some positions: `out` is still to be divided by `sum`.
+// `out` is still to be divided by `sum`.
 struct Part {
   float out[HEAD];
   float top, sum;
-  float unused[2];  // so that a warp's stores meet no bank twice
+  float unused[2];  // against bank conflicts
 };
 
-// Parts of 8 tokens as a warp holds them: tokens 2t (.x, .z) and 2t + 1 (.y, .w), dimensions
-// 16i + `value_dim`(g, 0) (.x, .y) and 16i + `value_dim`(g, 1) (.z, .w) of out[i].
+// Tokens 2t (.x, .z) and 2t + 1 (.y, .w), dimensions 16i + `value_dim`(g, 0) (.x, .y) and (g, 1) (.z, .w) of out[i].
 struct Parts {
   float4 out[HEAD / 16] = {};
   float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f};
-  // To `size` parts.
   __device__ __forceinline__ void store(Part* parts, int size) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -46,7 +43,7 @@ __device__ __forceinline__ float power_of_two(float x) {
   return y;
 }
 
-// The weights of two parts in their sum; a part without positions has weight 0.
+// A part without positions has weight 0.
 struct Weights {
   float top, first, second;
   __device__ __forceinline__ Weights(float a, float b) : top(fmaxf(a, b)) {
@@ -72,7 +69,6 @@ __device__ __forceinline__ Parts merged(const Parts& a, const Parts& b) {
   return all;
 }
 
-// Two dimensions of a token's part.
 struct Slice {
   float2 out, end;  // `end`: top and sum
 };
@@ -83,7 +79,6 @@ __device__ __forceinline__ Slice merged(const Slice& a, const Slice& b) {
                {weights.top, weights.add(a.end.y, b.end.y)}};
 }
 
-// Four dimensions of one.
 struct Quad {
   float4 out;
   float2 end;
@@ -102,15 +97,14 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
   return v;
 }
 
-// The most over a column's rows: the lanes with the same t.
+// Over the lanes with the same t.
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
   for (int lanes = 4; lanes < 32; lanes <<= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
   return x;
 }
 
-// Adds a step to a track; tokens 2t and 2t + 1 see its first `left` and `right` positions. `unit` makes of products
-// exponents of two.
+// Tokens 2t and 2t + 1 see the step's first `left` and `right` positions. `unit` makes of products exponents of two.
 __device__ __forceinline__ void attend_step(
     Parts& track, const Stage& stage, const Query& query, float unit, int left, int right) {
   const int g = threadIdx.x % 32 / 4;
@@ -132,7 +126,7 @@ __device__ __forceinline__ void attend_step(
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
-  // The sum of the probabilities is one more dimension, whose values are all 1.
+  // The sum of probabilities is one more dimension, whose values are all 1.
   float4 sum = {track.sum.x * scale.x, track.sum.y * scale.y, 0.f, 0.f};
   u32 early[STEP_TILES], late[STEP_TILES];
 #pragma unroll

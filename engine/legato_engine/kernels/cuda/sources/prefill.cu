@@ -1,14 +1,11 @@
-// Rotation, page writes, sums and page copies for many tokens, each in one pass over memory.
-//
-// Constants: HEADS heads of 64, PAGE positions per page, KV_BYTES of a key's or value's element. T tokens, P positions.
-//
-// Memory: qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [P, 16] float32.
+// Rotation, page writes, sums and page copies, each in one pass. qkv [T, 3, HEADS, 64]; keys and values [pages,
+// HEADS, PAGE, 64]; angles [positions, 16] float32.
 #include "kv_element.cuh"
 
-constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and rotated pairs of them
+constexpr int HEAD = 64, HALF = 16;  // dimensions, and rotated pairs
 constexpr int WIDTH = 8;             // values of a 16-byte access
 constexpr int LANES = HEAD / WIDTH;  // threads of a head
-constexpr int TURNED = 2 * HALF / WIDTH, GAP = HALF / WIDTH;  // those that turn; from one of a pair to the other
+constexpr int TURNED = 2 * HALF / WIDTH, GAP = HALF / WIDTH;  // those that turn; between a pair
 constexpr int THREADS = 256;
 
 __device__ __forceinline__ void after_previous() {
@@ -17,7 +14,7 @@ __device__ __forceinline__ void after_previous() {
 #endif
 }
 
-// One thread's share of a token's angles; the second of a pair adds where the first subtracts.
+// The second of a pair adds where the first subtracts.
 struct Angles {
   float4 cos[2], sin[2];
 
@@ -33,12 +30,12 @@ struct Angles {
   }
 };
 
-// Every operation rounds by itself, as torch's do: the results have the same bits.
+// Every operation rounds by itself, for the same bits as torch's.
 __device__ __forceinline__ float turn(float own, float other, float cos, float sin) {
   return __fadd_rn(__fmul_rn(own, cos), __fmul_rn(other, sin));
 }
 
-// Eight values whose partners another thread of the head holds; all threads of a warp come here.
+// Another thread of the head holds the partners; whole warps come here.
 __device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) {
   uint4 out;
 #pragma unroll
@@ -55,7 +52,7 @@ __device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) 
 #if KV_BYTES == 1
 typedef uint2 Kept;  // eight elements
 
-// Rounds eight values to their stored form, in place, and returns that form.
+// Rounds in place, and returns the stored form.
 __device__ __forceinline__ Kept kept(uint4& v, float scale) {
   Kept out = {0, 0};
 #pragma unroll
@@ -71,10 +68,9 @@ typedef uint4 Kept;
 __device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
 #endif
 
-// Rotates queries and keys in place, and writes keys and values to their slots of `pages`: token t of `count` has
-// position start + t. Each of several sequences is a row of blocks, with its pages `apart` from the last one's. e4m3 is
-// stored in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a head's query, key and
-// value; at four blocks per multiprocessor its registers hold all three loads in flight.
+// Token t of `count` has position start + t. Each sequence is a row of blocks, its pages `apart` from the preceding
+// one's. e4m3 is in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a head's query,
+// key and value; at four blocks per multiprocessor its registers hold all three loads in flight.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
                      const float* scales, int start, int count, int apart) {
@@ -111,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   }
 }
 
-// out = x + y + z of `loads` times eight values, rounded once.
+// `loads` times eight values, rounded once.
 extern "C" __global__ void __launch_bounds__(THREADS)
     add3(const uint4* x, const uint4* y, const uint4* z, uint4* out, int loads) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
@@ -127,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   out[index] = sum;
 }
 
-// Pages of every layer, of keys and of values [layers, num_pages, page_loads], onto others; `pairs`
-// are a source and a destination each, and nothing is done where they are the same.
+// Of keys and values [layers, num_pages, page_loads], by `pairs` of source and destination.
 extern "C" __global__ void __launch_bounds__(THREADS)
     copy_pages(uint4* keys, uint4* values, const i64* pairs, int num_pages, int page_loads) {
   const int index = blockIdx.x * THREADS + threadIdx.x;

@@ -1,10 +1,8 @@
-// Rows of bf16 to e4m3 with one float32 scale each; what comes before is done on the way, in float32.
-//
-// Constants as in row_ops.cuh.
+// Rows of bf16, or of their gelu, to e4m3 with a float32 scale each.
 #include "row_ops.cuh"
 
-// x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal, which are what
-// limits it, and small results keep their relative precision.
+// x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal limit it; small results
+// keep their relative precision.
 __device__ __forceinline__ float gelu(float x) {
   constexpr float LINEAR = -2.3022082f, CUBIC = -0.10294324f;  // -2 log2(e) sqrt(2 / pi), and 0.044715 of that
   float power, share;
@@ -33,13 +31,12 @@ __device__ __forceinline__ void quantise_rows(const bf16* x, unsigned char* valu
   quantise(row, values + (i64)index * DIM, scales + index, shared);
 }
 
-// x bf16 [count, DIM] to `values` e4m3 [count, DIM] and `scales` [count]; x may be anything finite.
+// `values` [count, DIM] and `scales` [count]; x may be anything finite.
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     quantise_plain(const bf16* x, unsigned char* values, float* scales, int count) {
   quantise_rows<NOTHING>(x, values, scales, count);
 }
 
-// The same of gelu(x), in its tanh form.
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     quantise_gelu(const bf16* x, unsigned char* values, float* scales, int count) {
   quantise_rows<GELU>(x, values, scales, count);

@@ -1,11 +1,9 @@
-// Weights in the checkpoint's row-major layout for the products of skinny_gemm.cuh: bf16, or e4m3.
-//
-// A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for a copy however short it is, so a stage
-// comes in few: one for each row, or for several where they are whole. Tokens lie in shared memory beside it.
+// Row-major weights for skinny_gemm.cuh. A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for
+// any short copy, so a stage is few: one for each row, or for several whole ones.
 #pragma once
 #include "skinny_gemm.cuh"
 
-// Inputs per stage of rows of WIDTH: at most 2048 bytes of a row, whose weights have SIZE bytes.
+// At most 2048 bytes of a row of WIDTH weights of SIZE bytes.
 __host__ __device__ constexpr int row_chunk(int width, int size) {
   for (int groups = 2048 / size / GROUP; groups > 1; groups--)
     if (width % (groups * GROUP) == 0) return groups * GROUP;
@@ -18,12 +16,12 @@ struct Rows {
   static constexpr int TOGETHER = CHUNKS > 1 ? 1 : BYTES > 1024 ? 2 : 4;  // rows that are copied as one
   static constexpr int PIECE = TOGETHER * BYTES + 64;                     // from one copy to the next
   static constexpr int STAGE = 16 / TOGETHER * PIECE;
-  // A lane reads 16 bytes at a time, without bank conflicts.
-  static constexpr int LANE = SIZE == 1 ? 16 : 8;  // inputs from a lane's to the next lane's
+  // For 16-byte reads without bank conflicts.
+  static constexpr int LANE = SIZE == 1 ? 16 : 8;  // inputs from lane to lane
   static constexpr int HALF = SIZE == 1 ? 8 : 32;  // from its first eight to the others
-  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between the inputs of tokens
+  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between tokens
 
-  // The row at `g` of a product, of eight: adjacent ones come from adjacent copies.
+  // Adjacent rows of a product come from adjacent copies.
   static __device__ __forceinline__ int row(int g) {
     if (TOGETHER == 1) return g;
     return TOGETHER == 2 ? (g & 4) | (g & 1) << 1 | (g >> 1 & 1) : (g & 1) << 2 | g >> 1;
@@ -31,20 +29,19 @@ struct Rows {
   static __device__ __forceinline__ int offset(int row) { return row / TOGETHER * PIECE + row % TOGETHER * BYTES; }
 };
 
-// e4m3 as bf16 has other units: sign, exponent and mantissa are moved as they are, zeros and what lies below the
-// normal numbers included. Tokens are lifted by LIFT, so that no sum gets too small for float32.
+// e4m3's sign, exponent and mantissa are moved as they are, subnormals included, so bf16 has other units. Tokens are
+// lifted by LIFT, so that no sum gets too small for float32.
 constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of sums
 
-// Two bf16 of two e4m3 that stand in the upper bytes of both halves.
+// Of e4m3 in the upper bytes of both halves.
 __device__ __forceinline__ u32 widened(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
 
-// Eight e4m3, as eight bf16.
 __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
   return {widened(__byte_perm(first, 0, 0x1404)), widened(__byte_perm(first, 0, 0x3424)),
           widened(__byte_perm(second, 0, 0x1404)), widened(__byte_perm(second, 0, 0x3424))};
 }
 
-// One warp: the next stage of rows; at(row) points at the first input of it.
+// One warp; at(row) points at the stage's first input.
 template <class R, class At>
 __device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
   const int lane = threadIdx.x % 32;
@@ -56,7 +53,7 @@ __device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
   ring.next();
 }
 
-// One warp: the next stage of `count` tokens, `inputs` of each, `stride` apart; at(i) points at the i-th token's.
+// One warp: `inputs` of each token, `stride` apart, from at(i).
 template <class At>
 __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs, int stride, u64 policy, At at) {
   const int lane = threadIdx.x % 32;
@@ -67,7 +64,7 @@ __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs
   ring.next();
 }
 
-// The workers: a stage of rows times a stage's inputs of tokens, one of each tile at `from`.
+// The workers; one token of each tile at `from`.
 template <class R, int SIZE, int NT>
 __device__ __forceinline__ void multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,7 +1,4 @@
-// Rows of bf16 in registers: how they are read, reduced, normalised and written.
-//
-// Constants: DIM values of a row, a multiple of 8; WARPS that share a row; ROWS of a thread block, 1 unless
-// WARPS is 1. Every value is read once and stays in registers.
+// Rows of bf16 in registers. DIM is a multiple of 8; ROWS is 1 unless WARPS is 1.
 #pragma once
 #include "common.cuh"
 
@@ -16,7 +13,7 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Four floats as e4m3, the first in the lowest byte; NaN stays NaN.
+// The first in the lowest byte; NaN stays.
 __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
   u32 quad;
   asm("{\n.reg .b16 low, high;\n"
@@ -28,14 +25,13 @@ __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
   return quad;
 }
 
-// This thread's share of one row: load `i` of it is load i * LANES + lane of the row.
+// Load `i` is load i * LANES + lane of the row.
 struct Row {
   float values[HELD][WIDTH];
   int lane;
 
   __device__ __forceinline__ bool has(int i) const { return i * LANES + lane < LOADS; }
 
-  // Eight floats of `source` at load `i`.
   __device__ __forceinline__ void read(const bf16* source, int i, float* out) const {
     const uint4 bits = reinterpret_cast<const uint4*>(source)[i * LANES + lane];
 #pragma unroll
@@ -45,7 +41,7 @@ struct Row {
     }
   }
 
-  // All loads of the row are issued before the first is used; values beyond its end are 0.
+  // All loads are issued before the first is used; values beyond the end are 0.
   __device__ __forceinline__ void load(const bf16* source) {
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -55,7 +51,7 @@ struct Row {
     }
   }
 
-  // Loads x + y, rounded, and writes it to x; all loads are issued before the first is used.
+  // x becomes x + y, rounded; all loads are issued first.
   __device__ __forceinline__ void load_sum(bf16* x, const bf16* y) {
     uint4 sums[HELD], terms[HELD];
 #pragma unroll
@@ -79,7 +75,7 @@ struct Row {
     }
   }
 
-  // Loads x + y + z, rounded once, and writes it to y.
+  // y becomes x + y + z, rounded once.
   __device__ __forceinline__ void load_sum3(const bf16* x, bf16* y, const bf16* z) {
     uint4 terms[3][HELD];
     const bf16* const sources[3] = {x, y, z};
@@ -102,7 +98,6 @@ struct Row {
     }
   }
 
-  // The row as bf16.
   __device__ __forceinline__ void store(bf16* out) const {
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -113,7 +108,7 @@ struct Row {
     }
   }
 
-  // `value(x)` of every x within the row, summed over this thread.
+  // Over this thread's values.
   template <class Value>
   __device__ __forceinline__ float sum(Value value) const {
     float total = 0.f;
@@ -125,7 +120,7 @@ struct Row {
   }
 };
 
-// Partial results of all threads of a row, combined; every use has its own `shared` [WARPS].
+// Over all threads of a row; every use has its own `shared`.
 template <class Combine>
 __device__ __forceinline__ float across_warps(float x, float* shared, Combine combine) {
   if constexpr (WARPS > 1) {
@@ -160,7 +155,7 @@ __device__ __forceinline__ void normalise(Row& row, const bf16* weight, const bf
   }
 }
 
-// `out` [DIM] bytes; value = e4m3 * scale.
+// value = e4m3 * scale.
 __device__ __forceinline__ void quantise(const Row& row, unsigned char* out, float* scale, float* shared) {
   float most = 0.f;
 #pragma unroll
@@ -180,12 +175,10 @@ __device__ __forceinline__ void quantise(const Row& row, unsigned char* out, flo
   }
 }
 
-// This warp's row, and this thread's index in it. Whole warps lie beyond the last row, and blocks of several rows have
-// no barriers.
+// Whole warps lie beyond the last row, and blocks of several rows have no barriers.
 __device__ __forceinline__ int row_index() { return blockIdx.x * ROWS + (ROWS > 1 ? threadIdx.x / 32 : 0); }
 __device__ __forceinline__ int row_lane() { return ROWS > 1 ? threadIdx.x % 32 : threadIdx.x; }
 
-// The results of the preceding kernel can be read from here on.
 __device__ __forceinline__ void inputs_ready() {
 #if __CUDA_ARCH__ >= 900
   wait_previous();

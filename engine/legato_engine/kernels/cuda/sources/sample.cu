@@ -1,8 +1,7 @@
 // The next token of every row: constraint, temperature, top-k, top-p, position-keyed noise.
 //
-// Constants: VOCAB (a multiple of 4, at most 65536), CLUSTER thread blocks that share a row, SHARED their bytes of
-// memory. B rows of a batch, R rows of the state, C constraints. A row's logits are read once, and every sum is of
-// integers, so that a token depends neither on the rows beside it nor on the order of threads.
+// CLUSTER thread blocks share a row. Logits are read once, and every sum is of integers, so a token depends neither
+// on other rows nor on the order of threads.
 #include "argmax.cuh"
 
 constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
@@ -10,11 +9,11 @@ constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thr
 static_assert(VOCAB % 4 == 0 && VOCAB <= 65536 && VALUES <= 32, "unsupported vocabulary");
 
 constexpr float GREEDY_TEMPERATURE = 1e-6f;  // at or below, the highest logit wins
-constexpr int BURST = 4;                     // groups that are read at once
+constexpr int BURST = 4;                     // groups in flight
 constexpr u32 MASKED = 0xff800000u;          // -inf
 constexpr int BINS = THREADS, DIGIT_BITS = 10, PASSES = 6;
-// Noise is within -3.7 .. 37.5, so a token this far below the highest never wins; its share of the
-// mass is less than 2^-69. Nearer ones have first digits of at most 48 * 21 = 1008.
+// Noise is within -3.7 .. 37.5, so a token this far below the highest never wins; its share of the mass is below
+// 2^-69. Nearer ones have first digits up to 48 * 21 = 1008.
 constexpr float REACH = 48.f, FIRST_DIGITS = 21.f;
 constexpr float MASS_ONE = 1099511627776.f;  // 2^40 is the mass of the highest; a row's fits 57 bits
 constexpr float NOISE_SLACK = 1e-3f;       // far above the error of `rough_noise`
@@ -27,15 +26,15 @@ struct Share {
   u64 mass;
   u32 count;
 };
-struct Choice {  // the bin that holds the last kept token, and what comes before that bin
+struct Choice {  // the last kept token's bin, and what comes before it
   u64 mass;
   u32 count;
   int digit;
-  bool settled;  // all tokens of the bin are kept
+  bool settled;  // all of the bin are kept
 };
 struct Shared {
   Bin bins[2][BINS];
-  uint4 records[2];  // a block's best, and whether it met a logit that is not finite
+  uint4 records[2];  // a block's best, and its flag
   Best warps[THREADS / 32];
   Share sums[THREADS / 32];
   u32 rough[THREADS / 32];
@@ -51,7 +50,6 @@ __device__ __forceinline__ void sync_row() {
     cluster_sync();
 }
 
-// The 16 bytes at `shared` in the block of that rank.
 __device__ __forceinline__ uint4 of_block(const void* shared, int rank) {
   if (CLUSTER == 1) return *static_cast<const uint4*>(shared);
   const float4 v = load_peer(shared, rank);
@@ -62,7 +60,7 @@ __device__ __forceinline__ int token_id(int i, int rank) {
   return ((i / 4 * CLUSTER + rank) * THREADS + (int)threadIdx.x) * 4 + i % 4;
 }
 
-// The best of the row and whether any thread's flag is set, in every thread of the cluster. A `slot` serves once.
+// The row's best and whether any flag is set, in every thread. A `slot` serves once.
 __device__ __forceinline__ Best cluster_best(Shared& shared, int slot, Best mine, bool& flag) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   mine = warp_best(mine);
@@ -86,8 +84,8 @@ __device__ __forceinline__ Best cluster_best(Shared& shared, int slot, Best mine
   return best;
 }
 
-// Ten bits of a token's place in falling order, ties by id: first evenly by distance from the highest, which spreads
-// common rows over the bins, then those of the inverted value and of the id, 48 bits in all.
+// Ten bits of a token's place in falling order: first by distance from the highest, which spreads common rows over
+// the bins, then of the inverted value and of the id, 48 bits in all.
 __device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
   if (pass == 0) return (int)((peak - x) * FIRST_DIGITS);
   const u64 place = ((u64)~to_key(x) << 16 | (u32)id) << 2;
@@ -96,7 +94,7 @@ __device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
 
 __device__ __forceinline__ u64 mass_of(float x, float peak) { return __float2ull_rn(expf(x - peak) * MASS_ONE); }
 
-// Adds 32 bits at a time, with carry; the sum does not depend on the order.
+// With carry; the sum does not depend on the order.
 __device__ __forceinline__ void add(Bin& bin, u64 mass) {
   const u32 low = (u32)mass, before = atomicAdd(&bin.mass[0], low);
   const u32 high = (u32)(mass >> 32) + (before + low < low);
@@ -114,7 +112,7 @@ __device__ __forceinline__ Share warp_prefix(Share share) {
   return share;
 }
 
-// This thread's bin, summed over the cluster, added to all bins before it; `total` of all bins.
+// Over the cluster, added to all bins before it; `total` of all.
 __device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share& total) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Share through = warp_prefix(mine);
@@ -129,9 +127,9 @@ __device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share
   return through;
 }
 
-// Bits of the values that top-p and top-k leave, out of `candidates`. A token stays while the mass before it is at most
-// top_p and the tokens before it are fewer than top_k; both only grow, so one last token is looked for, digit by digit.
-// Invariant: the first candidate stays, and what is no candidate is decided. `bins[0]` is zero.
+// A token stays while the mass before it is at most top_p and the tokens before it are fewer than top_k; both only
+// grow, so one last token is looked for, digit by digit. Invariant: the first candidate stays, and what is no
+// candidate is decided. `bins[0]` is zero.
 __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak, float top_p, i64 top_k, int rank) {
   const u32 most = top_k > 0 && top_k < VOCAB ? (u32)top_k : VOCAB;
   u64 limit = 0, mass_before = 0;
@@ -184,7 +182,7 @@ __device__ __forceinline__ u64 mix(u64 x) {
   return x ^ x >> 31;
 }
 
-// Standard Gumbel noise from the 53 random bits of (seed, position, token), and the same within 1e-5 for less.
+// Standard Gumbel noise from 53 random bits of (seed, position, token); `rough_noise` is within 1e-5.
 __device__ __forceinline__ float exact_noise(u64 bits) {
   return (float)-log(-log(((double)(i64)bits + 0.5) * 0x1p-53));
 }
@@ -195,8 +193,8 @@ __device__ __forceinline__ float rough_noise(u64 bits) {
   return -logf(low ? -logf(tail) : -log1pf(-tail));
 }
 
-// This thread's best by score among `kept`. Only tokens whose rough score is near the block's highest are scored
-// exactly, because double logarithms are expensive.
+// Only tokens whose rough score is near the block's highest are scored exactly, because double logarithms are
+// expensive.
 __device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 key, int rank) {
   float rough = -INFINITY;
   for (u32 left = kept; left; left &= left - 1) {
@@ -222,8 +220,8 @@ __device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 k
   return best;
 }
 
-// row_token [R] and tokens [B]: the choice of each row; 0 and -1 where a logit is not finite, or none is left once
-// divided by the temperature. The row `scratch` of the state gets 0.
+// row_token [R] and tokens [B] are 0 and -1 where a logit is not finite, or none is left once divided by the
+// temperature. The state's `scratch` row gets 0.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
     const float* logits, const float* constraints, const i64* constraint, const i64* rows, const i64* position,
     const float* row_temperature, const float* row_top_p, const i64* row_top_k, const i64* row_seed, i64* row_token,

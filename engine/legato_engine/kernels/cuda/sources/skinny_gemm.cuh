@@ -1,28 +1,25 @@
 // A few tokens times a large weight matrix, bound by reading its bytes.
 //
-// A block of 16 output rows is the unit of work; CHUNK inputs of it are one stage of a ring in shared
-// memory. One thread fills the ring with a bulk copy per stage; it needs only weights, so it begins before the
-// preceding kernel has ended. Eight warps take 64 inputs of each stage.
+// A block of 16 output rows is the unit of work; CHUNK inputs of it are a stage of a ring in shared memory, filled by
+// one thread with a bulk copy per stage. It needs only weights, so it begins before the preceding kernel has ended.
 //
-// Weights are packed (packing.py): a stage is contiguous, and in it the fragments of tensor-core
-// products as lanes hold them. The order of summation is free, so a lane's 16 bytes are 8 successive
-// inputs of one row; the tokens' inputs are read in the same order.
+// Weights are packed (packing.py) as lanes hold fragments. The order of summation is free, so a lane's 16 bytes are 8
+// successive inputs of one row; tokens' inputs are read in the same order.
 //
-// Results are batch-invariant: sums run in an order that depends on the sizes only, so a token's bits do not
-// depend on the batch. Columns without a token hold zeros.
+// Sums run in an order that depends on the sizes only, so a token's bits do not depend on the batch. Columns without
+// a token hold zeros.
 #pragma once
 #include "common.cuh"
 
 constexpr int WARPS = 8;  // that multiply
 constexpr int WORKERS = WARPS * 32;
-constexpr int GROUP = 64;  // inputs of a stage that one warp takes
-constexpr int PAD = 32;    // elements after each token's inputs, against bank conflicts
+constexpr int GROUP = 64;  // a warp's inputs of a stage
+constexpr int PAD = 32;    // elements between tokens, against bank conflicts
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Inputs per stage: as many groups as there are warps, or the most that divide `inputs`.
 __host__ __device__ constexpr int chunk_of(int inputs) {
   for (int groups = WARPS; groups > 1; groups--)
     if (inputs % (groups * GROUP) == 0) return groups * GROUP;
@@ -31,8 +28,7 @@ __host__ __device__ constexpr int chunk_of(int inputs) {
 
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
-// Stages of `elements` each in shared memory, between one producing thread and the workers. The last
-// `late` stages lie at `late_data`, where something else is until the workers `open` them.
+// The last `late` stages lie at `late_data`, in use until the workers `open` them.
 struct Ring {
   bf16 *data, *late_data = nullptr;
   u64 *full, *empty;
@@ -57,13 +53,13 @@ struct Ring {
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, phase ^= 1;
   }
-  // The producer: the next stage is free, and will hold `bytes`.
+  // The producer.
   __device__ __forceinline__ bf16* acquire(int bytes) {
     barrier_wait(empty + slot, slot < early ? phase ^ 1 : phase);
     barrier_expect(full + slot, bytes);
     return here();
   }
-  // The workers: the next stage; then let it go.
+  // The workers.
   __device__ __forceinline__ const bf16* get() {
     barrier_wait(full + slot, phase);
     return here();
@@ -73,7 +69,7 @@ struct Ring {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
     next();
   }
-  // The workers: this warp needs no more what lies at `late_data`.
+  // The workers: this warp no longer needs `late_data`.
   __device__ __forceinline__ void open() {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
@@ -81,7 +77,7 @@ struct Ring {
   }
 };
 
-// The producer's whole work: `count` stages of packed weights; at(i) points at the i-th.
+// The producer: `count` stages from at(i).
 template <int CHUNK, class At>
 __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   constexpr int BYTES = 16 * CHUNK * 2;
@@ -93,11 +89,11 @@ __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   }
 }
 
-// 64 inputs of the tokens of NT tiles, as a lane holds them for the products.
+// 64 inputs of the tokens of NT tiles, as a lane holds them.
 template <int NT>
 struct Tokens {
   uint4 of[NT][2];
-  // With one tile only `live` lanes have a token. `from` is the lane's own.
+  // With one tile only `live` lanes have a token.
   __device__ __forceinline__ void load(const bf16* from, int stride, bool live) {
 #pragma unroll
     for (int tile = 0; tile < NT; tile++)
@@ -108,7 +104,7 @@ struct Tokens {
   }
 };
 
-// Times 64 inputs of 16 rows: `low` and `high` are the lane's of row g and of row g + 8.
+// `low` and `high` are the lane's of row g and of row g + 8.
 template <int NT>
 __device__ __forceinline__ void multiply(
     float4 (&sum)[NT], const uint4 (&low)[2], const uint4 (&high)[2], const Tokens<NT>& tokens) {
@@ -122,7 +118,7 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// The same of rows as packed; `weights` is the lane's own.
+// The same of rows as packed.
 template <int NT>
 __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
   uint4 low[2], high[2];
@@ -136,7 +132,6 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights,
 
 __device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
-// What the warps have multiplied.
 template <int NT>
 struct WarpSums {
   float4 of[WARPS][NT][32];
@@ -148,22 +143,21 @@ struct WarpSums {
   }
 };
 
-// Whether all inputs of the tokens fit registers, so that they are read from shared memory once.
+// Whether inputs fit registers, to be read from shared memory once.
 template <int NT>
 constexpr bool HELD = NT <= 2;
 
-// Sums of the blocks under way: two, so that one is added up while the next runs, where there is room.
+// Two if they fit: one is added up while the next block runs.
 template <int NT>
 struct BlockSums {
   static constexpr int COUNT = NT < 4 ? 2 : 1;
   WarpSums<NT> blocks[COUNT];
 };
 
-// The workers' half of `count` blocks whose inputs, INPUTS of each token, lie in the one stage of a ring and are
-// HELD from the first block on; that one needs the ring's early stages. before() runs once, when all inputs
-// are there, ahead of the first finish.
-// finish(i, tile, sum, prepare(i)): one warp per tile of 8 tokens; sum.x, .y are row g of tokens 2t and 2t+1,
-// .z, .w row g + 8, as packed, with g = lane / 4 and t = lane % 4. It prepares before it multiplies.
+// The workers' half of `count` blocks whose INPUTS of each token lie in one stage and are HELD from the first block
+// on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile, sum,
+// prepare(i)): one warp per tile, which prepares before it multiplies; sum.x, .y are row g of tokens 2t and 2t+1, .z,
+// .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
 template <int NT, int INPUTS, class Before, class Prepare, class Finish>
 __device__ __forceinline__ void multiply_blocks(
     int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, int batch, Before before, Prepare prepare,
@@ -174,7 +168,7 @@ __device__ __forceinline__ void multiply_blocks(
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> held[HELD<NT> ? INPUTS / CHUNK : 1];
   for (int block = 0; block < count; block++) {
-    const int tile = (warp - block * NT) & (WARPS - 1);  // another warp each time, to balance the work
+    const int tile = (warp - block * NT) & (WARPS - 1);  // to balance the work
     decltype(prepare(block)) prepared;
     if (tile < NT) prepared = prepare(block);
     if (block == 0) barrier_wait(inputs.full, 0);
@@ -200,14 +194,14 @@ __device__ __forceinline__ void multiply_blocks(
   }
 }
 
-// Shared memory for a map whose inputs are cut into NP parts that are multiplied apart.
+// For NP parts of the inputs.
 template <int NT, int NP>
 struct PartSums {
   float4 all[NP][NT][32];
 };
 
-// The workers' half of such a map; the inputs arrive by a ring of their own. A cluster of SHARED thread blocks
-// shares as many blocks of rows: each multiplies its part of the inputs, or parts, with all of them.
+// The workers' half. A cluster of SHARED thread blocks shares as many blocks of rows: each multiplies its parts of
+// the inputs with all of them.
 template <int NT, int NP, int SHARED, int WIDTH>
 __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSums<NT, NP>& sums, int batch) {
   constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, OWN = NP / SHARED;
@@ -229,7 +223,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
         ring.release();
       }
     }
-  workers_sync();  // the weights have been read: the warps' sums take their memory
+  workers_sync();  // the warps' sums take the weights' memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
 #pragma unroll
   for (int i = 0; i < NP; i++)
@@ -243,15 +237,13 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
   }
 }
 
-// Stage `i` of the weights that `multiply_parts` takes, of all stages of rows as they are packed.
 template <int NP, int SHARED, int WIDTH>
 __device__ __forceinline__ i64 parts_stage(int i, int first, int rank) {
   constexpr int CHUNKS = WIDTH / chunk_of(WIDTH);
   return (i64)(first + i % SHARED) * (NP * CHUNKS) + rank * (NP / SHARED) * CHUNKS + i / SHARED;
 }
 
-// What follows, for all threads: a block's parts are added up in their order; finish(tile, sum) as above.
-// In a cluster member `rank` adds up block `rank`.
+// For all threads: a block's parts are added up in order. Cluster member `rank` adds up block `rank`.
 template <int NT, int NP, int SHARED, class Finish>
 __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Finish finish) {
   constexpr int OWN = NP / SHARED;
@@ -269,11 +261,11 @@ __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Fini
   if (SHARED > 1) cluster_sync();  // no block exits while a peer may still read
 }
 
-// Tokens that shared memory is laid out for: with one tile only the batch.
+// With one tile only the batch.
 template <int NT>
 __device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
-// Zeros for the columns beyond the batch, which no copy fills.
+// Beyond the batch, which no copy fills.
 template <int NT>
 __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   uint4* from = reinterpret_cast<uint4*>(inputs + batch * stride);
@@ -281,9 +273,8 @@ __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
 }
 
-// The second producer's whole work, by all lanes of its warp: CHUNK inputs of each token per stage;
-// at(i, token) points at them. With SHARED a cluster's blocks read each token once: `rank` has every
-// SHARED-th, for all of them.
+// The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each
+// token once: `rank` has every SHARED-th, for all.
 template <int CHUNK, int SHARED = 1, class At>
 __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch, At at, int rank = 0) {
   const int token = threadIdx.x % 32;

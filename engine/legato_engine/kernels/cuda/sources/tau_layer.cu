@@ -1,12 +1,7 @@
 // The first kernels of a layer with gains on queries and values: the map, then the gains.
 //
-// Constants: DIM width, FF inner width of an MLP, HEADS heads of 64, ROTARY rotated dimensions of a head (32),
-// PAGE positions per page, PAGES pages of a row's table, TILES groups of 8 tokens, EXACT whether the gains'
-// gelu is; EXPERTS that replace this layer's MLP, 0 if it has one, EXPERT_BYTES of their
-// weights; KV_BYTES of a key's or value's element. B tokens, `batch` of them real.
-//
-// Memory: x [B, DIM] residual stream; qkv and features [B, 3 DIM]: queries, keys and values as the map makes
-// them, and their gelu; the rest as in layer_maps.cu.
+// EXACT: whether the gains' gelu is; EXPERTS replace this layer's MLP unless 0. qkv and features [B, 3 DIM]: queries,
+// keys and values, and their gelu.
 #include "kv_element.cuh"
 #include "norm_gemm.cuh"
 #include "row_major_gemm.cuh"
@@ -18,10 +13,8 @@ constexpr int QKV = 3 * DIM;
 constexpr bool ROUTED = EXPERTS > 0;
 static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 16 == 0, "unsupported sizes");
 
-// `weights` [3 DIM + FF or EXPERTS]: the joint query, key and value map, then the MLP's first map or the
-// router, each times the norm's scale; `folded` as in `normed`. The MLP's inner activations go to `mixed`
-// [B, DIM + FF], with `change` [B, FF] float32 added to its first map unless that is null; else the router's to
-// `logits` [B, EXPERTS] and the normed tokens to `normed_x` [B, DIM], in the unit that the experts take.
+// `weights`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
+// writes `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
@@ -84,11 +77,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
 constexpr int GROUP_TOKENS = WARPS;  // of a thread block of `gains`
 constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
-// q [B, DIM], and the tokens' keys and values in their pages: queries and values times tanh(w . features) + the
-// position's part, queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values';
-// `placed` [positions, HEADS]; `scales`: the units of keys and of values of e4m3. A block is a head of 8 tokens.
-// `follows_experts`: the preceding kernel let this one begin only after `tau_in` had ended, and wrote nothing read here;
-// later kernels may then begin only after that kernel, too, has ended.
+// Queries and values times tanh(w . features) + the position's part, queries and keys rotated. `weights` [2 HEADS, 3
+// DIM]: the queries' rows, then the values'; `placed` [positions, HEADS]; `scales`: units of e4m3. A block is a head
+// of 8 tokens. `follows_experts`: the preceding kernel let this one begin only after `tau_in` had ended, and wrote
+// nothing read here; later kernels may then begin only after that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const bf16* qkv, const bf16* features, const bf16* weights, const float* placed, const float* cos_table,
     const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, Element* keys,
@@ -137,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const i64 at = position[token], page = table[row[token] * PAGES + at / PAGE];
     const float here = placed[at * HEADS + head];
     const float query_gain = tanhf(sum.x) + here, value_gain = tanhf(sum.y) + here;
-    // A lane has two dimensions: a rotated pair, or two adjacent ones after the rotated part.
+    // A lane has a rotated pair, or adjacent dimensions after the rotated part.
     const bool turns = lane < HALF;
     const int low = turns ? lane : 2 * lane, high = turns ? lane + HALF : 2 * lane + 1;
     const float c = turns ? cos_table[at * HALF + lane] : 1.f, s = turns ? sin_table[at * HALF + lane] : 0.f;

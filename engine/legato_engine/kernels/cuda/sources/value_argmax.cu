@@ -1,14 +1,10 @@
-// The value carried by a token: the likeliest bin of its decoder.
-//
-// Constants: SCALAR and PAIR token ids, SCALAR_BINS, PAIR_BINS (of a pair's first values, then of its second),
-// SCALAR_DIVISOR of a scalar's bin.
-// B rows of a batch, R rows of the state.
+// The likeliest bin of a token's decoder. PAIR_BINS are of first values, then of second.
 #include "argmax.cuh"
 
-constexpr float PAIR_OCTAVES = 10.f;  // values of a pair are spread evenly by logarithm over 2^-10 .. 1
+constexpr float PAIR_OCTAVES = 10.f;  // of a pair's values, even by logarithm over 2^-10 .. 1
 static_assert(SCALAR_BINS % 128 == 0 && PAIR_BINS % 256 == 0, "unsupported bins");
 
-// The index of the highest of `count` logits, in every lane of a warp.
+// In every lane of a warp.
 __device__ __forceinline__ u32 likeliest(const float* logits, int count) {
   Best best = {0u, 0u, ~0u};
 #pragma unroll 8
@@ -23,8 +19,8 @@ __device__ __forceinline__ u32 likeliest(const float* logits, int count) {
   return warp_best(best).id;
 }
 
-// row_payload [R, 2] and payload [B, 2]: (value, 0) for SCALAR, both values for PAIR, else zeros. A block is a row, and
-// its two warps are the two values. The strides are between rows of bins.
+// row_payload [R, 2] and payload [B, 2]: (value, 0) for SCALAR, both for PAIR, else zeros. A block is a row, its
+// warps the values.
 extern "C" __global__ void __launch_bounds__(64) value_argmax(const float* scalar_bins, const float* pair_bins,
                                                          const i64* rows, const i64* row_token, float* row_payload,
                                                          float* out, int scalar_stride, int pair_stride) {

@@ -1,11 +1,7 @@
-// Logits of the bins of tokens' values, from the residual stream by two-layer decoders.
-//
-// Constants: DIM width, INNER inner width, SCALAR_BINS and PAIR_BINS (all of a decoder's outputs), SCALAR and PAIR
-// token ids, TILES groups of 8 tokens; PARTS, CLUSTER and INPUT_STAGES as in layer_maps.cu. B tokens; `stages` is how
-// many stages of weights shared memory holds.
+// Logits of values' bins, by two-layer decoders. SCALAR and PAIR are token ids.
 #include "skinny_gemm.cuh"
 
-// Which of the two decoders any token of the batch needs; uniform over the grid.
+// Which decoders any token needs; uniform over the grid.
 __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scalar, bool& pair) {
   scalar = pair = false;
   for (int i = 0; i < batch; i++) {
@@ -15,8 +11,7 @@ __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scala
   }
 }
 
-// inner [B, 2 * INNER]: gelu of the first layer of the scalar decoder, then of the pair decoder. A
-// decoder that no token needs is not run.
+// inner [B, 2 * INNER]: gelu of the scalar's first layer, then of the pair's.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
     const i64* tokens, const bf16* hidden, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, bf16* inner, int batch, int stages) {
@@ -71,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
   multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, biases, finish);
 }
 
-// scalar_bins [B, SCALAR_BINS] and pair_bins [B, PAIR_BINS] float32 logits; a decoder that no token needs
-// leaves its own as they are.
+// A decoder that no token needs leaves its own.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
     const i64* tokens, const bf16* inner, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, float* scalar_bins, float* pair_bins, int batch, int stages) {

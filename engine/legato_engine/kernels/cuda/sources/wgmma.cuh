@@ -1,24 +1,23 @@
-// Matrix products of a warpgroup (4 warps, 128 threads): D[64 x N] += A[64 x 16] B[16 x N], bf16 in, float32 out.
+// Products of a warpgroup (4 warps): D[64 x N] += A[64 x 16] B[16 x N], bf16 in, float32 out.
 //
-// A product runs asynchronously from `products_commit` on. Until `products_wait` its registers must not be touched, nor
-// its shared memory written.
+// From `products_commit` until `products_wait` a product's registers must not be touched, nor its shared memory
+// written.
 //
-// Of D a thread holds rows r and r + 8, r = warp * 16 + lane / 4: d[4 i + j], j in 0..3, is in row r + j / 2 * 8
-// and column 8 i + lane % 4 * 2 + j % 2. A in registers is held in the same way, as pairs: a[i] = (d[2 i], d[2 i + 1]).
+// Of D a thread holds rows r and r + 8, r = warp * 16 + lane / 4: d[4 i + j], j in 0..3, is in row r + j / 2 * 8 and
+// column 8 i + lane % 4 * 2 + j % 2. A in registers is alike: a[i] = (d[2 i], d[2 i + 1]).
 #pragma once
 #include "common.cuh"
 
-// An operand in shared memory: rows of 128 or 32 bytes, written by the copy engine with that swizzle, eight of which
-// repeat it; it begins where the swizzle does.
+// An operand in shared memory: rows of 128 or 32 bytes with the copy engine's swizzle, eight of which repeat it; it
+// begins where the swizzle does.
 //
-// K-major, a row is one of M or N, and its bytes along K: the next eight rows are `stride` bytes away, `apart` is for
-// nothing, and a step of K is 32 bytes on. N-major, a row is one of K, its bytes along N: the next eight rows
-// are `stride` bytes away, the next 64 columns `apart`, and a step of K two strides.
+// K-major, a row is one of M or N, its bytes along K: the next eight rows are `stride` bytes away, `apart` is unused,
+// and a step of K is 32 bytes. N-major, a row is one of K, its bytes along N: the next eight rows are `stride` bytes
+// away, the next 64 columns `apart`, and a step of K two strides.
 enum Swizzle { BYTES_128 = 1, BYTES_32 = 3 };
 __device__ __forceinline__ u64 operand(const void* at, Swizzle swizzle, u32 stride, u32 apart = 16) {
   return (u64)(shared_address(at) >> 4) | (u64)(apart >> 4) << 16 | (u64)(stride >> 4) << 32 | (u64)swizzle << 62;
 }
-// The same operand `bytes` further on.
 __device__ __forceinline__ u64 moved(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -27,7 +26,7 @@ template <int PENDING>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// What was read or written by a product does not move across this line.
+// A product's reads and writes do not move across this line.
 template <int COUNT>
 __device__ __forceinline__ void settle(float (&values)[COUNT]) {
 #pragma unroll
@@ -51,7 +50,7 @@ __device__ __forceinline__ void settle(float (&values)[COUNT]) {
 #define WGMMA_OUT_40(d) WGMMA_OUT_32(d), WGMMA_8(d, 32)
 #define WGMMA_OUT_48(d) WGMMA_OUT_40(d), WGMMA_8(d, 40)
 
-// N columns are COUNT = N / 2 registers; the operands after them are numbered from there on.
+// N columns are COUNT = N / 2 registers; later operands follow.
 #define WGMMA_SHARED(N, COUNT, A, B, ADD)                                                             \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                 \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_NAMES_##COUNT "}, %" #A ", %" #B \
@@ -64,7 +63,7 @@ __device__ __forceinline__ void settle(float (&values)[COUNT]) {
                : WGMMA_OUT_##COUNT(d)                                                                 \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// D = A B, or D += A B; both operands K-major in shared memory.
+// D = A B, or += it; both K-major in shared memory.
 template <int N, bool add>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 a, u64 b) {
   if constexpr (N == 16) WGMMA_SHARED(16, 8, 8, 9, 10);
@@ -75,7 +74,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 a, u64 b) {
   if constexpr (N == 96) WGMMA_SHARED(96, 48, 48, 49, 50);
 }
 
-// D += A B, A in registers and B N-major in shared memory.
+// A in registers, B N-major in shared memory.
 template <int N>
 __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
   if constexpr (N == 64) WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36);
