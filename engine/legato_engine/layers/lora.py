@@ -178,7 +178,7 @@ class AdaptedRows:
         dense = len(self.weights.mlps.fc1_a_LSRD)
         if index < dense:
             return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)
-        assert self.weights.experts is not None, "a layer behind the last"
+        assert self.weights.experts is not None, "a layer past the last"
         up_a, up_b, down_a, down_b = (each[index - dense] for each in self.weights.experts.tensors)
         return ExpertAdapters(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b), self.expert_rows)
 
