@@ -169,16 +169,15 @@ def moondream3(records: Records) -> str:
 def adapters(records: Records) -> str:
     """What an adapter adds to a decode step at one stream."""
     rows = []
-    for name, words in (("adapters", "Moondream 2"), ("adapters_moondream3", "Moondream 3")):
+    for model, words in (("moondream2", "Moondream 2"), ("moondream3", "Moondream 3")):
         steps = {
             row["rank"]: row["step_ms"]
-            for row in records.rows(f"h200/{name}")
-            if row["streams"] == 1
+            for row in records.rows("h200/adapters")
+            if (row["model"], row["streams"]) == (model, 1)
         }
-        cells = (f"+{steps[rank] - steps[0]:.2f}" for rank in (8, 64, 512))
-        rows.append([words, *cells, records.link(f"h200/{name}")])
-    heads = ("one adapter, one stream, ms", "rank 8", "rank 64", "rank 512", "record")
-    return table(heads, rows) + sources(records, "h200/adapters", "h200/adapters_moondream3")
+        rows.append([words, *(f"+{steps[rank] - steps[0]:.2f}" for rank in (8, 64, 512))])
+    heads = ("one adapter, one stream, ms", "rank 8", "rank 64", "rank 512")
+    return table(heads, rows) + sources(records, "h200/adapters")
 
 
 def tiny(records: Records) -> str:

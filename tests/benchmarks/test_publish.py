@@ -21,7 +21,6 @@ RECORD = re.compile(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)")
 
 # Records from before the rule that a record names a commit; the page says so beside their links.
 WITHOUT_COMMIT = {
-    "h200/adapters": "not recorded",
     "reference_moondream2_full_h200_2026-11-21": "not recorded",
     "reference_moondream2_tiny_2026-11-21": "of a branch that was rewritten",
 }
