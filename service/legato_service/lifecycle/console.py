@@ -82,7 +82,8 @@ class LogAnnouncer:
         cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
         self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 def example(address: str) -> str:

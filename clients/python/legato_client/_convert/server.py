@@ -46,7 +46,8 @@ def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
     return HeldImage(image.image_id, image.width, image.height, expires)
 
 
-def nothing(response: image_pb2.DeleteImageResponse) -> None: ...
+def nothing(response: image_pb2.DeleteImageResponse) -> None:
+    pass
 
 
 def _model(message: server_pb2.Model) -> server.ModelInfo:

@@ -53,13 +53,15 @@ class UnaryTarget:
         parse = _RESPONSES[plan.path].FromString
         self._call: Any = channel.unary_unary(plan.path, response_deserializer=parse)
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        pass
 
     async def send(self, watch: Watch) -> None:
         await self._call(self._plan.request, timeout=self._plan.timeout)
         watch.message(answers=True)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        pass
 
 
 class StreamTarget:
@@ -70,13 +72,15 @@ class StreamTarget:
         parse = inference_pb2.GenerateResponse.FromString
         self._call: Any = channel.unary_stream(GENERATE.path, response_deserializer=parse)
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        pass
 
     async def send(self, watch: Watch) -> None:
         async for response in self._call(self._plan.request, timeout=self._plan.timeout):
             watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        pass
 
 
 class SessionTarget:

@@ -1,4 +1,5 @@
-// One layer's `layer_out` and the next one's `layer_in`, for up to 8 tokens. The next map's weights are copied while
+// One layer's `layer_out` and the next one's `layer_in`, for up to 8 tokens. All thread blocks must run at once, one on a
+// multiprocessor, because they wait for each other. The next map's weights are copied while
 // thread blocks wait for each other's part of x. The first map begins with the inner activations, while attention
 // still runs.
 #include "layer_maps.cuh"
