@@ -139,6 +139,16 @@ const (
 	//
 	//	{"reason": "INTERNAL", "domain": "legato"}
 	ErrorReason_ERROR_REASON_INTERNAL ErrorReason = 23
+	// INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+	// request is refused for a while. Remedy: do not retry; report it.
+	//
+	//	{"reason": "POISONED", "domain": "legato"}
+	ErrorReason_ERROR_REASON_POISONED ErrorReason = 24
+	// INTERNAL: the model computed values that are not numbers for this request; others beside it are not affected.
+	// Remedy: report it with the request.
+	//
+	//	{"reason": "NUMERIC", "domain": "legato"}
+	ErrorReason_ERROR_REASON_NUMERIC ErrorReason = 25
 )
 
 // Enum value maps for ErrorReason.
@@ -168,6 +178,8 @@ var (
 		21: "ERROR_REASON_UNAUTHENTICATED",
 		22: "ERROR_REASON_FORBIDDEN",
 		23: "ERROR_REASON_INTERNAL",
+		24: "ERROR_REASON_POISONED",
+		25: "ERROR_REASON_NUMERIC",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":          0,
@@ -194,6 +206,8 @@ var (
 		"ERROR_REASON_UNAUTHENTICATED":      21,
 		"ERROR_REASON_FORBIDDEN":            22,
 		"ERROR_REASON_INTERNAL":             23,
+		"ERROR_REASON_POISONED":             24,
+		"ERROR_REASON_NUMERIC":              25,
 	}
 )
 
@@ -228,7 +242,7 @@ var File_legato_v1_error_proto protoreflect.FileDescriptor
 
 const file_legato_v1_error_proto_rawDesc = "" +
 	"\n" +
-	"\x15legato/v1/error.proto\x12\tlegato.v1*\x95\x06\n" +
+	"\x15legato/v1/error.proto\x12\tlegato.v1*\xca\x06\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\"\n" +
@@ -254,7 +268,9 @@ const file_legato_v1_error_proto_rawDesc = "" +
 	"\x1dERROR_REASON_SESSION_PROTOCOL\x10\x14\x12 \n" +
 	"\x1cERROR_REASON_UNAUTHENTICATED\x10\x15\x12\x1a\n" +
 	"\x16ERROR_REASON_FORBIDDEN\x10\x16\x12\x19\n" +
-	"\x15ERROR_REASON_INTERNAL\x10\x17B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"\x15ERROR_REASON_INTERNAL\x10\x17\x12\x19\n" +
+	"\x15ERROR_REASON_POISONED\x10\x18\x12\x18\n" +
+	"\x14ERROR_REASON_NUMERIC\x10\x19B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_error_proto_rawDescOnce sync.Once

@@ -149,7 +149,9 @@ type ResponseInfo struct {
 	Stamp *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Every token that was sampled, in order, the ending one included. Empty without `RequestOptions.return_tokens`,
 	// and in RunTasks, whose tasks have their own.
-	Tokens        []*Token `protobuf:"bytes,8,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	Tokens []*Token `protobuf:"bytes,8,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	// How often the engine was lost while it ran the request, which then went on with a new one.
+	Resumptions   uint32 `protobuf:"varint,9,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -238,6 +240,13 @@ func (x *ResponseInfo) GetTokens() []*Token {
 		return x.Tokens
 	}
 	return nil
+}
+
+func (x *ResponseInfo) GetResumptions() uint32 {
+	if x != nil {
+		return x.Resumptions
+	}
+	return 0
 }
 
 // Asks Query.
@@ -2092,7 +2101,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\ftop_logprobs\x18\x06 \x01(\rH\x01R\vtopLogprobs\x88\x01\x01\x12H\n" +
 	"\x12heartbeat_interval\x18\a \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatIntervalB\x0e\n" +
 	"\f_cache_imageB\x0f\n" +
-	"\r_top_logprobs\"\xda\x02\n" +
+	"\r_top_logprobs\"\xfc\x02\n" +
 	"\fResponseInfo\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2102,7 +2111,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\atimings\x18\x05 \x01(\v2\x12.legato.v1.TimingsR\atimings\x12*\n" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
-	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\"\xf1\x02\n" +
+	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\x12 \n" +
+	"\vresumptions\x18\t \x01(\rR\vresumptions\"\xf1\x02\n" +
 	"\fQueryRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x1a\n" +
 	"\bquestion\x18\x02 \x01(\tR\bquestion\x12\x1c\n" +

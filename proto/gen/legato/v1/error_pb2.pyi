@@ -151,6 +151,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
 
         {"reason": "INTERNAL", "domain": "legato"}
     """
+    ERROR_REASON_POISONED: _ErrorReason.ValueType  # 24
+    """INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+    request is refused for a while. Remedy: do not retry; report it.
+
+        {"reason": "POISONED", "domain": "legato"}
+    """
+    ERROR_REASON_NUMERIC: _ErrorReason.ValueType  # 25
+    """INTERNAL: the model computed values that are not numbers for this request; others beside it are not affected.
+    Remedy: report it with the request.
+
+        {"reason": "NUMERIC", "domain": "legato"}
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: the `reason` of the google.rpc.ErrorInfo in the status details, without the prefix
@@ -292,5 +304,17 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 23
 """INTERNAL: a bug. Details are in the server's log under the request id, never here. Remedy: report it.
 
     {"reason": "INTERNAL", "domain": "legato"}
+"""
+ERROR_REASON_POISONED: ErrorReason.ValueType  # 24
+"""INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+request is refused for a while. Remedy: do not retry; report it.
+
+    {"reason": "POISONED", "domain": "legato"}
+"""
+ERROR_REASON_NUMERIC: ErrorReason.ValueType  # 25
+"""INTERNAL: the model computed values that are not numbers for this request; others beside it are not affected.
+Remedy: report it with the request.
+
+    {"reason": "NUMERIC", "domain": "legato"}
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

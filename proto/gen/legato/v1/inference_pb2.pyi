@@ -103,12 +103,15 @@ class ResponseInfo(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMPTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, given or made by the server."""
     model: _builtins.str
     """The model that answered, by its name (never an alias)."""
     finish_reason: _task_pb2.FinishReason.ValueType
     """Why the task ended. UNSPECIFIED in RunTasks, where each result has its own."""
+    resumptions: _builtins.int
+    """How often the engine was lost while it ran the request, which then went on with a new one."""
     @_builtins.property
     def usage(self) -> _task_pb2.Usage:
         """What it cost; in RunTasks the sum."""
@@ -142,10 +145,11 @@ class ResponseInfo(_message.Message):
         image: _media_pb2.ImageInfo | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
         tokens: _abc.Iterable[Global___Token] | None = ...,
+        resumptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "stamp", b"stamp", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "model", b"model", "request_id", b"request_id", "stamp", b"stamp", "timings", b"timings", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "model", b"model", "request_id", b"request_id", "resumptions", b"resumptions", "stamp", b"stamp", "timings", b"timings", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
