@@ -1,5 +1,6 @@
 """The service keeps tenants apart: whatever one asks, another cannot tell."""
 
+import functools
 from typing import Any
 
 import grpc
@@ -44,7 +45,7 @@ async def test_an_operator_names_a_session_of_one_tenant_or_of_all():
         ]
         for client in clients:
             await client.send(open=opening())
-            await client.wait_for(lambda client=client: client.messages)
+            await client.wait_for(functools.partial(len, client.messages))
         abort = admin_pb2.AbortRequest(session_id="robot")
         assert (await server.admin.Abort(abort, metadata=of("acme"))).aborted == 1
         assert (await clients[0].failure()).reason == "PREEMPTED"
@@ -68,7 +69,7 @@ async def test_an_id_in_use_is_no_duplicate_for_another_tenant():
         stream = server.inference.Generate(
             inference_pb2.GenerateRequest(task=TASK, options=options), metadata=of("acme")
         )
-        await until(lambda: server.engine.streams)
+        await until(lambda: bool(server.engine.streams))
         server.engine.script = answer
         again = inference_pb2.QueryRequest(question="How many?", options=options)
         refused = await refusal(server.inference.Query(again, metadata=of("acme")))
