@@ -123,7 +123,7 @@ class FakeServer(
         self.num_completed = 0
         self._server = grpc.server(
             futures.ThreadPoolExecutor(4),
-            interceptors=interceptors,
+            interceptors=list(interceptors),
             options=(("grpc.max_receive_message_length", 8 * 1024 * 1024),),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
