@@ -56,7 +56,12 @@ class LeaseHandler:
         try:
             image = lease.image.result().image
             until = self._leases.hold(
-                image.info.image_id, image, image.num_bytes, command.owner, command.ttl
+                image.info.image_id,
+                image,
+                image.num_bytes,
+                command.owner,
+                command.ttl,
+                command.quota_bytes,
             )
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self.fail(command.request_id, error)

@@ -48,7 +48,9 @@ class NullImages:
             )
         image = self._load(command.image, view, keep=False)
         num_bytes = image.width * image.height * _RGB
-        until = self.leases.hold(image.image_id, image, num_bytes, command.owner, command.ttl)
+        until = self.leases.hold(
+            image.image_id, image, num_bytes, command.owner, command.ttl, command.quota_bytes
+        )
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def _cached(self, name: str) -> ImageInfo | None:

@@ -63,6 +63,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(  # noqa: N802 - named by grpc.health.v1
+        self, request: health_pb2.HealthListRequest, context: Context
+    ) -> health_pb2.HealthListResponse:
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=self.status(service))
+            for service in (LIVENESS, *self._services)
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
