@@ -129,8 +129,15 @@ class Listeners:
         """Return the main port.
 
         Raises:
-            OSError: an address cannot be bound.
+            OSError: an address cannot be bound; no listener is left open.
         """
+        try:
+            return await self._start()
+        except OSError:
+            await self.stop(0)
+            raise
+
+    async def _start(self) -> int:
         address = await self.main.start(self._config.listen)
         port = int(address.rpartition(":")[2])
         if self._config.admin_on_main:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -64,13 +65,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(  # noqa: N802 - named by grpc.health.v1
-        self, request: health_pb2.HealthListRequest, context: Context
-    ) -> health_pb2.HealthListResponse:
+        self, request: Any, context: Context
+    ) -> Any:  # types-grpcio-health-checking lacks the messages
         statuses = {
             service: health_pb2.HealthCheckResponse(status=self.status(service))
             for service in (LIVENESS, *self._services)
         }
-        return health_pb2.HealthListResponse(statuses=statuses)
+        messages: Any = health_pb2
+        return messages.HealthListResponse(statuses=statuses)
 
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context

@@ -145,13 +145,15 @@ async def test_malformed_metadata_is_not_explained_to_strangers(tokens):
 
 async def test_admin_on_its_own_tcp_listener_needs_the_scope(tokens):
     """The same table holds there."""
-    async with running(tokens=tokens, admin_listen="127.0.0.1:0") as server:
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
-            path = "/legato.v1.AdminService/GetLoad"
-            assert (await call_empty(channel, path, ())).reason == "UNAUTHENTICATED"
-            failed = await call_empty(channel, path, BY_SCOPE["infer"].metadata)
-            assert failed.reason == "FORBIDDEN"
-            assert await call_empty(channel, path, BY_SCOPE["admin"].metadata) is None
+    async with (
+        running(tokens=tokens, admin_listen="127.0.0.1:0") as server,
+        grpc.aio.insecure_channel(server.server.admin_address) as channel,
+    ):
+        path = "/legato.v1.AdminService/GetLoad"
+        assert (await call_empty(channel, path, ())).reason == "UNAUTHENTICATED"
+        failed = await call_empty(channel, path, BY_SCOPE["infer"].metadata)
+        assert failed.reason == "FORBIDDEN"
+        assert await call_empty(channel, path, BY_SCOPE["admin"].metadata) is None
 
 
 async def test_a_unix_socket_is_protected_by_its_mode(tokens, tmp_path):
@@ -165,14 +167,16 @@ async def test_a_unix_socket_is_protected_by_its_mode(tokens, tmp_path):
 
 async def test_the_health_listener_has_health_alone(tokens):
     """Probes bring neither TLS nor credentials."""
-    async with running(tokens=tokens, health_listen="127.0.0.1:0") as server:
-        async with grpc.aio.insecure_channel(server.server.listeners.health_address) as channel:
-            for path in methods():
-                failed = await call_empty(channel, path, ALL.metadata)
-                if path.startswith("/grpc.health."):
-                    assert failed is None, path
-                else:
-                    assert failed.code is grpc.StatusCode.UNIMPLEMENTED, path
+    async with (
+        running(tokens=tokens, health_listen="127.0.0.1:0") as server,
+        grpc.aio.insecure_channel(server.server.listeners.health_address) as channel,
+    ):
+        for path in methods():
+            failed = await call_empty(channel, path, ALL.metadata)
+            if path.startswith("/grpc.health."):
+                assert failed is None, path
+            else:
+                assert failed.code is grpc.StatusCode.UNIMPLEMENTED, path
 
 
 async def test_the_metadata_of_the_failure_is_typed(tokens):

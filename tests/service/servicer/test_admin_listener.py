@@ -70,9 +70,11 @@ async def test_the_socket_of_a_server_that_died_is_replaced(runtime_folder):
         port, path = server.port, server.server.admin_address.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(path)
-    async with running(admin_listen="", listen=f"127.0.0.1:{port}") as server:
-        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
-            assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
+    async with (
+        running(admin_listen="", listen=f"127.0.0.1:{port}") as server,
+        grpc.aio.insecure_channel(server.server.admin_address) as channel,
+    ):
+        assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
 
 
 async def test_the_socket_of_a_running_server_is_not_taken(tmp_path):
