@@ -37,7 +37,7 @@ class Listener:
         access: AccessControl | None = None,
     ) -> None:
         self._grpc = grpc.aio.server(options=server_options(config, shared=shared))
-        self._certificate = certificate
+        self.certificate = certificate
         self._middleware = RpcMiddleware(config.stall_timeout, call_log, expect, access)
         self._grpc.add_generic_rpc_handlers((self._middleware,))
         health_pb2_grpc.add_HealthServicer_to_server(health, self.as_server)
@@ -58,7 +58,7 @@ class Listener:
         Raises:
             OSError: the address cannot be bound.
         """
-        certificate = self._certificate
+        certificate = self.certificate
         credentials = None if certificate is None else certificate.credentials()
         self._address = addresses.bind(self._grpc, address, credentials)
         await self._grpc.start()
@@ -90,20 +90,20 @@ class Listeners:
         is_first: bool,
     ) -> None:
         self._config = config
-        self._certificate = (
+        self.certificate = (
             ServerCertificate(config.tls_cert, config.tls_key, config.tls_client_ca)
             if config.tls_cert
             else None
         )
-        self._access = AccessControl(config) if config.has_credentials else None
+        self.access = AccessControl(config) if config.has_credentials else None
         self.main = Listener(
             config,
             call_log,
             health,
             shared=config.processes > 1,
             expect=expect,
-            certificate=self._certificate,
-            access=self._access,
+            certificate=self.certificate,
+            access=self.access,
         )
         self.admin: Listener | None = None
         if config.has_own_admin and is_first:
@@ -114,8 +114,8 @@ class Listeners:
                 config,
                 call_log,
                 health,
-                certificate=self._certificate if by_network else None,
-                access=self._access if by_network else None,
+                certificate=self.certificate if by_network else None,
+                access=self.access if by_network else None,
             )
         self._health = (
             Listener(config, call_log, health) if config.health_listen and is_first else None
@@ -146,7 +146,7 @@ class Listeners:
             await self._start_admin(self.admin, port)
         if self._health is not None:
             self.health_address = await self._health.start(self._config.health_listen)
-        if self._access is not None or self._certificate is not None:
+        if self.access is not None or self.certificate is not None:
             self._reloading = asyncio.create_task(self._keep_reloading(), name="access files")
         return port
 
@@ -162,10 +162,10 @@ class Listeners:
     async def _keep_reloading(self) -> None:
         while True:
             await asyncio.sleep(self._config.access_interval)
-            if self._certificate is not None:
-                self._certificate.reload_changed()
-            if self._access is not None:
-                self._access.reload_changed()
+            if self.certificate is not None:
+                self.certificate.reload_changed()
+            if self.access is not None:
+                self.access.reload_changed()
 
     async def stop(self, grace: float) -> None:
         """Idempotent."""

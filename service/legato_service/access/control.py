@@ -82,6 +82,10 @@ class AccessControl:
             )
         return principal
 
+    def is_stale(self) -> bool:
+        """Whether the file differs from what was read."""
+        return bool(self._path) and self._files.are_stale()
+
     def reload_changed(self) -> None:
         """Read the file again if it changed. One that is malformed changes nothing."""
         if not (self._path and self._files.changed()):

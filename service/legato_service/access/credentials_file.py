@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import math
+import re
 import tomllib
 from typing import Annotated, Literal
 
@@ -29,6 +30,9 @@ TOKEN_PREFIX = "legato"
 CREDENTIAL_ID = r"[A-Za-z0-9-]{1,64}"
 SECRET = r"[A-Za-z0-9_-]{43}"
 """256 bits in URL-safe base64."""
+
+_SECRETS = re.compile(r"[A-Za-z0-9_-]{40,}")
+"""Secrets and hashes that stand where an error quotes the file."""
 
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -87,7 +91,7 @@ def parse(data: bytes) -> tuple[Record, ...]:
     try:
         records = msgspec.convert(tomllib.loads(data.decode()), _File).credential
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise FileRejected(f"malformed: {error}") from None
+        raise FileRejected(f"malformed: {_SECRETS.sub('…', str(error))}") from None
     ids: set[str] = set()
     names: set[str] = set()
     for record in records:

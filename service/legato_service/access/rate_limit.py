@@ -10,6 +10,9 @@ from legato_engine.errors import QuotaExceeded
 WINDOW = 1.0  # seconds' worth of the rate that may come at once
 
 
+_ROUNDING = 1e-6  # seconds
+
+
 class RateLimit:
     """At most `rate` units a second, those of `WINDOW` seconds at once.
 
@@ -35,7 +38,7 @@ class RateLimit:
         now = self._clock()
         cost = amount / self.rate
         wait = self._paid_at - now - max(0.0, WINDOW - cost)
-        if wait > 0:
+        if wait > _ROUNDING:
             raise QuotaExceeded(
                 f"a credential may take {self.rate:g} {self.quota.replace('_', ' ')}",
                 quota=self.quota,
