@@ -59,7 +59,9 @@ class LeaseHandler:
         try:
             image = lease.image.result().image
             key = ImageKey(command.request_id.tenant, image.info.image_id)
-            until = self._leases.hold(key, image, image.num_bytes, command.owner, command.ttl)
+            until = self._leases.hold(
+                key, image, image.num_bytes, command.owner, command.ttl, command.quota_bytes
+            )
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self.fail(command.request_id, error)
             return

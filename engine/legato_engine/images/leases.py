@@ -43,15 +43,26 @@ class ImageLeases(Generic[T]):
         self.next_expiry = math.inf
         """A monotonic time before which no lease expires."""
 
-    def hold(self, key: ImageKey, value: T, num_bytes: int, owner: str, ttl: float) -> float:
+    def hold(
+        self,
+        key: ImageKey,
+        value: T,
+        num_bytes: int,
+        owner: str,
+        ttl: float,
+        quota_bytes: int = 0,
+    ) -> float:
         """Lease an image for `ttl` seconds, or extend the owner's lease; return its expiry.
+
+        `quota_bytes` replaces the quota of each owner.
 
         Raises:
             BytesExceeded: the owner's quota or the total is used up.
         """
         leased = self._leased.get(key)
         if leased is None or owner not in leased.expiries:
-            self._quota.reserve(owner, num_bytes if leased is None else leased.num_bytes)
+            num_reserved = num_bytes if leased is None else leased.num_bytes
+            self._quota.reserve(owner, num_reserved, quota_bytes)
         if leased is None:
             leased = self._leased[key] = _LeasedImage(num_bytes)
             self._cache.pin(key, value)

@@ -50,7 +50,9 @@ class NullImages:
         image = self._load(command.image, view, tenant=tenant, keep=False)
         num_bytes = image.width * image.height * _RGB
         key = ImageKey(tenant, image.image_id)
-        until = self.leases.hold(key, image, num_bytes, command.owner, command.ttl)
+        until = self.leases.hold(
+            key, image, num_bytes, command.owner, command.ttl, command.quota_bytes
+        )
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def drop(self, command: DropImage) -> None:
