@@ -8,6 +8,7 @@ import enum
 import random
 
 from legato_engine.client.connection import EngineConnection
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.core import (
     CachedImage,
     FinishReason,
@@ -140,13 +141,13 @@ async def call(
             timer.cancel()
 
 
-def _leave(stream, history: History) -> None:
+def _leave(stream: RequestStream, history: History) -> None:
     if not stream.ended:
         history.gone = True
         stream.abort()
 
 
-async def _await_done(stream, history: History) -> None:
+async def _await_done(stream: RequestStream, history: History) -> None:
     try:
         done = await stream.done()
     except LegatoError:
@@ -157,7 +158,7 @@ async def _await_done(stream, history: History) -> None:
     history.done = done
 
 
-async def _read(stream, history: History) -> None:
+async def _read(stream: RequestStream, history: History) -> None:
     async for output in stream:
         assert history.done is None, "an output after the last"
         match output:
@@ -171,5 +172,3 @@ async def _read(stream, history: History) -> None:
                     history.texts.append(event.text)
             case Done():
                 history.done = output
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import random
 from collections.abc import Callable
@@ -143,7 +142,9 @@ class Incarnation:
         frontend: Any = FakeFrontend()
         cache = ImageCache[PreparedImage](0)
         leases = LeaseHandler(
-            preprocessor, ImageLeases(cache, ByteQuota("images", per_caller=0, total=0)), send=self.end.post
+            preprocessor,
+            ImageLeases(cache, ByteQuota("images", per_caller=0, total=0)),
+            send=self.end.post,
         )
         self.core = EngineCore(
             frontend, scheduler, table, preprocessor, leases, None, refinements, sink

@@ -28,14 +28,15 @@ from legato_engine.ipc.messages import (
     encode,
 )
 
-
 TICK = 1e-9  # seconds
 
 
 class Wire:
     """One direction of a connection."""
 
-    def __init__(self, chance: random.Random, delay: float, arrived: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, chance: random.Random, delay: float, arrived: Callable[[bytes], None]
+    ) -> None:
         self._chance = chance
         self._delay = delay  # seconds at most
         self._arrived = arrived

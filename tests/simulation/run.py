@@ -103,7 +103,9 @@ class Simulation:
             task = asyncio.create_task(incarnation.run())
             dies_after = chance.expovariate(10) if self.kills < limit else 1e9
             quiet = asyncio.create_task(self.quiet.wait())
-            await asyncio.wait((quiet, task), timeout=dies_after, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (quiet, task), timeout=dies_after, return_when=asyncio.FIRST_COMPLETED
+            )
             quiet.cancel()
             if task.done():
                 task.result()
@@ -136,8 +138,9 @@ def run(seed: int) -> Totals:
     """Run one seed; a failure names it."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     try:
-        with virtual_time() as loop, mock.patch.object(
-            connection_module, "EngineTransport", SimulatedTransport
+        with (
+            virtual_time() as loop,
+            mock.patch.object(connection_module, "EngineTransport", SimulatedTransport),
         ):
             asyncio.set_event_loop(loop)
             return loop.run_until_complete(Simulation(seed).run())
