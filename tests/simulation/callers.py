@@ -24,15 +24,16 @@ from legato_engine.errors import (
     EngineLost,
     EngineStarting,
     LegatoError,
+    Poisoned,
     QueueFull,
 )
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from tests.fakes import SILENT_EVERY
-from tests.simulation.engine_host import PREFIX, task_of
+from tests.simulation.engine_host import POISON, PREFIX, task_of
 
 RETRY = 0.02  # seconds
-EXPECTED_ERRORS = (QueueFull, DeadlineExceeded)
+EXPECTED_ERRORS = (QueueFull, DeadlineExceeded, Poisoned)
 
 
 class Wish(enum.Enum):
@@ -58,6 +59,10 @@ class History:
     ended_at: float = 0.0
     num_refused: int = 0  # while no engine was ready
 
+    @property
+    def is_poison(self) -> bool:
+        return self.request.sampling.seed == POISON
+
     def check(self) -> None:
         """One end, no event lost, doubled or changed."""
         assert (self.done is not None) + (self.error is not None) + self.gone == 1, self
@@ -68,6 +73,10 @@ class History:
             assert "".join(words).startswith(text), f"{self}: expected {words}"
         if self.done is not None:
             self._check_done(self.done, expected, text)
+        if isinstance(self.error, Poisoned):
+            assert self.is_poison, "a request that ends no engine is blamed"
+        if self.is_poison and self.done is not None:
+            assert self.done.finish_reason is FinishReason.CANCELLED, "no engine survives it"
         if isinstance(self.error, DeadlineExceeded):
             assert self.request.deadline is not None, "a deadline out of nothing"
 
@@ -92,7 +101,7 @@ def expected_tokens(request: Request) -> list[int]:
     return task.expected_tokens(prefix + len(task.prompt))
 
 
-def random_request(chance: random.Random, number: int, now: float) -> Request:
+def random_request(chance: random.Random, number: int, now: float, *, poisoned: bool) -> Request:
     image = CachedImage(image_id=f"img_{chance.randrange(4)}") if chance.random() < 0.4 else None
     deadline = now + chance.uniform(0.001, 3.0) if chance.random() < 0.2 else None
     streams = chance.random() < 0.6
@@ -100,7 +109,9 @@ def random_request(chance: random.Random, number: int, now: float) -> Request:
         request_id=RequestKey(f"r{number}", chance.choice(("", "a", "b"))),
         task=QueryTask(question=f"{chance.randint(1, 12)} {chance.choice('01')}"),
         image=image,
-        sampling=SamplingParams(seed=chance.randrange(1000), max_tokens=chance.randint(1, 24)),
+        sampling=SamplingParams(
+            seed=POISON if poisoned else chance.randrange(1000), max_tokens=chance.randint(1, 24)
+        ),
         deadline=deadline,
         cache_image=chance.random() < 0.8,
         deltas=streams,
@@ -121,6 +132,9 @@ async def call(
         except (EngineStarting, EngineLost):  # a client retries what is UNAVAILABLE
             history.num_refused += 1
             await asyncio.sleep(RETRY)
+        except LegatoError as error:
+            history.error, history.ended_at = error, loop.time()
+            return
     if wish is Wish.ABORT:
         timer = loop.call_later(patience, _leave, stream, history)
     elif wish is Wish.STOP:

@@ -13,16 +13,26 @@ from legato_engine.engine.engine_core import EngineCore
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.preprocessor import PreprocessedImage
+from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import ImageNotFound
 from legato_engine.images.cache import ImageCache
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.messages import Abort, Command, Heartbeat, ModelInfo, Ready, Stop, Submit
+from legato_engine.ipc.messages import (
+    Abort,
+    Command,
+    Heartbeat,
+    ModelInfo,
+    Ready,
+    RunningAlone,
+    Stop,
+    Submit,
+)
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.frontend import PreparedImage
-from legato_engine.scheduler.clock import Clock
+from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 
@@ -33,6 +43,7 @@ from tests.simulation.link import EngineEnd, Network
 
 PREFIX = 5  # positions of BOS and an image
 NAME = "simulated"
+POISON = 10_000  # the seed of a request that no engine survives
 INFO = ModelInfo(
     name=NAME,
     device="none",
@@ -59,11 +70,11 @@ class Shape:
     step_seconds: float = 0.004
 
 
-class LoopClock(Clock):
+class LoopClock:
     """The clock of the running loop."""
 
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
+    def __init__(self) -> None:
+        self.now = asyncio.get_running_loop().time
 
     def perf_ns(self) -> int:
         return round(self.now() * 1e9)
@@ -115,6 +126,19 @@ class FakePreprocessor:
         pass
 
 
+class EngineDied(Exception):
+    """The poisoned request ended the engine."""
+
+
+class MortalRunner(FakeRunner):
+    """Dies of a launch with a request whose seed is `POISON`."""
+
+    def forward(self, launch: Launch) -> None:
+        if any(row.sequence.task.sampling.seed == POISON for row in launch.plan.rows):
+            raise EngineDied
+        super().forward(launch)
+
+
 class Incarnation:
     """One engine process, from its start to its death."""
 
@@ -129,7 +153,7 @@ class Incarnation:
         self.manager = KVCacheManager(shape.num_pages, shape.page_size, shape.num_rows)
         blocks = RandomBlocks(shape.max_draft, chance.getrandbits(32)) if shape.max_draft else None
         scheduler = Scheduler(
-            FakeRunner(shape.page_size, seed=chance.getrandbits(32)),
+            MortalRunner(shape.page_size, seed=chance.getrandbits(32)),
             self.manager,
             Pipeline(shape.depth),
             LoopClock(),
@@ -150,6 +174,7 @@ class Incarnation:
             frontend, scheduler, table, preprocessor, leases, None, refinements, sink
         )
         self.table = table
+        self._quarantine = Quarantine(self.core, self._apply, self._announce)
         self.steps = 0
 
     def _wake(self) -> None:
@@ -163,7 +188,8 @@ class Incarnation:
             while True:
                 self.end.flush()
                 for command in self.end.receive():
-                    self._apply(command)
+                    self._quarantine.receive(command)
+                self._quarantine.advance()
                 worked = self.core.step()
                 self.steps += 1
                 if self._chance.random() < 0.05:
@@ -174,7 +200,7 @@ class Incarnation:
 
     async def _sleep(self, *, worked: bool) -> None:
         loop = asyncio.get_running_loop()
-        if worked or self.core.busy:
+        if worked or self.core.busy or (self._quarantine.num_held and self.core.idle):
             await asyncio.sleep(self._chance.uniform(0.1, 1) * self._shape.step_seconds)
             return
         self.end.flush()
@@ -189,6 +215,10 @@ class Incarnation:
         load = self.core.load()
         self.end.broadcast(Heartbeat(step=self.core.steps_committed, load=load, estimated_wait=0.0))
 
+    def _announce(self, message: RunningAlone) -> None:
+        self.end.flush()
+        self.end.broadcast(message)
+
     def _apply(self, command: Command) -> None:
         match command:
             case Submit(request=request):
@@ -202,6 +232,7 @@ class Incarnation:
         """Everything that requests held was given back."""
         load = self.core.load()
         assert not self.core.busy
+        assert self._quarantine.num_held == 0, "a command is held back"
         assert len(self.table) == 0, "a request is left in the table"
         held = (load.running, load.waiting, load.inflight, load.rows_used, load.pages_used)
         assert held == (0, 0, 0, 0, 0), f"resources are in use: {load}"

@@ -20,6 +20,7 @@ from legato_engine.ipc.messages import (
     Heartbeat,
     Loading,
     Ready,
+    RunningAlone,
     Shutdown,
     Stop,
     Submit,
@@ -173,15 +174,15 @@ class EngineEnd:
             self._commands.append((transport, Abort(request_id=key)))
         self.arrived.set()
 
-    def broadcast(self, message: Loading | Ready | Heartbeat) -> None:
-        if not isinstance(message, Heartbeat):
+    def broadcast(self, message: Loading | Ready | Heartbeat | RunningAlone) -> None:
+        if isinstance(message, (Loading, Ready)):
             self._status = message
         for transport in self._wires:
             transport.incoming.send(encode(message))
 
     def post(self, output: EngineMessage) -> None:
         """Send with the next `flush`."""
-        owner = self._owners.get(output.request_id)  # type: ignore[union-attr]
+        owner = self._owners.get(output.request_id)  # type: ignore[union-attr,arg-type]
         if owner is None:
             return
         self._unsent.append((owner, encode(output)))
