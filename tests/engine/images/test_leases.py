@@ -76,13 +76,18 @@ class World:
         self.requests = RequestTable(wake=self.woken.set)
         self._names = iter(range(1000))
 
-    def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None):
+    def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None, quota_bytes=0):
         """Start to lease an image; return the command's id."""
         name = f"r{next(self._names)}"
         blob = self.blobs.put(data)
         image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
         command = HoldImage(
-            request_id=RequestKey(name), image=image, owner=owner, ttl=ttl, sha256=sha256
+            request_id=RequestKey(name),
+            image=image,
+            owner=owner,
+            ttl=ttl,
+            sha256=sha256,
+            quota_bytes=quota_bytes,
         )
         self.requests.add(self.leases.start(command))
         return name
