@@ -156,6 +156,8 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     Forbidden: StatusMapping(_C.PERMISSION_DENIED, "FORBIDDEN"),
     MethodUnknown: StatusMapping(_C.UNIMPLEMENTED, ""),
     errors.LegatoError: StatusMapping(_C.INTERNAL, "INTERNAL"),
+    errors.NumericError: StatusMapping(_C.INTERNAL, "NUMERIC"),
+    errors.Poisoned: StatusMapping(_C.INTERNAL, "POISONED"),
 }
 """By type; a type without an entry takes that of its nearest base."""
 
@@ -168,7 +170,7 @@ def failure(error: Exception, request_id: str) -> Failure:
     """The client does not see the text of an internal error."""
     known = error if isinstance(error, errors.LegatoError) else errors.InternalError()
     mapping = status_mapping(type(known))
-    if mapping.code is grpc.StatusCode.INTERNAL:
+    if mapping is STATUS_MAPPINGS[errors.LegatoError]:
         known = errors.InternalError("internal error; the server logged it with this request id")
     retry_after = _retry_after(mapping, known)
     details: list[Message] = [error_details_pb2.RequestInfo(request_id=request_id)]

@@ -60,6 +60,8 @@ FROM_ENGINE = [
     (errors.EngineLost("died"), "UNAVAILABLE", "ENGINE_LOST"),
     (errors.Draining("bye"), "UNAVAILABLE", "DRAINING"),
     (errors.InternalError("secret"), "INTERNAL", "INTERNAL"),
+    (errors.NumericError("no number"), "INTERNAL", "NUMERIC"),
+    (errors.Poisoned("deadly"), "INTERNAL", "POISONED"),
 ]
 DETAIL_OF = {
     "INVALID_ARGUMENT": "BadRequest",

@@ -46,6 +46,7 @@ class Call(msgspec.Struct, eq=False):
     reply: str = ""  # `joined` or `kept`: the reply of another call
     usage: core.Usage | None = None
     timings: core.Timings | None = None
+    resumptions: int = 0
 
     @property
     def key(self) -> RequestKey:

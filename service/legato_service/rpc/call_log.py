@@ -70,6 +70,7 @@ class _CallRecord(configuration.LogRecord, omit_defaults=True):
     trace_id: str = ""
     previous_attempts: int = 0
     reply: str = ""
+    resumptions: int = 0
 
 
 def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _CallRecord:
@@ -100,6 +101,7 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
         call.trace_id,
         call.previous_attempts,
         call.reply,
+        call.resumptions,
     )
 
 

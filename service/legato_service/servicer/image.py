@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
-from legato_engine.core import RequestKey
+from legato_engine.core import EncodedImage, RawImage, RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -93,16 +93,20 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
         image_format = await upload.finish()
+
+        def restage() -> EncodedImage | RawImage:
+            return as_source(image_format, upload.writer.publish())
+
         command = HoldImage(
             request_id=key,
-            image=as_source(image_format, upload.writer.publish()),
+            image=restage(),
             owner=owner,
             ttl=header.ttl,
             sha256=header.sha256,
             quota_bytes=_quota_bytes(),
         )
         try:
-            return await self._engine.hold(command)
+            return await self._engine.hold(command, restage)
         except (ImageUndecodable, ImageTooLarge) as error:
             error.metadata["field"] = CHUNK
             raise
