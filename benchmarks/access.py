@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         for kind, ways in figures.items()
         for way, each in ways.items()
     ]
-    heads = ("request", "way", "P10 ms", "added us", "P50 ms")
-    note = f"Added: at P10. {arguments.blocks} blocks of {arguments.calls} calls; the image has {size} bytes."
+    heads = ("request", "way", "P10 ms", "added us at P10", "P50 ms")
+    note = f"{arguments.blocks} blocks of {arguments.calls} calls; the image has {size} bytes."
     figures["image_bytes"] = size
     record.write("access", "Credentials and TLS", figures, [record.table(heads, rows), "", note])
     return 0

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, server_pb2, server_pb2_grpc
+from legato_client import Client, PermissionDenied
 
 from tests.e2e.server import ENVIRONMENT, children, until
 from tests.service.access.certificates import HOST, Authority, Files
@@ -97,6 +98,16 @@ def test_every_process_asks_for_a_token(server):
     assert server.statuses(server.authority.pem, stranger) == {grpc.StatusCode.UNAUTHENTICATED}
     assert server.statuses(Authority().pem, ROBOT) == {grpc.StatusCode.UNAVAILABLE}
     assert not server.events("unauthenticated_listener")
+
+
+def test_the_client_brings_a_token_over_tls(server, tmp_path):
+    """Our own client, with the authority's file."""
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(server.authority.pem)
+    with Client(f"{HOST}:{server.port}", ca=ca, token=ROBOT.text) as client:
+        assert client.server_info().name == "legato"
+        with pytest.raises(PermissionDenied):
+            client.load()
 
 
 def test_probes_need_neither_tls_nor_a_token(server):
