@@ -32,7 +32,9 @@ from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
+from legato_service.rpc.accept_queue import AcceptQueue
 from legato_service.rpc.call_log import CallLog
+from legato_service.rpc.gate import Gate
 from legato_service.rpc.grpc_options import server_options
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.rpc.middleware import RpcMiddleware
@@ -90,7 +92,10 @@ class Server:
         )
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
-        self._grpc = self._listener(shared=config.processes > 1)
+        self._grpc, accept_queue = AcceptQueue.of_new(
+            lambda: self._listener(shared=config.processes > 1)
+        )
+        self._gate = Gate(engine, accept_queue)
         # Only the first process has the operator's listener.
         is_first = peers is None or peers.is_first
         self._admin_grpc = self._listener() if config.admin_listen and is_first else None
@@ -112,7 +117,9 @@ class Server:
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.images, self._requests)
-        main = RpcMiddleware(self._config.stall_timeout, self._call_log, self._engine.expect)
+        main = RpcMiddleware(
+            self._config.stall_timeout, self._call_log, self._engine.expect, self._gate
+        )
         inference = InferenceServicer(
             dispatcher,
             self.idempotency_cache,
@@ -224,4 +231,5 @@ class Server:
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
+        self._gate.close()
         self._call_log.close()

@@ -13,9 +13,11 @@ from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask, make_sequence
 
 
-def queue_of(*sequences: Sequence, max_overtakes: int = 16, seconds: float = 1.0) -> WaitingQueue:
+def queue_of(
+    *sequences: Sequence, max_overtakes: int = 16, seconds: float = 1.0
+) -> WaitingQueue[Sequence]:
     """Return a queue to which these were added in this order."""
-    queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=seconds)
+    queue = WaitingQueue[Sequence](max_overtakes=max_overtakes, priority_seconds=seconds)
     for sequence in sequences:
         queue.add(sequence)
     return queue
@@ -26,7 +28,7 @@ def any_fits(sequence: Sequence) -> bool:
     return True
 
 
-def drained(queue: WaitingQueue) -> list[int]:
+def drained(queue: WaitingQueue[Sequence]) -> list[int]:
     """Return the order of service when every sequence fits."""
     order = []
     while (sequence := queue.first(any_fits)) is not None:
@@ -136,7 +138,7 @@ def test_positions_and_counts_are_those_of_a_sorted_list(
         for n, (priority, arrival) in enumerate(drawn)
     ]
     model: list[Sequence] = []
-    queue = WaitingQueue(max_overtakes=16, priority_seconds=1.0)
+    queue = WaitingQueue[Sequence](max_overtakes=16, priority_seconds=1.0)
 
     def rank(sequence: Sequence) -> tuple[float, int]:
         return sequence.timing.arrival - sequence.request.priority, sequence.seq_id
