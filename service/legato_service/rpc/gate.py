@@ -18,7 +18,7 @@ from legato_service.rpc.accept_queue import AcceptQueue
 MAX_ACCEPT_DELAY = 0.1  # seconds in gRPC's own queue, beyond which calls are refused
 WATCH_INTERVAL = 0.05  # seconds between two looks at that queue
 MIN_ACCEPTED = 10  # calls in that time; with fewer the queue is not looked at
-RESERVE = 4  # a quarter of the places more for calls that may displace others in the engine
+RESERVE = 4  # a quarter of the places more for tenants below their share, half of it for priorities
 _REFUSALS = 8  # retry times of different jitter
 _REFUSALS_AGE = 0.25  # seconds that a retry time stays true
 
@@ -63,11 +63,12 @@ class Gate:
     """Bounds the calls that are read, converted or in the engine. Needs a running event loop.
 
     They are at most as many as the engine runs and queues. When these are reached, a quarter more
-    is for tenants with fewer calls than others, and for higher priorities, because the engine's
-    full queue gives up other requests for theirs.
+    is for tenants with fewer calls than others, and half of that also for higher priorities,
+    because the engine's full queue gives up other requests for theirs.
 
-    While calls wait longer than `MAX_ACCEPT_DELAY` to be accepted, the event loop is the bottleneck
-    and those beyond that time are refused, first come first.
+    While calls wait longer than `MAX_ACCEPT_DELAY` to be accepted, the event loop is the
+    bottleneck, and those beyond that time are refused, first come first. A burst of as many calls
+    as the engine takes is not.
     """
 
     def __init__(self, engine: Engine, accept_queue: AcceptQueue) -> None:
@@ -78,7 +79,7 @@ class Gate:
         self._watch: asyncio.TimerHandle | None = None
         self._refusals = _Refusals()
         self.num_unsubmitted = 0
-        self.num_overdue = 0  # of the next calls, to be refused
+        self.num_overdue = 0.0  # of the next calls, to be refused
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
 
     def accepted(self) -> None:
@@ -110,7 +111,10 @@ class Gate:
         limit = self._limit
         if num_open <= limit:
             return True
-        return num_open <= limit + limit // RESERVE + 1 and (below_share or priority > 0)
+        reserve = limit // RESERVE + 1
+        if below_share:
+            return num_open <= limit + reserve
+        return priority > 0 and num_open <= limit + reserve // 2
 
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
         """Return a refusal, made for many, and the trailers for this call."""
@@ -139,10 +143,10 @@ class Gate:
     def _on_watch(self) -> None:
         accepted = self._accept_queue.num_accepted - self._accepted_at_watch
         elapsed = time.monotonic() - self._watched_at
-        self.num_overdue = 0
+        self.num_overdue = 0.0
         if accepted >= MIN_ACCEPTED:
-            in_time = math.ceil(accepted * MAX_ACCEPT_DELAY / elapsed)
-            self.num_overdue = max(0, self._accept_queue.num_waiting() - in_time)
+            in_time = accepted * MAX_ACCEPT_DELAY / elapsed
+            self.num_overdue = max(0, self._accept_queue.num_waiting() - max(in_time, self._limit))
         elif not accepted:
             if elapsed < 2 * WATCH_INTERVAL:  # else the loop was blocked
                 self._accept_queue.settle()

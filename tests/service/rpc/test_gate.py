@@ -162,15 +162,16 @@ async def test_an_unread_stream_takes_no_place_once_the_engine_has_ended_it() ->
 async def test_a_tenant_below_its_share_passes_a_full_gate() -> None:
     """Also a higher priority passes. The engine decides whose request gives way."""
     async with small_service() as served:
-        await fill(served, LIMIT)
-        small = served.inference.Query(QUESTION, metadata=tenant("small"))
-        await until(lambda: len(served.engine.streams) == LIMIT + 1)
-        refused = await refusal(served.inference.Query(QUESTION, metadata=tenant("greedy")))
-        assert refused.reason == "QUEUE_FULL"
+        await fill(served, LIMIT)  # a reserve of 2, of which priorities get 1
         urgent = (*tenant("greedy"), ("legato-priority", "1"))
         call = served.inference.Generate(GENERATE, metadata=urgent)
+        await until(lambda: len(served.engine.streams) == LIMIT + 1)
+        for metadata in (urgent, tenant("greedy")):
+            refused = await refusal(served.inference.Query(QUESTION, metadata=metadata))
+            assert refused.reason == "QUEUE_FULL"
+        small = served.inference.Query(QUESTION, metadata=tenant("small"))
         await until(lambda: len(served.engine.streams) == LIMIT + 2)
-        for name in ("small", "new"):  # a quarter more, and no more than that
+        for name in ("small", "new"):  # the reserve is used up
             refused = await refusal(served.inference.Query(QUESTION, metadata=tenant(name)))
             assert refused.reason == "QUEUE_FULL"
         for stream in list(served.engine.streams.values()):
