@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import grpc
 import pytest
@@ -27,7 +28,7 @@ def paced(tmp_path):
 
 async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
     """The status of a call."""
-    query = channel.unary_unary(QUERY)
+    query: Any = channel.unary_unary(QUERY)
     try:
         await query(QUESTION, metadata=metadata)
     except grpc.aio.AioRpcError as error:
@@ -49,7 +50,7 @@ async def test_60_greedy_connections_leave_a_small_tenant_its_answers(paced, gre
                 greedy[await ask(channel, *metadata)] += 1
 
     callers = [asyncio.create_task(connection()) for _ in range(60)]
-    while not greedy["RESOURCE_EXHAUSTED"]:
+    while not greedy["RESOURCE_EXHAUSTED"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     async with grpc.aio.insecure_channel(paced.address, apart) as channel:
         small = Counter([await ask(channel, ("legato-tenant", "small")) for _ in range(ASKED)])
