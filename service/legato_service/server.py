@@ -28,6 +28,7 @@ from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.memory import give_back
 from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
@@ -95,7 +96,7 @@ class Server:
         self._grpc, accept_queue = AcceptQueue.of_new(
             lambda: self._listener(shared=config.processes > 1)
         )
-        self._gate = Gate(engine, accept_queue)
+        self._gate = Gate(engine, accept_queue, on_quiet=give_back)
         # Only the first process has the operator's listener.
         is_first = peers is None or peers.is_first
         self._admin_grpc = self._listener() if config.admin_listen and is_first else None

@@ -20,9 +20,9 @@ ASKED = 26
 @pytest.fixture
 def paced(tmp_path):
     """A server that runs 4 requests at a time, 32 ms or more each, and queues 32."""
-    options = ("--null-step-ms", "2", "--max-running", "4", "--max-waiting", "32")
-    options += ("--priority-seconds", "0.1")
-    with Server(tmp_path, "--model", "null", *options) as running:
+    rows = ("--null-step-ms", "2", "--max-running", "4")
+    queue = ("--max-waiting", "32", "--priority-seconds", "0.1")
+    with Server(tmp_path, "--model", "null", *rows, *queue) as running:
         yield running
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 from google.protobuf import any_pb2
@@ -19,6 +20,8 @@ MAX_ACCEPT_DELAY = 0.1  # seconds in gRPC's own queue, beyond which calls are re
 WATCH_INTERVAL = 0.05  # seconds between two looks at that queue
 MIN_ACCEPTED = 10  # calls in that time; with fewer the queue is not looked at
 RESERVE = 4  # a quarter of the places more for tenants below their share, half of it for priorities
+MANY_CALLS = 64  # at a time, whose memory is worth giving back
+QUIET_DELAY = 1.0  # seconds
 _REFUSALS = 8  # retry times of different jitter
 _REFUSALS_AGE = 0.25  # seconds that a retry time stays true
 
@@ -51,6 +54,7 @@ class Place(msgspec.Struct, eq=False):
 
     def leave(self, _: object) -> None:
         self.submitted()
+        self.gate.left()
         if self.tenant is None:
             return
         tenants = self.gate.calls_by_tenant
@@ -71,8 +75,17 @@ class Gate:
     as the engine takes is not.
     """
 
-    def __init__(self, engine: Engine, accept_queue: AcceptQueue) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        accept_queue: AcceptQueue,
+        on_quiet: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_quiet` is called a while after the last of many calls has ended."""
         self._engine = engine
+        self._on_quiet = on_quiet
+        self._num_calls = 0
+        self._most_calls = 0  # since the last quiet
         self._accept_queue = accept_queue
         self._watched_at = 0.0
         self._accepted_at_watch = 0
@@ -91,9 +104,17 @@ class Gate:
     def enter(self, task: asyncio.Task[object]) -> Place:
         """Give a place to the call of this task."""
         self.num_unsubmitted += 1
+        self._num_calls += 1
         place = Place(self)
         task.add_done_callback(place.leave)
         return place
+
+    def left(self) -> None:
+        self._most_calls = max(self._most_calls, self._num_calls)
+        self._num_calls -= 1
+        if self._num_calls == 0 and self._most_calls >= MANY_CALLS:
+            self._most_calls = 0
+            asyncio.get_running_loop().call_later(QUIET_DELAY, self._on_quiet)
 
     @property
     def is_crowded(self) -> bool:

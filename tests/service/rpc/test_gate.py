@@ -245,3 +245,20 @@ async def test_a_burst_is_answered_with_statuses_of_ours() -> None:
         counts = Counter(await asyncio.gather(*(one() for _ in range(4000))))
         assert set(counts) <= {"OK", "RESOURCE_EXHAUSTED True"}
         assert counts["OK"]
+
+
+async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, after the last of them; not after a few."""
+    monkeypatch.setattr(gate_module, "QUIET_DELAY", 0.0)
+    monkeypatch.setattr(gate_module, "MANY_CALLS", LIMIT)
+    given: list[None] = []
+    async with small_service() as served:
+        gate = served.server._gate
+        monkeypatch.setattr(gate, "_on_quiet", lambda: given.append(None))
+        await end(served, await fill(served, LIMIT - 1))
+        await until(lambda: not gate.calls_by_tenant)
+        calls = await fill(served, LIMIT)
+        assert not given
+        await end(served, calls)
+        await until(lambda: bool(given))
+    assert len(given) == 1
