@@ -101,21 +101,29 @@ class NullEngine:
     # ------------------------------------------------------------ commands
 
     def submit(self, request: Request) -> None:
-        arrival = time.monotonic()
+        arrival, resumed = time.monotonic(), request.resumed
         image, image_seconds = None, 0.0
         try:
             self._check(request)
-            self._make_room(request.request_id, request.tenant, request.priority)
+            if resumed is None:
+                self._make_room(request.request_id, request.tenant, request.priority)
             if request.image is not None:
                 self._images.leases.expire()
-                image = self._images.find_or_load(request.image, keep=request.cache_image)
+                image = self._images.find_or_load(
+                    request.image, tenant=request.tenant, keep=request.cache_image
+                )
                 image_seconds = time.monotonic() - arrival
             output = self._output(request, has_image=image is not None)
             null_request = NullRequest(request, output, image, arrival, image_seconds)
-            self._admission.check_deadline(null_request)
+            if resumed is None:
+                self._admission.check_deadline(null_request)
         except LegatoError as error:
             self._fail(request, error)
             return
+        if resumed is not None:
+            null_request.arrival = resumed.arrival
+            null_request.first_token = resumed.first_token
+            null_request.num_tokens = len(resumed.token_ids)
         if request.deadline is not None and request.deadline < self._next_deadline:
             self._next_deadline = request.deadline
         self._requests[request.request_id] = null_request
@@ -151,12 +159,16 @@ class NullEngine:
 
     def drop(self, command: DropImage) -> None:
         try:
-            self._images.leases.drop(command.image_id, command.owner)
+            self._images.drop(command)
             self._send(ImageDropped(request_id=command.request_id))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
 
     # ------------------------------------------------------------ state
+
+    @property
+    def idle(self) -> bool:
+        return not self._requests
 
     @property
     def busy(self) -> bool:
@@ -205,7 +217,8 @@ class NullEngine:
         running.first_token = running.first_token or now
         if request.deltas and index < running.num_tokens:
             events = output.events_at(index, request)
-            self._send(Delta(request_id=request.request_id, events=events))
+            token_ids = (index,)
+            self._send(Delta(request_id=request.request_id, events=events, token_ids=token_ids))
         if running.num_tokens == count:
             self._finish(running, output.finish_reason, now)
 

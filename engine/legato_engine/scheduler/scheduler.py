@@ -112,9 +112,10 @@ class Scheduler:
                 limit=self._manager.max_length,
                 actual=sequence.max_length,
             )
-        displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
-        assert displaced is None, "nothing is being prepared"
-        self._admission.check_deadline(sequence)
+        if request.resumed is None:  # else an earlier engine has admitted it
+            displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
+            assert displaced is None, "nothing is being prepared"
+            self._admission.check_deadline(sequence)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         self._live[request.request_id] = sequence

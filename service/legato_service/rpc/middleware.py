@@ -17,7 +17,9 @@ import structlog
 from google.protobuf.message import DecodeError
 from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, LegatoError
 
-from legato_service.errors import Failure, failure
+from legato_service.access.control import AccessControl
+from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
+from legato_service.errors import Failure, MethodUnknown, failure
 from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
@@ -37,9 +39,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
     """Wraps every handler that is added to it.
 
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
-    `expect` is called when a request for the engine arrives, before its message is read. `gate`
-    admits the calls of InferenceService. The server finds its handlers here, because an interceptor
-    would cost every call one more coroutine.
+    `expect` is called when a request for the engine arrives, before its message is read. With
+    `access` every call needs a credential that allows it. `gate` admits the calls of
+    InferenceService. The server finds its handlers here, because an interceptor would cost every
+    call one more coroutine.
     """
 
     def __init__(
@@ -47,10 +50,13 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         stall_timeout: float,
         call_log: CallLog,
         expect: Callable[[], None] = lambda: None,
+        access: AccessControl | None = None,
         gate: Gate | None = None,
     ) -> None:
         self._expect = expect
+        self._access = access
         self._gate = gate
+        self._unknown = self._wrap(_UNKNOWN)
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._added: list[grpc.GenericRpcHandler] = []
@@ -73,8 +79,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         method = handler_call_details.method
         wrapped = self._wrapped.get(method) or self._found(handler_call_details)
         if wrapped is None:
-            return None
-        call = Call(method, metadata=handler_call_details.invocation_metadata or ())
+            if self._access is None:
+                return None
+            # Which methods there are is for callers with a credential.
+            wrapped, method = self._unknown, UNKNOWN_METHOD
+        call = Call(method, metadata=_metadata_of(handler_call_details))
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
         CURRENT.set(call)
@@ -121,15 +130,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
         async def at_gate(received: Any, context: Context) -> None:
             call = CURRENT.get()
-            given = call.metadata
-            try:
-                self._identify(call, context)
-            except LegatoError:
-                call.metadata = given  # the handler meets the same error, and reports it
-            else:
-                if not gate.admits(call.tenant, call.priority):
-                    self._refuse(gate, call, context)
-                    return
+            if self._is_refused(gate, call, context):
+                return
             message = await context.read()
             if message is grpc.aio.EOF:
                 return  # cancelled
@@ -147,22 +149,45 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         serialize = wrapped.response_serializer
         return grpc.stream_stream_rpc_method_handler(at_gate, None, serialize)
 
+    def _is_refused(self, gate: Gate, call: Call, context: Context) -> bool:
+        """Set the status of a refused call, which costs neither an exception nor a message."""
+        try:
+            self._identify(call, context)
+        except Exception as error:  # noqa: BLE001 - as any failure of a call
+            outcome = self._failed(error, call, context)
+            assert outcome is not None, "no cancellation"
+            trailers = outcome.trailers()
+        else:
+            if gate.admits(call.tenant, call.priority):
+                return False
+            outcome, trailers = gate.refusal(call.request_id)
+            self._call_log.record(call, outcome.code.name, outcome.reason)
+        context.set_code(outcome.code)
+        context.set_details(outcome.message)
+        context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
+        return True
+
     def _identify(self, call: Call, context: Context) -> None:
-        """Fill the call from its metadata; from then on its tenant and priority are final."""
+        """Fill the call from credential and metadata; its tenant and priority are final then."""
         if call.is_identified:
             return
+        if self._access is not None:
+            self._enter(call, context)
         metadata.read(call)
         call.is_identified = True
         if (place := call.place) is not None:
             place.take_name(call.tenant)
 
-    def _refuse(self, gate: Gate, call: Call, context: Context) -> None:
-        """End a call without a message, an exception or a line of protobuf that others share."""
-        outcome, trailers = gate.refusal(call.request_id)
-        context.set_code(outcome.code)
-        context.set_details(outcome.message)
-        context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
-        self._call_log.record(call, outcome.code.name, outcome.reason)
+    def _enter(self, call: Call, context: Context) -> None:
+        """Let the call in as its credential allows."""
+        assert self._access is not None, "only called with access control"
+        metadata_given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
+        principal = self._access.authorize(call.method, metadata_given, context.auth_context)
+        call.metadata = metadata_given
+        call.principal = principal
+        # An operator names the tenant whose request is meant.
+        if principal is not None and NEEDS.get(call.method) is not Need.ADMIN:
+            call.tenant = principal.tenant
 
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
         """Serialize here, so that a failure is handled like any other."""
@@ -216,9 +241,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
         Before that, the client's own retry policy may still repeat the call.
         """
-        first = True
+        first, principal = True, call.principal
         with closing(ReusableTimeout()) as timeout:
             async for response in responses:
+                if principal is not None:
+                    principal.check()
                 if first:
                     await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
                     first = False
@@ -264,6 +291,17 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
     return context.abort(outcome.code, outcome.message, trailers)
 
 
+async def _unimplemented(received: Any, context: Context) -> NoReturn:
+    raise MethodUnknown("this server does not have the method")
+
+
+_UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
+
+
+def _metadata_of(details: grpc.HandlerCallDetails) -> Iterable[tuple[str, str | bytes]]:
+    return details.invocation_metadata or ()
+
+
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     behaviour: Any = (  # grpc types it for synchronous servers only
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
@@ -282,7 +320,10 @@ def _reader(handler: Handler) -> Callable[[Any], Any]:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
     async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        principal = CURRENT.get().principal
         async for data in received:
+            if principal is not None:
+                principal.check()
             yield message(data)
 
     return messages if handler.request_streaming else message

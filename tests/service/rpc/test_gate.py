@@ -18,6 +18,7 @@ from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import EngineLost
 from legato_service.rpc import gate as gate_module
 from legato_service.rpc.accept_queue import AcceptQueue
+from legato_service.rpc.gate import Gate
 
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine
@@ -29,6 +30,13 @@ GENERATE = inference_pb2.GenerateRequest(
     task=task_pb2.Task(query=task_pb2.QueryTask(question="What?"))
 )
 LIMIT = 4
+
+
+def gate_of(served: Running) -> Gate:
+    """The gate of the main listener."""
+    gate = served.server.listeners.main.gate
+    assert gate is not None
+    return gate
 
 
 def tenant(name: str) -> tuple[tuple[str, str], ...]:
@@ -132,7 +140,7 @@ async def test_every_end_gives_the_place_back(how: str) -> None:
                 await refusal(call)
             await until(lambda: len(engine.streams) == LIMIT - 1)
         await end(served, calls)
-        gate = served.server._gate
+        gate = gate_of(served)
         await until(lambda: not gate.calls_by_tenant)
         assert gate.num_unsubmitted == 0
 
@@ -142,7 +150,7 @@ async def test_a_call_that_is_cancelled_before_it_is_read_gives_its_place_back()
     async with small_service() as served:
         query = served.channel.stream_unary(QUERY)  # sends headers without a message
         calls = [query() for _ in range(LIMIT)]
-        gate = served.server._gate
+        gate = gate_of(served)
         await until(lambda: gate.num_unsubmitted == LIMIT)
         for each in calls:
             each.cancel()
@@ -194,7 +202,7 @@ async def test_overdue_calls_are_refused_first_come_first() -> None:
     """As many as wait too long in gRPC's queue; a tenant below its share is spared."""
     async with small_service() as served:
         calls = await fill(served, 2)
-        served.server._gate.num_overdue = 2
+        gate_of(served).num_overdue = 2
         spared = served.inference.Query(QUESTION, metadata=tenant("small"))
         await until(lambda: len(served.engine.streams) == 3)
         for _ in range(2):
@@ -209,7 +217,7 @@ async def test_the_length_of_the_accept_queue_is_known(monkeypatch: pytest.Monke
     """Calls that come while the event loop is blocked wait in gRPC; then there are none."""
     monkeypatch.setattr(gate_module, "WATCH_INTERVAL", 3600.0)
     async with small_service(fakes.answer) as served:
-        queue: AcceptQueue = served.server._gate._accept_queue
+        queue: AcceptQueue = gate_of(served)._accept_queue
         await served.inference.Query(QUESTION)
         await until(lambda: queue.num_waiting() == 0)
         target = f"127.0.0.1:{served.port}"
@@ -253,7 +261,7 @@ async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gate_module, "MANY_CALLS", LIMIT)
     given: list[None] = []
     async with small_service() as served:
-        gate = served.server._gate
+        gate = gate_of(served)
         monkeypatch.setattr(gate, "_on_quiet", lambda: given.append(None))
         await end(served, await fill(served, LIMIT - 1))
         await until(lambda: not gate.calls_by_tenant)
