@@ -41,11 +41,17 @@ class Server:
     """
 
     def __init__(
-        self, folder: Path, *options: str, program: Sequence[str] = ("-m", "legato_service")
+        self,
+        folder: Path,
+        *options: str,
+        program: Sequence[str] = ("-m", "legato_service"),
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        """`credentials` are those of the test's own channel, to a server with TLS."""
         self._log = folder / "server.log"
         self._options = options
         self._program = program
+        self._credentials = credentials
         self.address = ""
 
     def __enter__(self) -> Server:
@@ -60,7 +66,10 @@ class Server:
             )
         self.address = self._wait_for_address()
         # No retry policy: the tests see the first answer of the server, whatever it is.
-        self.channel = grpc.insecure_channel(self.address)
+        if self._credentials is None:
+            self.channel = grpc.insecure_channel(self.address)
+        else:
+            self.channel = grpc.secure_channel(self.address, self._credentials)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
