@@ -24,12 +24,14 @@ from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.memory import give_back
 from legato_service.lifecycle.peers import Peers
 from legato_service.listeners import Listeners
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
+from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
@@ -91,6 +93,7 @@ class Server:
             self._call_log,
             self._health,
             engine.expect,
+            lambda queue: Gate(engine, queue, on_quiet=give_back),
             is_first=peers is None or peers.is_first,
         )
         admin = AdminServicer(
