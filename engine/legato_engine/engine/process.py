@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
+from legato_engine.client.supervisor import EXIT_UNSERVABLE
 from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
@@ -39,6 +39,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.null import engine
+from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
 from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
