@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,11 +38,15 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    `environment` has variables to add.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._log = folder / "server.log"
         self._options = options
+        self._environment = {**ENVIRONMENT, **(environment or {})}
         self.address = ""
 
     def __enter__(self) -> Server:
@@ -50,7 +54,7 @@ class Server:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],
-                env=ENVIRONMENT,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
