@@ -50,9 +50,7 @@ class Growth:
         self._before = self._read()
 
     def _read(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (own_bytes(pid), open_files(pid).total()) for name, pid in self._pids.items()
-        }
+        return {name: (own_bytes(pid), open_files(pid).total()) for name, pid in self._pids.items()}
 
     def over_limit(self) -> list[str]:
         """What grew by too much."""
