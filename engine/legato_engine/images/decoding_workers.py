@@ -28,8 +28,9 @@ from legato_engine.images.pixel_memory import PAGE, Allocate, Pixels
 _SECONDS, _SECONDS_PER_PIXEL = 1.0, 250e-9
 """CPU time for an image, about ten times that of the slowest format."""
 
-_WALL_FACTOR = 5.0
-"""Time for each second of CPU time, on a machine with other work."""
+_WALL_FACTOR = 30.0
+"""Time for each second of CPU time, which even a machine full of other work gives a worker of low
+priority: only one that is stopped takes longer."""
 
 _BYTES, _BYTES_PER_PIXEL, _BYTES_PER_BYTE = 64 * 1024 * 1024, 24, 4
 """Memory for an image besides its file and its pixels; the most hungry format, WebP, takes 20 bytes
