@@ -66,7 +66,7 @@ class Growth:
 
 
 async def _upload(channel: grpc.aio.Channel, data: bytes) -> None:
-    stub = image_pb2_grpc.ImageServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub = image_pb2_grpc.ImageServiceStub(channel)
     parts = [
         image_pb2.PutImageRequest(header=image_pb2.PutImageHeader()),
         image_pb2.PutImageRequest(chunk=data),
@@ -75,7 +75,7 @@ async def _upload(channel: grpc.aio.Channel, data: bytes) -> None:
 
 
 async def _detect(channel: grpc.aio.Channel, data: bytes) -> None:
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
     await stub.Detect(inference_pb2.DetectRequest(image=image, object="cat"))
 

@@ -11,6 +11,7 @@ from legato.v1 import image_pb2, image_pb2_grpc, inference_pb2, media_pb2
 from tests import hostile_images
 from tests.e2e.server import Server, children, own_bytes
 from tests.hostile_images import file, smooth
+from tests.service.harness import read_refusal
 
 AT_ONCE = 20
 LARGE = 6
@@ -34,7 +35,7 @@ def upload(server, data, timeout=90.0):
     parts += [
         image_pb2.PutImageRequest(chunk=data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)
     ]
-    stub = image_pb2_grpc.ImageServiceStub(server.channel)  # type: ignore[no-untyped-call]
+    stub = image_pb2_grpc.ImageServiceStub(server.channel)
     return stub.PutImage(iter(parts), timeout=timeout)
 
 
@@ -47,20 +48,12 @@ def send(server, call, data, count):
             call(server, data)
             reasons["OK"] += 1
         except grpc.RpcError as error:
-            reason = next(
-                (each for each in UNREADABLE if each.encode() in _details(error)), str(error)
-            )
-            reasons[reason] += 1
+            reasons[read_refusal(error).reason or str(error)] += 1
 
     threads = [threading.Thread(target=run) for _ in range(count)]
     for thread in threads:
         thread.start()
     return threads, reasons
-
-
-def _details(error: grpc.RpcError) -> bytes:
-    trailers = dict(error.trailing_metadata() or ())
-    return bytes(trailers.get("grpc-status-details-bin", b""))
 
 
 @pytest.mark.timeout(600)

@@ -52,8 +52,9 @@ def intake():
     blobs.close()
 
 
-async def prepare(intake, preprocessor, blobs, data, *, inline):
+async def prepare(path, data, *, inline):
     """The type of error of an image, or None if it is prepared."""
+    intake, preprocessor, blobs = path
     try:
         image = await intake.check(media_pb2.Image(encoded=media_pb2.EncodedImage(data=data)))
     except LegatoError as error:
@@ -79,7 +80,7 @@ async def test_damaged_files_are_decoded_or_refused(intake):
     ends: dict[type[LegatoError] | None, int] = {}
     for number in range(MUTANTS):
         data = mutate(images()[number % len(images())], chance)
-        end = await prepare(*intake, data, inline=bool(number % 2))
+        end = await prepare(intake, data, inline=bool(number % 2))
         ends[end] = ends.get(end, 0) + 1
     assert set(ends) <= {None, ImageUndecodable, ImageTooLarge}
     assert min(ends[None], ends[ImageUndecodable]) > MUTANTS // 20  # both are exercised
@@ -91,4 +92,4 @@ async def test_undamaged_files_are_decoded(intake):
     """The control: every seed is prepared."""
     for data in images():
         for inline in (False, True):
-            assert await prepare(*intake, data, inline=inline) is None
+            assert await prepare(intake, data, inline=inline) is None
