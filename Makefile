@@ -29,7 +29,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak fuzz test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -121,6 +121,12 @@ else
 	@$(PY) -m tests.fuzz.coverage_guided images -max_total_time=120 -rss_limit_mb=4096
 	@$(PY) -m tests.fuzz.coverage_guided wire -max_total_time=120 -rss_limit_mb=4096
 endif
+
+simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")
+	@$(PY) -m tests.simulation $(ARGS)
+
+soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --model legato-tiny")
+	@$(PY) -m tests.faults.soak $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,15 +42,21 @@ class Server:
     """
 
     def __init__(
-        self, folder: Path, *options: str, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *options: str,
+        program: Sequence[str] = ("-m", "legato_service"),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = folder / "server.log"
         self._options = options
+        self._program = program
         self._environment = {**ENVIRONMENT, **(environment or {})}
         self.address = ""
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, *self._program, "--listen", "127.0.0.1:0"]
+        command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],

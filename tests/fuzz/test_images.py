@@ -9,7 +9,7 @@ from legato.v1 import media_pb2
 from legato_engine.core import EncodedImage
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, LegatoError
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
@@ -40,7 +40,7 @@ def intake():
     blobs = BlobStore(new_namespace())
     preprocessor = Preprocessor(
         cast(ModelFrontend, Frontend()),
-        ImageCache[PreparedImage](0),
+        ImageCache[ImageKey, PreparedImage](0),
         blobs=BlobReader(blobs.namespace),
         max_pixels=MAX_PIXELS,
         threads=2,
@@ -62,8 +62,8 @@ async def prepare(path, data, *, inline):
     source = intake.stage(image)
     assert isinstance(source, EncodedImage)
     try:
-        found = preprocessor.find(source, may_hash=inline)
-        pending = preprocessor.start(source, found, keep=False, inline=inline)
+        found = preprocessor.find(source, tenant="", may_hash=inline)
+        pending = preprocessor.start(source, found, tenant="", keep=False, inline=inline)
         if isinstance(pending, Future):
             pending.result(60)
     except LegatoError as error:

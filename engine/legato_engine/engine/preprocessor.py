@@ -18,7 +18,7 @@ from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource
 from legato_engine.engine.lane import Lane
 from legato_engine.engine.lazy import Lazy
 from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import ImageHeader, inspect
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
@@ -51,6 +51,7 @@ class LoadedImage:
     The service has checked it too, but here the limit on pixels bounds allocations.
     """
 
+    tenant: str
     source: EncodedImage | RawImage
     view: memoryview
     key: Lazy[str]
@@ -59,6 +60,10 @@ class LoadedImage:
     @property
     def image_id(self) -> str:
         return image_id(self.key.get())
+
+    @property
+    def cache_key(self) -> ImageKey:
+        return ImageKey(self.tenant, self.image_id)
 
     @property
     def cost(self) -> int:
@@ -84,16 +89,18 @@ class LoadedImage:
 class _Job:
     """An image on its way through the lanes."""
 
-    __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source")
+    __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source", "tenant")
 
     def __init__(
         self,
         source: EncodedImage | RawImage,
         loaded: LoadedImage | None,
+        tenant: str,
         keep: bool,
         sha256: str = "",
     ) -> None:
         self.source = source
+        self.tenant = tenant
         self.loaded = loaded
         self.keep = keep
         self.sha256 = sha256
@@ -111,12 +118,12 @@ class _Job:
 
 
 class Preprocessor:
-    """Decodes, orients, resizes and tiles images that are not cached."""
+    """Decodes, orients, resizes and tiles images that are not cached for their tenant."""
 
     def __init__(
         self,
         frontend: ModelFrontend,
-        cache: ImageCache[PreparedImage],
+        cache: ImageCache[ImageKey, PreparedImage],
         *,
         blobs: BlobReader,
         max_pixels: int,
@@ -145,7 +152,7 @@ class Preprocessor:
         return len(self._cache)
 
     def find(
-        self, source: ImageSource, *, may_hash: bool
+        self, source: ImageSource, *, tenant: str, may_hash: bool
     ) -> PreprocessedImage | LoadedImage | None:
         """Return the cached image, its bytes if they were loaded, or None.
 
@@ -159,14 +166,15 @@ class Preprocessor:
         """
         start = time.monotonic()
         if isinstance(source, CachedImage):
-            image = self._cached(source.image_id)
+            image = self._cached(ImageKey(tenant, source.image_id))
             if image is None:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
             return PreprocessedImage(image, time.monotonic() - start)
         if not may_hash or source.blob.size > _MAX_INLINE_BYTES:
             return None
-        loaded = self._load(source)
-        image = self._cached(loaded.image_id) if loaded.view in self._seen else None
+        loaded = self._load(source, tenant)
+        seen = self._seen.has(tenant, loaded.view)
+        image = self._cached(loaded.cache_key) if seen else None
         return loaded if image is None else PreprocessedImage(image, time.monotonic() - start)
 
     def start(
@@ -174,6 +182,7 @@ class Preprocessor:
         source: EncodedImage | RawImage,
         loaded: LoadedImage | None,
         *,
+        tenant: str,
         keep: bool,
         inline: bool = False,
         prefetch: Lazy[Any] | None = None,
@@ -194,20 +203,20 @@ class Preprocessor:
             prepared = self._prepare_inline(loaded, keep)
             if prepared is not None:
                 return prepared
-        job = _Job(source, loaded, keep)
+        job = _Job(source, loaded, tenant, keep)
         self._light.submit(self._run, job, self._light)
         if loaded is not None:
             loaded.key.get()
         return job.future
 
     def start_lease(
-        self, source: EncodedImage | RawImage, sha256: str
+        self, source: EncodedImage | RawImage, tenant: str, sha256: str
     ) -> concurrent.futures.Future[PreprocessedImage]:
         """Prepare `source` without caching it.
 
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
-        job = _Job(source, None, keep=False, sha256=sha256)
+        job = _Job(source, None, tenant, keep=False, sha256=sha256)
         self._light.submit(self._run, job, self._light)
         return job.future
 
@@ -231,7 +240,7 @@ class Preprocessor:
         try:
             loaded = self._loaded(job)
             # An image without a key has never been seen, so the cache cannot have it.
-            cached = self._cached(loaded.image_id) if loaded.key.is_computed else None
+            cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
             if cached is None and lane is self._light and loaded.cost > _LIGHT_COST:
                 job.seconds = time.monotonic() - start
                 self._heavy.submit(self._run, job, self._heavy)
@@ -246,7 +255,7 @@ class Preprocessor:
 
     def _loaded(self, job: _Job) -> LoadedImage:
         if job.loaded is None:
-            job.loaded = self._load(job.source)
+            job.loaded = self._load(job.source, job.tenant)
             job.loaded.key.get()
         if job.sha256:
             job.loaded.check_sha256(job.sha256)
@@ -278,20 +287,21 @@ class Preprocessor:
         header = loaded.header.get()
         return header.is_baseline and header.num_pixels <= self._max_inline_pixels
 
-    def _cached(self, name: str) -> PreparedImage | None:
-        image = self._cache.get(name)
+    def _cached(self, key: ImageKey) -> PreparedImage | None:
+        image = self._cache.get(key)
         if image is None:
             return None
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
-    def _load(self, source: EncodedImage | RawImage) -> LoadedImage:
+    def _load(self, source: EncodedImage | RawImage, tenant: str) -> LoadedImage:
         """Take the blob, which can be taken once."""
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
         view = self._blobs.take(source.blob)
         return LoadedImage(
+            tenant,
             source,
             view,
             key=Lazy(functools.partial(content_key, view, raw)),
@@ -320,7 +330,7 @@ class Preprocessor:
         height, width = pixels_HWC.shape[:2]
         info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
-        self._seen.add(loaded.view)
+        self._seen.add(loaded.tenant, loaded.view)
         if keep:
-            self._cache.put(loaded.image_id, image, image.num_bytes)
+            self._cache.put(loaded.cache_key, image, image.num_bytes)
         return image

@@ -5,6 +5,8 @@ from __future__ import annotations
 from legato_engine.errors import ImageUndecodable, InvalidRequest
 from legato_engine.images.headers import inspect
 
+from legato_service.images.pixel_quota import take_pixels
+
 FileFields = tuple[str, str]
 """The request's fields with the bytes of a file and with their stated type."""
 
@@ -19,6 +21,7 @@ def file_type(
     Raises:
         ImageUndecodable: the header is malformed, or of another type than stated.
         ImageTooLarge: the file is over a limit that its header shows.
+        QuotaExceeded: the caller has sent too many pixels.
     """
     try:
         header = inspect(data, max_pixels=max_pixels, max_bytes=max_bytes)
@@ -32,4 +35,5 @@ def file_type(
             stated=stated,
             actual=header.mime_type,
         )
+    take_pixels(header.width, header.height)
     return header.mime_type
