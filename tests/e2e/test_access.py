@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -64,7 +65,7 @@ class SecuredServer:
     def log(self) -> str:
         return self._log.read_text()
 
-    def events(self, name: str) -> list[dict]:
+    def events(self, name: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == name]
 
@@ -102,7 +103,8 @@ def test_probes_need_neither_tls_nor_a_token(server):
     (listening,) = server.events("health_listening")
     with grpc.insecure_channel(listening["address"]) as channel:
         request = health_pb2.HealthCheckRequest(service="legato.v1.InferenceService")
-        status = health_pb2_grpc.HealthStub(channel).Check(request).status
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(request).status
     assert status == health_pb2.HealthCheckResponse.SERVING
 
 
