@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    `environment` has variables to add.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Server:
         folder: Path,
         *options: str,
         program: Sequence[str] = ("-m", "legato_service"),
+        environment: Mapping[str, str] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         """`credentials` are those of the test's own channel, to a server with TLS."""
         self._log = folder / "server.log"
         self._options = options
         self._program = program
+        self._environment = {**ENVIRONMENT, **(environment or {})}
         self._credentials = credentials
         self.address = ""
 
@@ -60,7 +63,7 @@ class Server:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],
-                env=ENVIRONMENT,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )

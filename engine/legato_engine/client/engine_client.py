@@ -102,9 +102,7 @@ class EngineClient(EngineConnection):
     # ------------------------------------------------------------ messages
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
-        load = beat.load
-        idle = load.running + load.waiting + load.inflight == 0
-        if idle or beat.step != self.step:
+        if not beat.load.has_steps or beat.step != self.step:
             self._step_moved = time.monotonic()
         super()._on_heartbeat(beat)
 

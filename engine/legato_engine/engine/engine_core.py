@@ -138,11 +138,12 @@ class EngineCore:
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        load = self._scheduler.load()
+        load, preparing = self._scheduler.load(), self._requests.count(PendingRequest)
         return msgspec.structs.replace(
             load,
             running=load.running + self._requests.count(PendingRefinement),
-            waiting=load.waiting + self._requests.count(PendingRequest),
+            waiting=load.waiting + preparing,
+            preparing=preparing,
             images_cached=self._preprocessor.images_cached,
         )
 

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from legato_engine import failpoints
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
+from legato_engine.client.supervisor import EXIT_UNSERVABLE
 from legato_engine.config import EngineConfig
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
@@ -42,6 +42,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.null import engine
+from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
 from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline

@@ -162,6 +162,7 @@ class Load(Value, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    preparing: int = 0  # of those waiting: image or adapter is being prepared, so no step is due
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
     pages_used: int = 0  # by live sequences, shared pages counted once
@@ -172,11 +173,16 @@ class Load(Value, frozen=True):
     decode_steps: PipelineStats | None = None  # None before the second decode step
     kv: KVCacheStats | None = None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is work that a step must take on."""
+        return self.running + self.waiting - self.preparing + self.inflight > 0
+
 
 class Heartbeat(Value, frozen=True):
     """Sent every `heartbeat_interval`, also during a long step.
 
-    An engine with pending work whose `step` does not change is stuck.
+    An engine with work for a step whose `step` does not change is stuck.
     """
 
     step: int

@@ -36,6 +36,7 @@ from legato_engine.ipc.messages import (
 from legato_engine.shm.blob_store import namespace_of
 
 _MAX_EVENTS = 64
+_MAX_WAIT_MS = 24 * 3600 * 1000  # epoll takes at most 2^31 - 1, a deadline may be years away
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -90,14 +91,14 @@ class ServiceConnections:
     def wait(self, timeout_ms: int | None) -> bool:
         """Block until there are commands, room in a full socket, or a write to `wake_fd`.
 
-        Return False when the time is up first. Poll while a request is expected, because waking up
-        takes longer than all host work of a lone request before the device begins; and briefly
-        after the last result.
+        Return False when the time is up first, or after a day. Poll while a request is expected,
+        because waking up takes longer than all host work of a lone request before the device
+        begins; and briefly after the last result.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
         if not self._events:
-            seconds = None if timeout_ms is None else timeout_ms / 1000
+            seconds = None if timeout_ms is None else min(timeout_ms, _MAX_WAIT_MS) / 1000
             self._events = self._poller.poll(seconds, _MAX_EVENTS)
         return bool(self._events)
 

@@ -8,8 +8,10 @@ from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.decoding import content_key, displayed_size, image_id
+from legato_engine.images.decoding import content_key, image_id
+from legato_engine.images.headers import inspect
 from legato_engine.images.leases import ImageLeases
+from legato_engine.images.orientation import displayed_size
 from legato_engine.images.quota import image_quota
 from legato_engine.images.raw import check_raw
 from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
@@ -72,7 +74,8 @@ class NullImages:
         if (cached := self._cached(key)) is not None:
             return cached
         if raw is None:
-            width, height = displayed_size(view, max_pixels=self._max_pixels)
+            header = inspect(view, max_pixels=self._max_pixels, max_bytes=len(view))
+            width, height = displayed_size(view, header)
         else:
             check_raw(raw, max_pixels=self._max_pixels)
             width, height = raw.width, raw.height

@@ -95,7 +95,7 @@ class ImageIntake:
         """
         match image.WhichOneof("source"):
             case "encoded":
-                return await self._encoded(image.encoded)
+                return self._encoded(image.encoded)
             case "raw":
                 return self._raw(image.raw)
             case "image_id":
@@ -121,9 +121,9 @@ class ImageIntake:
                 return as_source(image.format, image.writer.publish())
         return image
 
-    async def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
+    def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
         data = encoded.data  # every access copies the bytes
-        mime_type = await file_type(
+        mime_type = file_type(
             data,
             encoded.mime_type,
             max_bytes=self._max_bytes,

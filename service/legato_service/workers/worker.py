@@ -14,11 +14,11 @@ import msgspec
 import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.supervisor import bind_to_parent
 from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.parent_process import bind_to_parent
 
 from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
