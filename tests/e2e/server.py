@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,19 +38,28 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    Another `module` than the service's takes the same options.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        module: str = "legato_service",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = folder / "server.log"
         self._options = options
+        self._module = module
+        self._environment = {**ENVIRONMENT, **(environment or {})}
         self.address = ""
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", self._module, "--listen", "127.0.0.1:0"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],
-                env=ENVIRONMENT,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
@@ -136,10 +145,13 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process id of its engine; waits for one that is being started."""
-        while not (found := children(self.process.pid)):
+        while not (found := self._engines()):
             time.sleep(0.01)
         (pid,) = found
         return pid
+
+    def _engines(self) -> list[int]:
+        return [pid for pid in children(self.process.pid) if _is_engine(pid)]
 
     def blobs(self) -> list[Path]:
         """Images on their way to the engine."""
@@ -194,6 +206,13 @@ def children(pid: int) -> list[int]:
     """The process ids of a process's own children."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"legato_engine.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> dict[str, str]:
