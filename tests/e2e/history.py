@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 from legato.v1 import inference_pb2, session_pb2, task_pb2
 
 from tests.grammar import Grammar
@@ -41,6 +42,18 @@ class Call:
     failure: Refusal | None = None
     broken_rule: str = ""
     arrivals: list[float] = dataclasses.field(default_factory=list)  # of a stream's events
+
+
+class TaskFailed(Exception):
+    """One of several tasks failed."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        info = error_details_pb2.ErrorInfo()
+        for detail in status.details:
+            detail.Unpack(info)  # False for other kinds
+        codes = {code.value[0]: code for code in grpc.StatusCode}
+        self.refusal = Refusal(codes[status.code], status.message, {"ErrorInfo": info}, {}, 0)
 
 
 Ask = Callable[["Stubs", Call], Awaitable[Answer]]
@@ -105,6 +118,9 @@ class History:
                 else:
                     call.failure = refusal
                     call.num_terminals += 1
+            except TaskFailed as error:
+                call.failure = error.refusal
+                call.num_terminals += 1
             except AssertionError as error:
                 call.broken_rule = str(error) or "a rule of the grammar"
                 call.num_terminals += 1
@@ -174,7 +190,8 @@ def unary(method: str, request: Any) -> Ask:
         cost = _cost(response.info)
         response.ClearField("info")
         for result in getattr(response, "results", ()):
-            assert not result.HasField("error"), str(result.error)
+            if result.HasField("error"):
+                raise TaskFailed(result.error)
         return (bytes_of(response), *cost)
 
     return ask
@@ -195,7 +212,9 @@ def frame(tasks: list[task_pb2.Task], image: Any) -> Ask:
             call.num_refusals += 1
             await asyncio.sleep(_PAUSE)
             return await ask(stubs, call)
-        assert not any(each.HasField("error") for each in results), str(results)
+        for each in results:
+            if each.HasField("error"):
+                raise TaskFailed(each.error)
         return tuple(bytes_of(each) for each in results)
 
     return ask

@@ -27,6 +27,6 @@ def parse(argv: Sequence[str] | None = None) -> ServiceConfig:
 
 
 if __name__ == "__main__":
-    arguments.parse = parse
-    service.EngineClient = functools.partial(EngineClient, limits=LIMITS)  # type: ignore[assignment,misc]
+    vars(arguments)["parse"] = parse
+    vars(service)["EngineClient"] = functools.partial(EngineClient, limits=LIMITS)
     sys.exit(service.main())

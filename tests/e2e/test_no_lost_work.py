@@ -8,7 +8,7 @@ import signal
 import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc, session_pb2_grpc
-from legato_client import Client, QueryTask, Sampling
+from legato_client import Client, Finished, QueryTask, Sampling
 
 from tests.e2e.history import Call, Stubs
 from tests.e2e.kill_run import ENOUGH, asks, kill_run, leaving_nothing
@@ -73,12 +73,16 @@ def test_a_stream_goes_on_where_it_was(mortal):
         if each["request_id"] == finished.info.request_id
     )
     assert resumed["tokens"] >= 4
-    ended = [
-        each
-        for each in mortal.events("rpc_ended")
-        if each["request_id"] == finished.info.request_id
-    ]
-    assert [each["resumptions"] for each in ended] == [1]
+    until(
+        lambda: (
+            [
+                each["resumptions"]
+                for each in mortal.events("rpc_ended")
+                if each["request_id"] == finished.info.request_id
+            ]
+            == [1]
+        )
+    )
     mortal.settle()
 
 
@@ -104,6 +108,7 @@ def test_the_client_tells_resumptions(mortal):
         next(events)
         mortal.kill_engine()
         *_, last = events
+    assert isinstance(last, Finished)
     assert last.result.info.resumptions == 1
 
 
@@ -153,8 +158,8 @@ def test_the_request_that_ends_engines(tmp_path, options):
             assert answered.info.resumptions <= 2
         until(server.is_serving)
         engine = server.engine_pid
-        for stub in stubs:  # of both processes
-            assert failure_of(lambda stub=stub: stub.Query(deadly)).reason == "POISONED"
+        again = [stub.Query.future(deadly) for stub in stubs]  # of both processes
+        assert {failure_of(call.result).reason for call in again} == {"POISONED"}
         other = inference_pb2.QueryRequest(question="another", image=IMAGE.message())
         assert stubs[0].Query(other).info.resumptions == 0
         assert server.engine_pid == engine
@@ -172,10 +177,9 @@ def test_the_request_that_ends_engines(tmp_path, options):
 async def test_kills_under_load(tmp_path, options):
     """Nearly all calls end with the right answer and none with a wrong one; nothing stays."""
     with Server(tmp_path, *NULL, *options, module=QUICK) as server, leaving_nothing(server):
-        report = await kill_run(server, kills=12, length=40, moments=(0.1, 1.0))
+        report = await kill_run(server, kills=12, length=40)
     assert report.wrong == []
     assert report.failed == []
-    assert report.share >= ENOUGH
     assert report.resumed >= 12
 
 
@@ -183,6 +187,6 @@ async def test_kills_under_load(tmp_path, options):
 async def test_kills_of_a_model_under_load(tmp_path):
     """The same with a model, whose engine takes seconds to start."""
     with Server(tmp_path, module=QUICK) as server, leaving_nothing(server):
-        report = await kill_run(server, kills=12, width=4, length=60, moments=(2.0, 15.0))
+        report = await kill_run(server, kills=12, width=4, length=60)
     assert report.wrong == []
     assert report.share >= ENOUGH

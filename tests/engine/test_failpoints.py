@@ -32,7 +32,7 @@ def test_only_the_numbered_hit_raises():
 @pytest.mark.parametrize(
     ("action", "code"), [("exit", failpoints.EXIT_CODE), ("kill", -signal.SIGKILL)]
 )
-def test_the_process_ends(action: str, code: int):
+def test_the_process_ends(action: str, code: int) -> None:
     assert run(f"a={action}", "failpoints.hit('a')").returncode == code
 
 
@@ -45,6 +45,11 @@ def test_corruption_is_left_to_the_site():
 def test_a_share_of_the_hits():
     code = "print(sum(failpoints.hit('a') for _ in range(10000)))"
     assert 2500 < int(run("a=corrupt%30", code).stdout) < 3500
+
+
+def test_only_hits_on_the_subject_count() -> None:
+    code = "print([failpoints.hit('a', each) for each in ('is xy', 'is z', 'xyz')])"
+    assert run("a[xy]=corrupt@2", code).stdout == "[False, False, True]\n"
 
 
 def test_malformed_entries_are_refused():
