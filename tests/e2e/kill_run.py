@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("options", nargs="*", help="of the server, after --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), *given.options, module="tests.e2e.quick_service")
+        server = Server(Path(folder), *given.options, program=("-m", "tests.e2e.quick_service"))
         with server, leaving_nothing(server):
             report = asyncio.run(
                 kill_run(

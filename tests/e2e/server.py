@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,24 +38,25 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
-    Another `module` than the service's takes the same options.
+    Another `program` than the service takes the same options.
     """
 
     def __init__(
         self,
         folder: Path,
         *options: str,
-        module: str = "legato_service",
+        program: Sequence[str] = ("-m", "legato_service"),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = folder / "server.log"
         self._options = options
-        self._module = module
+        self._program = program
         self._environment = {**ENVIRONMENT, **(environment or {})}
         self.address = ""
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", self._module, "--listen", "127.0.0.1:0"]
+        command = [sys.executable, *self._program, "--listen", "127.0.0.1:0"]
+        command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],

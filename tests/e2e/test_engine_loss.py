@@ -14,13 +14,16 @@ from tests.e2e.server import NOT_SERVING, SERVING, Server, exists, failure_of, u
 from tests.grammar import Grammar
 
 SCENE = two_shapes()
+QUICK = ("-m", "tests.e2e.quick_service")
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory):
     """A server whose engine may be killed."""
-    with Server(tmp_path_factory.mktemp("mortal"), module="tests.e2e.quick_service") as running:
+    with Server(
+        tmp_path_factory.mktemp("mortal"), program=("-m", "tests.e2e.quick_service")
+    ) as running:
         yield running
 
 

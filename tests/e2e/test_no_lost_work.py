@@ -17,14 +17,14 @@ from tests.e2e.server import Server, failure_of, until
 from tests.grammar import Grammar
 
 IMAGE = two_shapes()
-QUICK = "tests.e2e.quick_service"
+QUICK = ("-m", "tests.e2e.quick_service")
 NULL = ("--model", "null", "--null-step-ms", "20")
 
 
 @pytest.fixture(scope="module", params=[(), ("--speculation", "fixed:3")], ids=["", "speculation"])
 def mortal(tmp_path_factory, request):
     """A server whose engine may be killed."""
-    with Server(tmp_path_factory.mktemp("mortal"), *request.param, module=QUICK) as running:
+    with Server(tmp_path_factory.mktemp("mortal"), *request.param, program=QUICK) as running:
         yield running
 
 
@@ -119,7 +119,7 @@ async def test_adapters(tmp_path):
         object="red circle",
         options=inference_pb2.RequestOptions(adapter="hazard"),
     )
-    with Server(tmp_path, module=QUICK) as server:
+    with Server(tmp_path, program=QUICK) as server:
         calm = server.inference.Detect(request)
         os.kill(server.engine_pid, signal.SIGSTOP)  # so that it has the request when it dies
         call = server.inference.Detect.future(request)
@@ -138,7 +138,7 @@ FAILPOINT = {"LEGATO_FAILPOINTS": f"engine.poison[{DEADLY}]=kill"}
 @pytest.mark.parametrize("options", [NULL, ()], ids=["null", "legato-tiny"])
 def test_the_request_that_ends_engines(tmp_path, options):
     """It alone ends with POISONED and is refused from then on; the others are answered."""
-    server = Server(tmp_path, *options, "--processes", "2", module=QUICK, environment=FAILPOINT)
+    server = Server(tmp_path, *options, "--processes", "2", program=QUICK, environment=FAILPOINT)
     deadly = inference_pb2.QueryRequest(question=f"say {DEADLY}", image=IMAGE.message())
     with server:
         channels = [
@@ -176,7 +176,7 @@ def test_the_request_that_ends_engines(tmp_path, options):
 @pytest.mark.parametrize("options", [(), ("--processes", "2")], ids=["one", "two"])
 async def test_kills_under_load(tmp_path, options):
     """Nearly all calls end with the right answer and none with a wrong one; nothing stays."""
-    with Server(tmp_path, *NULL, *options, module=QUICK) as server, leaving_nothing(server):
+    with Server(tmp_path, *NULL, *options, program=QUICK) as server, leaving_nothing(server):
         report = await kill_run(server, kills=12, length=40)
     assert report.wrong == []
     assert report.failed == []
@@ -186,7 +186,7 @@ async def test_kills_under_load(tmp_path, options):
 @pytest.mark.slow
 async def test_kills_of_a_model_under_load(tmp_path):
     """The same with a model, whose engine takes seconds to start."""
-    with Server(tmp_path, module=QUICK) as server, leaving_nothing(server):
+    with Server(tmp_path, program=QUICK) as server, leaving_nothing(server):
         report = await kill_run(server, kills=12, width=4, length=60)
     assert report.wrong == []
     assert report.share >= ENOUGH

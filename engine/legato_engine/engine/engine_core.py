@@ -238,13 +238,18 @@ class EngineCore:
             return None
         self._leases.expire()
         idle = self._scheduler.idle
-        found = self._preprocessor.find(source, may_hash=idle)
+        found = self._preprocessor.find(source, tenant=request.tenant, may_hash=idle)
         if isinstance(found, PreprocessedImage):
             return found
         assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
         inline = idle and not self._requests.count(PendingRequest)
         return self._preprocessor.start(
-            source, found, keep=request.cache_image, inline=inline, prefetch=task
+            source,
+            found,
+            tenant=request.tenant,
+            keep=request.cache_image,
+            inline=inline,
+            prefetch=task,
         )
 
     def _admit(self, pending: PendingRequest) -> None:

@@ -54,6 +54,7 @@ class HoldImage(Value, frozen=True):
     owner: str
     ttl: float
     sha256: str = ""  # hex digest of the blob; empty: not checked
+    quota_bytes: int = 0  # of the owner's held images; 0: `image_quota_bytes`
 
 
 class DropImage(Value, frozen=True):

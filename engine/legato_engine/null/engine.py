@@ -87,7 +87,9 @@ class NullEngine:
                 raise self._refusal(request)
             if request.image is not None:
                 self._images.leases.expire()
-                image = self._images.find_or_load(request.image, keep=request.cache_image)
+                image = self._images.find_or_load(
+                    request.image, tenant=request.tenant, keep=request.cache_image
+                )
                 image_seconds = time.monotonic() - arrival
         except LegatoError as error:
             self._fail(request, error)
@@ -129,7 +131,7 @@ class NullEngine:
 
     def drop(self, command: DropImage) -> None:
         try:
-            self._images.leases.drop(command.image_id, command.owner)
+            self._images.drop(command)
             self._send(ImageDropped(request_id=command.request_id))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))

@@ -64,7 +64,7 @@ class OutputProcessor:
         record.rejected += num_accepted < output.num_drafted
         sequence.settle_drafts(row.num_drafts, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, num_accepted, output.num_drafted)
+            self._block_sizes.learn(sequence, output)
         for token in output.tokens:
             self.process(sequence, token)
             if sequence.finalized:

@@ -103,6 +103,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             owner=owner,
             ttl=header.ttl,
             sha256=header.sha256,
+            quota_bytes=_quota_bytes(),
         )
         try:
             return await self._engine.hold(command, restage)
@@ -136,6 +137,12 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             yield asyncio.timeout(max(left, 0))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed") from None
+
+
+def _quota_bytes() -> int:
+    """Of held images, by the call's credential; 0: the server's own."""
+    principal = call.current().principal
+    return 0 if principal is None else principal.quotas.image_bytes
 
 
 def _wall_time(monotonic: float) -> timestamp_pb2.Timestamp:
