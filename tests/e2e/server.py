@@ -39,6 +39,7 @@ class Server:
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
     `environment` has variables to add.
+    Another `program` than the service takes the same options.
     """
 
     def __init__(
@@ -152,10 +153,13 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process id of its engine; waits for one that is being started."""
-        while not (found := children(self.process.pid)):
+        while not (found := self._engines()):
             time.sleep(0.01)
         (pid,) = found
         return pid
+
+    def _engines(self) -> list[int]:
+        return [pid for pid in children(self.process.pid) if _is_engine(pid)]
 
     def blobs(self) -> list[Path]:
         """Images on their way to the engine."""
@@ -210,6 +214,13 @@ def children(pid: int) -> list[int]:
     """The process ids of a process's own children."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"legato_engine.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> dict[str, str]:

@@ -122,6 +122,7 @@ class RunningAlone(Value, frozen=True):
 
     request_id: RequestKey | None
     fingerprint: str = ""
+    is_last: bool = False
 
 
 class PipelineStats(Value, frozen=True):
