@@ -25,6 +25,7 @@ BENCHMARKS = (
     "kernels",
     "kv",
     "lone",
+    "memory",
     "peers",
     "reference",
     "serve",
