@@ -12,6 +12,7 @@ from cuda.bindings import driver, nvrtc, runtime
 
 _MODULES = (driver, nvrtc, runtime)
 _COPY = "cudaMemcpyAsync"
+_pointer_attribute = driver.cuPointerGetAttribute
 
 
 class GuardViolation(AssertionError):
@@ -70,11 +71,10 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 def _checking_copy(call: Callable[..., Any]) -> Callable[..., Any]:
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-    memory_type = driver.cuPointerGetAttribute
 
     def copy(to: int, source: int, *rest: Any) -> Any:
         for address in (to, source):
-            result, _ = memory_type(attribute, address)
+            result, _ = _pointer_attribute(attribute, address)
             if result != driver.CUresult.CUDA_SUCCESS:
                 raise GuardViolation("a warm loop copies from or to memory that is not page-locked")
         return call(to, source, *rest)
