@@ -30,12 +30,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--settings", default="off,seed", help="of --speculation")
     arguments = parser.parse_args(argv)
     rows = []
+    alive: list[Assembly] = []  # the driver keeps memory of graphs that are destroyed
     for streams in map(int, arguments.streams.split(",")):
         config = msgspec.structs.replace(model_config(arguments), max_running=streams)
         assembly = assemble(config)
         for setting in arguments.settings.split(","):
-            _used(assembly, setting, 1)  # what the process takes once
-            few, many = (_used(assembly, setting, slots) for slots in _SLOTS)
+            _used(assembly, setting, 1, alive)  # what the process takes once
+            few, many = (_used(assembly, setting, slots, alive) for slots in _SLOTS)
             rows.append(
                 {
                     "streams": streams,
@@ -45,8 +46,6 @@ def main(argv: Sequence[str]) -> int:
                 }
             )
         assembly.device.close()
-        del assembly
-        _collect()
     heads = ("largest batch", "speculation", "runner of one slot, MiB", "each further slot, MiB")
     cells = [
         [row["streams"], row["setting"], f"{row['runner_mib']:.0f}", f"{row['slot_mib']:.1f}"]
@@ -57,27 +56,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _used(assembly: Assembly, setting: str, slots: int) -> int:
+def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
     before, usual = _free(), model_runner.NUM_SLOTS
     model_runner.NUM_SLOTS = slots
     try:
-        made = speculating(assembly, setting)
-        after = _free()
+        alive.append(speculating(assembly, setting))
     finally:
         model_runner.NUM_SLOTS = usual
-    del made
-    _collect()
-    return before - after
+    return before - _free()
 
 
 def _free() -> int:
-    _collect()
-    free: int = torch.cuda.mem_get_info()[0]
-    return free
-
-
-def _collect() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free
