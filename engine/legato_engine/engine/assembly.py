@@ -22,7 +22,7 @@ from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.engine.warm_up import warm_up
 from legato_engine.errors import InvalidField
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.images.quota import image_quota
@@ -137,7 +137,7 @@ class Assembly:
     ) -> EngineCore:
         """Make an engine; `wake` is called on other threads."""
         config = self.config
-        cache = ImageCache[PreparedImage](config.image_cache_bytes)
+        cache = ImageCache[ImageKey, PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
             self.frontend,
             cache,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
@@ -155,6 +156,7 @@ class ModelRunner:
             self._device.compute.submit(self._drafts.forget)
 
     def forward(self, launch: Launch) -> None:
+        failpoints.hit("engine.forward")
         rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
@@ -181,8 +183,11 @@ class ModelRunner:
         """Upload the constraints on the copy stream, sample, and start the copy back."""
         slot, events = self._slots[launch.slot], self._events[launch.slot]
         compute, copy = self._device.compute, self._device.copy
+        failpoints.hit("engine.sample")
         rows = launch.plan.sampled_rows
         if rows:
+            if failpoints.hit("sample.nan"):
+                compute.submit(lambda: _corrupt(slot))
             count = self._staging.constraints(slot, rows, constraints)
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
@@ -256,6 +261,10 @@ class ModelRunner:
         if self._staging.grown(slot, decodes):
             slot.grown.upload(self._device.compute)
             self._backend.grow(index)
+
+
+def _corrupt(slot: DecodeSlot) -> None:
+    slot.logits_RV[:1].fill_(torch.nan)
 
 
 def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
