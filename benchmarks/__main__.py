@@ -26,6 +26,7 @@ BENCHMARKS = (
     "kernels",
     "kv",
     "lone",
+    "memory",
     "peers",
     "reference",
     "serve",
