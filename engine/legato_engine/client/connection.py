@@ -11,6 +11,7 @@ import structlog
 from legato_engine.client.monitor import EngineMonitor, EngineState
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.request_stream import RequestStream
+from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.core import WITH_BLOB, Request, RequestKey
 from legato_engine.errors import (
     Draining,
@@ -42,6 +43,8 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore
@@ -67,6 +70,7 @@ class EngineConnection(EngineMonitor):
         self._transport: EngineTransport | None = None
         self._policy = policy
         self._busy_poll = BusyPoll()
+        self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
         self.blobs = BlobStore(namespace)
 
     # ------------------------------------------------------------ lifecycle
@@ -242,6 +246,9 @@ class EngineConnection(EngineMonitor):
                 self._on_loading(message)
             case Ready():
                 self._on_ready(message)
+                self.timeline.renew()
+            case TimelineBatch():
+                self.timeline.deliver(message)
             case ImageHeld() | ImageDropped() | Stopped():
                 self._commands.resolve(message)
 

@@ -81,6 +81,7 @@ class OutputSink:
                 timings=_timings(sequence, request),
                 image=request.image,
                 tokens=tuple(request.tokens),
+                preemptions=sequence.pages.num_preemptions,
             ),
         )
 

@@ -28,6 +28,7 @@ from legato_engine.images.decoding import (
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
+from legato_engine.ipc.messages import ImageTotals
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 
@@ -85,6 +86,9 @@ class Preprocessor:
         self._memory = memory
         self._max_inline_pixels = max_inline_pixels
         self._seen = SeenImages()
+        self._count_lock = threading.Lock()
+        self._num_decoded = 0
+        self._num_found = 0
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
         self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
         self._prefetcher = threading.Thread(
@@ -95,6 +99,13 @@ class Preprocessor:
     @property
     def images_cached(self) -> int:
         return len(self._cache)
+
+    @property
+    def totals(self) -> ImageTotals:
+        """Without `held_bytes`."""
+        return ImageTotals(
+            decoded=self._num_decoded, found=self._num_found, cached_bytes=self._cache.num_bytes
+        )
 
     def find(
         self, source: ImageSource, *, may_hash: bool
@@ -207,6 +218,8 @@ class Preprocessor:
         image = self._cache.get(name)
         if image is None:
             return None
+        with self._count_lock:
+            self._num_found += 1
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
@@ -233,6 +246,8 @@ class Preprocessor:
         info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
         self._seen.add(loaded.view)
+        with self._count_lock:
+            self._num_decoded += 1
         if keep:
             self._cache.put(loaded.image_id, image, image.num_bytes)
         return image

@@ -28,6 +28,8 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
     decode_command,
     encode,
 )
@@ -72,6 +74,7 @@ class ServiceConnections:
         self._connections: dict[int, _ServiceConnection] = {}
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
+        self._watching: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
         self._events: list[tuple[int, int]] = []
         self._poll_until = 0.0  # monotonic seconds; 0 before the first `Expect`
@@ -162,6 +165,9 @@ class ServiceConnections:
                 if self._busy_poll:
                     self._poll_until = time.monotonic() + EXPECTED_REQUEST
                 return ()
+            case WatchTimeline(watching=watching):
+                (self._watching.add if watching else self._watching.discard)(connection)
+                return ()
         return (command,)
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
@@ -198,6 +204,7 @@ class ServiceConnections:
         self._poller.unregister(connection.socket)
         connection.socket.close()
         self._posted.discard(connection)
+        self._watching.discard(connection)
         if connection.namespace:
             self._on_disconnect(connection.namespace)
 
@@ -230,6 +237,19 @@ class ServiceConnections:
         if connection is not None:
             self.post(output)
             self._flush(connection)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a process watches the timeline."""
+        return bool(self._watching)
+
+    def send_timeline(self, batch: TimelineBatch) -> None:
+        """Send to the processes that watch, without those that read too slowly."""
+        frame = encode(batch)
+        for connection in self._watching:
+            if not connection.is_full:
+                connection.unsent.add(frame)
+                self._flush(connection)
 
     def flush(self) -> None:
         """Send what the sockets take; `receive` sends the rest."""

@@ -25,6 +25,7 @@ from legato_engine.ipc.messages import (
     Failed,
     HoldImage,
     ImageDropped,
+    ImageTotals,
     Load,
     ModelInfo,
     Queued,
@@ -144,6 +145,9 @@ class NullEngine:
             rows_used=len(self._running),
             images_cached=len(self._images),
         )
+
+    def image_totals(self) -> ImageTotals:
+        return self._images.totals
 
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait if all were as long as the longest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, task_pb2
 from legato_engine import core
-from legato_engine.ipc.messages import Done, PipelineStats, Queued, Started
+from legato_engine.ipc.messages import Done, PipelineStats, Queued, Started, TimelineSpan
 
 from legato_service.convert.response_info import (
     FINISH_REASONS,
@@ -127,6 +127,21 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
         blocking_ms=stats.blocking_ms,
         zombie_ratio=stats.zombie_ratio,
         predicted_gain=stats.predicted_gain,
+        observed_gain=stats.observed_gain,
+    )
+
+
+def timeline_span(span: TimelineSpan) -> admin_pb2.TimelineSpan:
+    return admin_pb2.TimelineSpan(
+        lane=span.lane,
+        name=span.name,
+        start_ns=span.start,
+        duration_ns=span.duration,
+        launch=span.launch,
+        kind=span.kind,
+        rows=span.rows,
+        riding=span.riding,
+        zombies=span.zombies,
     )
 
 
