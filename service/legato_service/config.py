@@ -24,6 +24,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: str = "127.0.0.1:50051"  # host:port; port 0: any free port
     admin_listen: str = ""  # host:port or unix:path for AdminService alone; empty: see `admin_on`
+    metrics_listen: str = ""  # host:port of HTTP scrapes; empty: none
+    metrics: bool = False  # record those of RPCs also without `metrics_listen`
+    metrics_tenants: int = 10  # tenants with a label of their own
+    vllm_metrics: bool = True  # repeat metrics under vLLM's names
+    otlp_endpoint: str = ""  # URL of a collector for spans; empty: none are made
+    trace_ratio: float = 1.0  # of the calls that bring no decision of their own
     insecure: bool = False  # allow an unprotected listener beyond loopback
     processes: int = 1
     engine: EngineConfig = EngineConfig()
@@ -48,6 +54,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
+    def records_metrics(self) -> bool:
+        return self.metrics or bool(self.metrics_listen)
+
+    @property
     def admin_on(self) -> str:
         """The address of AdminService; empty: it is off.
 
@@ -65,6 +75,8 @@ def check(config: ServiceConfig) -> None:
     addresses.check("--listen", config.listen, insecure=config.insecure, unix=False)
     if config.admin_listen:
         addresses.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
+    if config.metrics_listen:  # nothing but counts; a scraper is mostly another machine
+        addresses.check("--metrics-listen", config.metrics_listen, insecure=True, unix=False)
     for name in _POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")

@@ -62,6 +62,7 @@ async def serve(
                 config,
                 engine,
                 lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
+                lambda: server.metrics.snapshot(),  # noqa: PLW0108 - the same
             )
             server = Server(config, engine, engine.blobs, peers=workers)
             port = await server.start()
@@ -115,6 +116,8 @@ def _log_admin(server: Server) -> None:
         log.warning("admin_disabled", reason="other machines reach --listen; set --admin-listen")
     else:
         log.info("admin_listening", address=server.admin_address)
+    if server.metrics_address:
+        log.info("metrics_listening", address=server.metrics_address)
 
 
 async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) -> None:

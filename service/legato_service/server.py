@@ -29,6 +29,10 @@ from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import LAST_WRITES, Drain
 from legato_service.lifecycle.peers import Peers
+from legato_service.metrics.calls import CallMetrics
+from legato_service.metrics.collector import Collector
+from legato_service.metrics.listener import MetricsListener
+from legato_service.metrics.snapshot import Snapshot
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
@@ -44,6 +48,7 @@ from legato_service.servicer.server import ServerServicer
 from legato_service.servicer.session import SessionServicer
 from legato_service.session.registry import SessionRegistry
 from legato_service.session.session import SessionLimits
+from legato_service.tracing.settings import tracer
 
 log = structlog.get_logger("legato.service")
 
@@ -78,7 +83,23 @@ class Server:
         self._drain = Drain(self._requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.idempotency_cache = IdempotencyCache()
-        self._call_log = CallLog()
+        number = 0 if peers is None else peers.number
+        calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
+        self.tracer = tracer(config, lambda: engine.model.name if engine.model else "")
+        self._call_log = CallLog([each for each in (calls, self.tracer) if each is not None])
+        self.metrics = Collector(
+            config,
+            engine,
+            self._requests,
+            self.sessions,
+            calls,
+            self._call_log,
+            number=number,
+            gather=None if peers is None else peers.gather,
+        )
+        serves_metrics = bool(config.metrics_listen) and number == 0
+        self._scrapes = MetricsListener(self.metrics.exposition) if serves_metrics else None
+        self.metrics_address = ""  # empty: there is no listener
         self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
@@ -92,8 +113,7 @@ class Server:
         self._health_task: asyncio.Task[None] | None = None
         self._grpc = self._listener(shared=config.processes > 1)
         # Only the first process has the operator's listener.
-        is_first = peers is None or peers.is_first
-        self._admin_grpc = self._listener() if config.admin_listen and is_first else None
+        self._admin_grpc = self._listener() if config.admin_listen and number == 0 else None
         self.admin_address = ""  # empty: AdminService is off
         admin = AdminServicer(
             engine,
@@ -103,6 +123,7 @@ class Server:
             drain=self.begin_drain if peers is None else peers.drain,
             abort_elsewhere=None if peers is None else peers.abort,
             default_grace=config.drain_grace,
+            scrape=self.metrics.exposition,
         )
         self._add_services(admin, blobs)
         engine.subscribe(lambda _: self._health.update())
@@ -160,6 +181,9 @@ class Server:
             max_age=self._config.max_session_age,
         )
 
+    async def snapshot(self) -> Snapshot:
+        return self.metrics.snapshot()
+
     @property
     def num_in_flight(self) -> int:
         return len(self._requests)
@@ -176,7 +200,10 @@ class Server:
             await self._admin_grpc.start()
         elif self._config.admin_on and not self._config.admin_listen:
             self.admin_address = address
+        if self._scrapes is not None:
+            self.metrics_address = await self._scrapes.start(self._config.metrics_listen)
         await self._grpc.start()
+        self.metrics.start()
         self._health.update()
         self._health_task = asyncio.create_task(
             self._health.keep_updated(self._config.health_interval), name="health"
@@ -220,8 +247,13 @@ class Server:
             self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
+        self.metrics.close()
         drained = len(self._requests) + len(self.sessions) == 0
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
         self._call_log.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
+        if self.tracer is not None:
+            await self.tracer.close()

@@ -72,6 +72,8 @@ class EngineConnection(EngineMonitor):
         self._busy_poll = BusyPoll()
         self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
         self.blobs = BlobStore(namespace)
+        self.restarts = 0
+        self.resumptions = 0
 
     # ------------------------------------------------------------ lifecycle
 

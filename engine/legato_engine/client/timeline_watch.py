@@ -39,8 +39,9 @@ class TimelineWatch:
             watcher.batches.append(batch)
             watcher.arrived.set()
 
-    async def batches(self) -> AsyncGenerator[TimelineBatch, None]:
-        """Yield the batches from now on. Close the generator to end."""
+    async def batches(self, seconds: float | None = None) -> AsyncGenerator[TimelineBatch, None]:
+        """Yield the batches of so many seconds, or until the generator is closed."""
+        until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         watcher = _Watcher()
         self._watchers.add(watcher)
         self.renew()
@@ -49,7 +50,11 @@ class TimelineWatch:
                 while watcher.batches:
                     yield watcher.batches.popleft()
                 watcher.arrived.clear()
-                await watcher.arrived.wait()
+                try:
+                    async with asyncio.timeout_at(until):
+                        await watcher.arrived.wait()
+                except TimeoutError:
+                    return
         finally:
             self._watchers.discard(watcher)
             if not self._watchers:

@@ -161,14 +161,16 @@ class ServiceConnections:
                     self._release(key, connection)
             case StopElsewhere():
                 return self._stop_elsewhere(command, connection)
-            case Expect():
-                if self._busy_poll:
-                    self._poll_until = time.monotonic() + EXPECTED_REQUEST
-                return ()
-            case WatchTimeline(watching=watching):
-                (self._watching.add if watching else self._watching.discard)(connection)
+            case Expect() | WatchTimeline():
+                self._note(command, connection)
                 return ()
         return (command,)
+
+    def _note(self, command: Expect | WatchTimeline, sender: _ServiceConnection) -> None:
+        if isinstance(command, WatchTimeline):
+            (self._watching.add if command.watching else self._watching.discard)(sender)
+        elif self._busy_poll:
+            self._poll_until = time.monotonic() + EXPECTED_REQUEST
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
         found = [

@@ -86,6 +86,7 @@ class Dispatcher:
                 estimated_wait_ms=round(wait * 1000),
                 time_left_ms=round(left * 1000),
             )
+        rpc.estimated_wait = wait
         rpc.deadline = deadline = time.monotonic() + left
         return self._registry.enter(key, deadline)
 
@@ -209,4 +210,6 @@ def _record(done: Done) -> None:
     """An RPC may have several requests."""
     rpc = call.current()
     rpc.timings = done.timings
+    if rpc.on_done is not None:
+        rpc.on_done(rpc, done)
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

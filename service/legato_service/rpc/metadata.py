@@ -68,6 +68,7 @@ def _trace(call: Call, value: str) -> None:
     if not trace_id:
         raise _malformed(trace_context.KEY, "must be a W3C trace context")
     call.trace_id = trace_id
+    call.traceparent = value
 
 
 def _attempts(call: Call, value: str) -> None:

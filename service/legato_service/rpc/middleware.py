@@ -46,6 +46,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._expect = expect
         self._stall_timeout = stall_timeout
         self._call_log = call_log
+        self._starts, self._on_done = call_log.starts, call_log.on_done
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
 
@@ -74,7 +75,10 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             wrapped = self._wrapped[method] = self._wrap(handler)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
-        CURRENT.set(Call(method, metadata=handler_call_details.invocation_metadata or ()))
+        given = handler_call_details.invocation_metadata or ()
+        CURRENT.set(Call(method, metadata=given, on_done=self._on_done))
+        if self._starts is not None:
+            self._starts[method] += 1
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
