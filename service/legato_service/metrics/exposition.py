@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -22,6 +24,7 @@ from legato_service.metrics import catalogue
 from legato_service.metrics.catalogue import Kind
 from legato_service.metrics.snapshot import Bins, Snapshot, Value
 
+_OPENMETRICS = "application/openmetrics-text"
 _END = b"# EOF\n"  # of OpenMetrics
 
 
@@ -50,6 +53,9 @@ async def render(
     The event loop gets its turn after each family, because a whole text takes milliseconds.
     """
     encode, content_type = choose_encoder(accept)
+    if content_type.startswith(_OPENMETRICS):
+        # All names are valid as they are; its other escapings replace the colons of samples.
+        encode = functools.partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
     values: dict[str, list[Value]] = {}
     bins: dict[str, list[Bins]] = {}
     for value in snapshot.values:
