@@ -57,9 +57,7 @@ async def test_counters_and_histograms_are_those_of_the_calls():
         assert found.value(f"{series}_sum", skill="query") == pytest.approx(3 * seconds)
         assert found.value(f"{series}_bucket", skill="query", le="+Inf") == 3
     assert found.value("legato_request_seconds_count", skill="query") == 3
-    assert found.value("legato_wait_estimate_error_seconds_sum") == pytest.approx(
-        4 * TIMINGS.queue
-    )
+    assert found.value("legato_wait_estimate_error_seconds_sum") == pytest.approx(4 * TIMINGS.queue)
     ttft = "gen_ai_server_time_to_first_token_seconds_sum"
     assert found.value(ttft, gen_ai_operation_name="query") == pytest.approx(
         3 * TIMINGS.first_token
