@@ -29,6 +29,7 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
+    "telemetry",
 )
 
 
