@@ -27,6 +27,8 @@ def test_the_dashboard_is_what_its_program_writes():
     """A change belongs into make_dashboard.py."""
     path = DEPLOY / "grafana" / "make_dashboard.py"
     spec = importlib.util.spec_from_file_location("make_dashboard", path)
+    assert spec is not None
+    assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     assert json.loads(DASHBOARD.read_text()) == made.dashboard()
@@ -36,7 +38,7 @@ def test_panels_have_places_of_their_own():
     """No two panels overlap, and ids are unique."""
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    taken = set()
+    taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
         cells = {

@@ -8,7 +8,7 @@ import urllib.request
 
 import grpc
 import pytest
-from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
 from legato_client import Client, QueryTask
 
 from tests.deploy.expressions import expressions, rules, selectors
@@ -18,6 +18,7 @@ from tests.service.metrics.scrapes import Scrape
 
 CONNECTIONS = 16  # all of them on one of two processes is practically impossible
 CALLS = 2  # on each
+SAMPLING = task_pb2.Sampling(max_tokens=12, temperature=0.0)
 OPTIONS = ("--metrics-listen", "127.0.0.1:0", "--processes", "2", "--speculation", "fixed:2")
 _SCRAPED_ELSEWHERE = {"instance", "job"}  # labels that Prometheus adds
 
@@ -36,8 +37,7 @@ def ask(server):
         with grpc.insecure_channel(server.address, options=options) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             for _ in range(CALLS):
-                sampling = {"max_tokens": 12, "temperature": 0.0}
-                stub.Query(inference_pb2.QueryRequest(question="what?", sampling=sampling))
+                stub.Query(inference_pb2.QueryRequest(question="what?", sampling=SAMPLING))
             with pytest.raises(grpc.RpcError):
                 stub.Detect(inference_pb2.DetectRequest(object=f"{number}"))
 
@@ -143,10 +143,10 @@ def test_the_timeline_of_a_running_server(server, tmp_path):
     named = {lanes[e["tid"]] for e in spans}
     assert {"cpu plan", "cpu commit", "device compute", "slot 0"} <= named
     assert {e["cat"] for e in spans} == {"prefill", "decode"}
-    for lane in lanes:
+    for lane, name in lanes.items():
         own = sorted((e for e in spans if e["tid"] == lane), key=lambda e: e["ts"])
         for before, after in itertools.pairwise(own):
-            assert before["ts"] + before["dur"] <= after["ts"] + 0.01, lanes[lane]
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.01, name
 
 
 def test_images_are_counted(server):

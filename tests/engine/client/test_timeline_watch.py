@@ -15,7 +15,7 @@ def batch(number):
 
 async def test_the_engine_is_asked_while_a_caller_watches():
     """The first watcher begins, a new engine is asked again, the last watcher ends it."""
-    asked = []
+    asked: list[bool] = []
     watch = TimelineWatch(asked.append)
     watch.renew()
     assert asked == []

@@ -34,6 +34,11 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 
     seconds = 0.0
 
+    def GetLoad(self, request, context):
+        raise NotImplementedError
+
+    Abort = Drain = GetLoad
+
     def WatchTimeline(self, request, context):
         self.seconds = request.duration.ToMilliseconds() / 1000
         yield from messages()
