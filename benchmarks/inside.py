@@ -41,7 +41,7 @@ class InsideEngine:
     load = Load()
     estimated_wait = 0.0
     step_totals, image_totals = StepTotals(), ImageTotals()
-    pid = restarts = resumptions = 0
+    pid = restarts = resumptions = num_poisoned = 0
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())

@@ -90,7 +90,7 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                     "restarts",
                 ),
                 (
-                    f"increase({_gauge('legato_engine_resumptions_total')}[$__rate_interval])",
+                    f"increase({_gauge('legato_requests_resumed_total')}[$__rate_interval])",
                     "resumed",
                 ),
             ],

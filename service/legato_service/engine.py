@@ -7,7 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamOutput
+from legato_engine.client.request_stream import Restage, StreamOutput
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import (
@@ -79,7 +79,12 @@ class Engine(Protocol):
 
     @property
     def resumptions(self) -> int:
-        """Requests that went on with another engine."""
+        """Requests of this process that went on with another engine."""
+        ...
+
+    @property
+    def num_poisoned(self) -> int:
+        """Requests of this process that ended because they had ended engines."""
         ...
 
     @property
@@ -101,9 +106,13 @@ class Engine(Protocol):
         """Announce that a request may be submitted soon."""
         ...
 
-    def submit(self, request: core.Request) -> Stream: ...
+    def submit(
+        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> Stream:
+        """`restage` stages the image again; with `may_wait` the request waits for an engine."""
+        ...
 
-    async def hold(self, command: HoldImage) -> ImageHeld: ...
+    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld: ...
 
     async def drop(self, command: DropImage) -> None: ...
 

@@ -47,6 +47,7 @@ class Server:
 
     def __enter__(self) -> Server:
         command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],

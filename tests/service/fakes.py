@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream, StreamOutput
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
@@ -59,7 +59,7 @@ class FakeEngine:
         self.load = Load()
         self.step_totals = StepTotals()
         self.image_totals = ImageTotals()
-        self.pid = self.restarts = self.resumptions = 0
+        self.pid = self.restarts = self.resumptions = self.num_poisoned = 0
         self.watched: list[bool] = []  # what the engine was asked
         self.timeline = TimelineWatch(self.watched.append)
         self.step = 0
@@ -106,14 +106,16 @@ class FakeEngine:
         """Count expected requests."""
         self.expected += 1
 
-    def submit(self, request: core.Request) -> RequestStream:
+    def submit(
+        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> RequestStream:
         """Register at once and discard the blob in any case, as the real one does."""
         refusals: dict[EngineState, LegatoError] = {
             EngineState.STARTING: EngineStarting("loading"),
             EngineState.LOST: EngineLost("restarting"),
             EngineState.DRAINING: Draining("draining"),
         }
-        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
         if self.state in refusals:
             self._forget(stream)
             raise refusals[self.state]
@@ -122,7 +124,7 @@ class FakeEngine:
         self.script(self, stream)
         return stream
 
-    async def hold(self, command: HoldImage) -> ImageHeld:
+    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld:
         """Do nothing; the test feeds the stream itself."""
         self.holds.append(command)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from legato_engine import failpoints
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
 from legato_engine.config import EngineConfig
+from legato_engine.engine.quarantine import Quarantine
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -120,7 +123,8 @@ def serve(
         core, model = _open(config, blobs, connections, wake_fd, telemetry)
     except (InvalidField, ModelNotFound) as error:
         raise UnservableConfig(error) from None
-    loop = EngineLoop(core, telemetry, connections, vitals)
+    quarantine = Quarantine(core, functools.partial(_apply, core), connections.announce)
+    loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
@@ -190,6 +194,7 @@ class EngineLoop:
     telemetry: Telemetry
     connections: ServiceConnections
     vitals: Vitals
+    quarantine: Quarantine
 
     def run(self) -> None:
         """Serve until `Shutdown`.
@@ -197,7 +202,7 @@ class EngineLoop:
         What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
         publishing would cost more than the requests.
         """
-        core, connections = self.core, self.connections
+        core, connections, quarantine = self.core, self.connections, self.quarantine
         while True:
             connections.flush()
             if self.vitals.due:
@@ -212,16 +217,19 @@ class EngineLoop:
             for command in connections.receive():
                 if isinstance(command, Shutdown):
                     return
-                _apply(core, command)
+                quarantine.receive(command)
             core.step()
+            quarantine.advance()
 
     def publish(self) -> None:
         self.vitals.due = False
         self.telemetry.stream.flush()
         steps = self.telemetry.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        load = self.core.load()
+        waiting = load.waiting + self.quarantine.num_held
         self.vitals.beat = Heartbeat(
             step=self.core.steps_committed,
-            load=msgspec.structs.replace(self.core.load(), decode_steps=steps),
+            load=msgspec.structs.replace(load, waiting=waiting, decode_steps=steps),
             estimated_wait=self.core.estimated_wait(),
             steps=self.telemetry.counter.totals(),
             images=self.core.image_totals(),
@@ -245,6 +253,8 @@ def _send(connections: ServiceConnections, output: EngineOutput) -> None:
 def _apply(core: Core, command: Command) -> None:
     match command:
         case Submit(request=request):
+            if failpoints.ACTIVE:
+                failpoints.hit("engine.poison", str(request.task))
             core.submit(request)
         case Abort(request_id=request_id):
             core.abort(request_id)

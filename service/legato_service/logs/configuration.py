@@ -24,7 +24,9 @@ def configure(level: str, *, terminal: bool) -> None:
         _stamped,
     ]
     number = logging.getLevelNamesMapping()[level.upper()]
-    last: list[Processor] = [structlog.dev.ConsoleRenderer()]
+    # The usual tracebacks show local variables, and with them prompts and credentials.
+    plain = structlog.dev.plain_traceback
+    last: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     factory: Callable[..., Any] = structlog.WriteLoggerFactory(file=sys.stderr)
     wrapper: type[Any] = structlog.make_filtering_bound_logger(number)
     if not terminal:

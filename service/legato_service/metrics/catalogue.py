@@ -137,6 +137,8 @@ REQUESTS = (
 )
 PROCESSES = (
     Metric("legato_requests_in_flight", _G, "Requests that service processes have open."),
+    Metric("legato_requests_resumed", _C, "Times that requests went on with another engine."),
+    Metric("legato_requests_poisoned", _C, "Requests that ended because they end engines."),
     Metric("legato_sessions_open", _G, "Sessions that are open."),
     Metric(
         "legato_sessions_waiting_for_credits", _G, "Sessions whose results wait for the client."
@@ -171,7 +173,6 @@ ENGINE = (
     ),
     Metric("legato_engine_state", _G, "1 for the engine's state, else 0.", ("state",)),
     Metric("legato_engine_restarts", _C, "Engines started after one was lost."),
-    Metric("legato_engine_resumptions", _C, "Requests resumed on another engine."),
     Metric("legato_engine_heartbeat_age_seconds", _G, "Time since the engine's last heartbeat."),
     Metric("legato_engine_requests_running", _G, "Requests that decode."),
     Metric("legato_engine_requests_waiting", _G, "Requests that wait."),

@@ -92,6 +92,8 @@ class Collector:
         totals = self._sessions.totals
         self._take_frame_ages()
         snapshot.add("legato_requests_in_flight", len(self._requests))
+        snapshot.add("legato_requests_resumed", self._engine.resumptions)
+        snapshot.add("legato_requests_poisoned", self._engine.num_poisoned)
         snapshot.add("legato_sessions_open", len(self._sessions))
         waiting = self._sessions.num_waiting_for_credits
         snapshot.add("legato_sessions_waiting_for_credits", waiting)

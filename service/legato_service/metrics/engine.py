@@ -19,7 +19,6 @@ def write(snapshot: Snapshot, engine: Engine) -> None:
     for state in EngineState:
         snapshot.add("legato_engine_state", float(engine.state is state), state.value)
     snapshot.add("legato_engine_restarts", engine.restarts)
-    snapshot.add("legato_engine_resumptions", engine.resumptions)
     age = time.monotonic() - engine.last_heartbeat
     snapshot.add("legato_engine_heartbeat_age_seconds", max(0.0, age))
     snapshot.add("legato_engine_estimated_wait_seconds", engine.estimated_wait)

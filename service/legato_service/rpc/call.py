@@ -14,7 +14,10 @@ from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 
-ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+from legato_service.access.identifiers import IDENTIFIER
+from legato_service.access.principal import Principal
+
+ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
 
 
@@ -33,7 +36,8 @@ class Call(msgspec.Struct, eq=False):
     request_id: str = msgspec.field(default_factory=_new_id)
     is_named: bool = False  # by the client or a proxy
     started: float = msgspec.field(default_factory=time.monotonic)
-    tenant: str = ""
+    principal: Principal | None = None  # None: without a credential
+    tenant: str = ""  # the principal's, if any; else as the caller says
     priority: int = 0
     client: str = ""  # name and version of its software
     trace_id: str = ""
@@ -50,6 +54,7 @@ class Call(msgspec.Struct, eq=False):
     span_id: str = ""  # of its own span
     arrived_ns: int = 0  # when its first request reached the engine, in `time.time_ns()`
     on_done: Callable[[Call, Done], None] | None = None  # takes the end of each request of it
+    resumptions: int = 0
 
     @property
     def key(self) -> RequestKey:

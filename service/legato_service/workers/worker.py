@@ -20,6 +20,7 @@ from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
 
+from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.peers import abort_elsewhere
@@ -88,7 +89,13 @@ async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.so
     channel = await ControlChannel.over(connection)
     engine = EngineConnection(settings.namespace, policy, settings.number)
     first = _FirstProcess(settings.number, channel, engine)
-    server = Server(settings.config, engine, engine.blobs, peers=first)
+    try:
+        server = Server(settings.config, engine, engine.blobs, peers=first)
+    except FileRejected as error:  # the files of credentials changed since the first process began
+        log.error("configuration_rejected", number=settings.number, reason=str(error))
+        await engine.close()
+        channel.close()
+        return 1
     first.exchange = MetricsExchange(channel, server.snapshot)
     listening = asyncio.create_task(_listen(channel, server, first.exchange))
     drained = asyncio.create_task(server.drained())

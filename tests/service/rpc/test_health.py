@@ -106,3 +106,11 @@ def test_a_silent_engine_is_not_ready():
     progress = Progress(engine, stuck_after=30, silent_after=5)
     assert progress.is_ready(104.0)
     assert not progress.is_ready(105.0)
+
+
+async def test_all_statuses_are_listed():
+    """Of every service, and of the process itself."""
+    async with running() as server:
+        listed = await server.health.List(health_pb2.HealthListRequest())
+        assert listed.statuses[""].status == health_pb2.HealthCheckResponse.SERVING
+        assert "legato.v1.InferenceService" in listed.statuses
