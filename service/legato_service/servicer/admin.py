@@ -12,6 +12,7 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import TimelineBatch
 
 from legato_service.convert import responses
 from legato_service.convert.response_info import duration
@@ -130,11 +131,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def WatchTimeline(
         self, request: pb.WatchTimelineRequest, context: Context
     ) -> AsyncIterator[pb.WatchTimelineResponse]:
+        """An idle engine sends nothing, so the first response does not wait for it."""
         seconds = None
         if request.HasField("duration"):
             seconds = request.duration.ToNanoseconds() / 1e9
             if seconds <= 0:
                 raise InvalidField("must be positive", field="duration")
+        yield responses.timeline(
+            TimelineBatch(spans=(), decode_steps=self._engine.load.decode_steps)
+        )
         async with aclosing(self._engine.timeline.batches(seconds)) as batches:
             async for batch in batches:
                 yield responses.timeline(batch)

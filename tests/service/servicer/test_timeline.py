@@ -4,7 +4,7 @@ import asyncio
 
 from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2
-from legato_engine.ipc.messages import PipelineStats, TimelineBatch, TimelineSpan
+from legato_engine.ipc.messages import Load, PipelineStats, TimelineBatch, TimelineSpan
 
 from tests.service.harness import refusal, running, until
 
@@ -29,7 +29,10 @@ STEPS = PipelineStats(
 async def test_spans_and_gains_arrive_while_a_caller_watches():
     """A batch is one message; the engine is asked to begin, and to end when the caller leaves."""
     async with running() as server:
+        server.engine.load = Load(decode_steps=STEPS)
         call = server.admin.WatchTimeline(admin_pb2.WatchTimelineRequest())
+        first = await call.read()
+        assert (len(first.spans), first.decode_steps.steps) == (0, 9)
         await until(lambda: server.engine.watched == [True])
         server.engine.timeline.deliver(TimelineBatch(spans=(SPAN, SPAN), decode_steps=STEPS))
         message = await call.read()
@@ -56,7 +59,8 @@ async def test_the_duration_ends_the_call():
     async with running() as server:
         request = admin_pb2.WatchTimelineRequest(duration=duration_pb2.Duration(nanos=10_000_000))
         async with asyncio.timeout(60):
-            assert [message async for message in server.admin.WatchTimeline(request)] == []
+            messages = [message async for message in server.admin.WatchTimeline(request)]
+        assert messages == [admin_pb2.WatchTimelineResponse()]
         assert server.engine.watched == [True, False]
 
 

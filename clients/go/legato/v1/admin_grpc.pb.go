@@ -48,7 +48,8 @@ type AdminServiceClient interface {
 	// server does not record them.
 	GetMetrics(ctx context.Context, in *GetMetricsRequest, opts ...grpc.CallOption) (*GetMetricsResponse, error)
 	// Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-	// nothing watches. Ends after the duration; a lost engine leaves a gap.
+	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+	// Ends after the duration; a lost engine leaves a gap.
 	WatchTimeline(ctx context.Context, in *WatchTimelineRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchTimelineResponse], error)
 }
 
@@ -141,7 +142,8 @@ type AdminServiceServer interface {
 	// server does not record them.
 	GetMetrics(context.Context, *GetMetricsRequest) (*GetMetricsResponse, error)
 	// Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-	// nothing watches. Ends after the duration; a lost engine leaves a gap.
+	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+	// Ends after the duration; a lost engine leaves a gap.
 	WatchTimeline(*WatchTimelineRequest, grpc.ServerStreamingServer[WatchTimelineResponse]) error
 	mustEmbedUnimplementedAdminServiceServer()
 }

@@ -104,7 +104,8 @@ class AdminServiceServicer:
 
     def WatchTimeline(self, request, context):
         """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-        nothing watches. Ends after the duration; a lost engine leaves a gap.
+        nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+        Ends after the duration; a lost engine leaves a gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,8 @@ class AdminServiceStub:
     """
     WatchTimeline: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchTimelineRequest, _admin_pb2.WatchTimelineResponse]
     """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-    nothing watches. Ends after the duration; a lost engine leaves a gap.
+    nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+    Ends after the duration; a lost engine leaves a gap.
     """
 
 @_typing.type_check_only
@@ -83,7 +84,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     WatchTimeline: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchTimelineRequest, _admin_pb2.WatchTimelineResponse]  # type: ignore[assignment]
     """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-    nothing watches. Ends after the duration; a lost engine leaves a gap.
+    nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+    Ends after the duration; a lost engine leaves a gap.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -139,7 +141,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchTimelineResponse], _abc.AsyncIterator[_admin_pb2.WatchTimelineResponse]]:
         """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
-        nothing watches. Ends after the duration; a lost engine leaves a gap.
+        nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+        Ends after the duration; a lost engine leaves a gap.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
