@@ -31,6 +31,7 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
+    "telemetry",
 )
 
 

@@ -72,7 +72,6 @@ class EngineClient(EngineConnection):
         self._supervision: asyncio.Task[None] | None = None
         self._step_moved = 0.0
         self._ready_at = 0.0
-        self.restarts = 0
         self.unservable = False
 
     @property

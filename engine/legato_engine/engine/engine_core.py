@@ -36,7 +36,7 @@ from legato_engine.errors import (
     ModelNotFound,
     TaskUnsupported,
 )
-from legato_engine.ipc.messages import DropImage, HoldImage, Load
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
@@ -146,6 +146,9 @@ class EngineCore:
             preparing=preparing,
             images_cached=self._preprocessor.images_cached,
         )
+
+    def image_totals(self) -> ImageTotals:
+        return msgspec.structs.replace(self._preprocessor.totals, held_bytes=self._leases.num_bytes)
 
     def estimated_wait(self) -> float:
         return self._scheduler.estimated_wait()

@@ -43,6 +43,10 @@ class LeaseHandler:
     def next_expiry(self) -> float:
         return self._leases.next_expiry
 
+    @property
+    def num_bytes(self) -> int:
+        return self._leases.num_bytes
+
     def start(self, command: HoldImage) -> PendingLease:
         """Start to prepare the image; call `finish` when that is done."""
         return PendingLease(

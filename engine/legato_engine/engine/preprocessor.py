@@ -24,6 +24,7 @@ from legato_engine.images.headers import ImageHeader, inspect
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
+from legato_engine.ipc.messages import ImageTotals
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 
@@ -141,6 +142,9 @@ class Preprocessor:
         self._seen = SeenImages()
         self._light = Lane("preprocess", threads, max_pixels=max_pixels)
         self._heavy = Lane("preprocess-heavy", threads, max_pixels=max_pixels, nice=_HEAVY_NICE)
+        self._count_lock = threading.Lock()
+        self._num_decoded = 0
+        self._num_found = 0
         self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
         self._prefetcher = threading.Thread(
             target=self._run_prefetches, name="legato-prefetch", daemon=True
@@ -150,6 +154,13 @@ class Preprocessor:
     @property
     def images_cached(self) -> int:
         return len(self._cache)
+
+    @property
+    def totals(self) -> ImageTotals:
+        """Without `held_bytes`."""
+        return ImageTotals(
+            decoded=self._num_decoded, found=self._num_found, cached_bytes=self._cache.num_bytes
+        )
 
     def find(
         self, source: ImageSource, *, tenant: str, may_hash: bool
@@ -291,6 +302,8 @@ class Preprocessor:
         image = self._cache.get(key)
         if image is None:
             return None
+        with self._count_lock:
+            self._num_found += 1
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
@@ -331,6 +344,8 @@ class Preprocessor:
         info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
         self._seen.add(loaded.tenant, loaded.view)
+        with self._count_lock:
+            self._num_decoded += 1
         if keep:
             self._cache.put(loaded.cache_key, image, image.num_bytes)
         return image

@@ -30,6 +30,8 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
     decode_command,
     encode,
 )
@@ -75,6 +77,7 @@ class ServiceConnections:
         self._connections: dict[int, _ServiceConnection] = {}
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
+        self._watching: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
         self._alone = b""  # the frame of the present `RunningAlone`
         self._events: list[tuple[int, int]] = []
@@ -164,11 +167,16 @@ class ServiceConnections:
                     self._release(key, connection)
             case StopElsewhere():
                 return self._stop_elsewhere(command, connection)
-            case Expect():
-                if self._busy_poll:
-                    self._poll_until = time.monotonic() + EXPECTED_REQUEST
+            case Expect() | WatchTimeline():
+                self._note(command, connection)
                 return ()
         return (command,)
+
+    def _note(self, command: Expect | WatchTimeline, sender: _ServiceConnection) -> None:
+        if isinstance(command, WatchTimeline):
+            (self._watching.add if command.watching else self._watching.discard)(sender)
+        elif self._busy_poll:
+            self._poll_until = time.monotonic() + EXPECTED_REQUEST
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
         found = [
@@ -204,6 +212,7 @@ class ServiceConnections:
         self._poller.unregister(connection.socket)
         connection.socket.close()
         self._posted.discard(connection)
+        self._watching.discard(connection)
         if connection.namespace:
             self._on_disconnect(connection.namespace)
 
@@ -244,6 +253,19 @@ class ServiceConnections:
         if connection is not None:
             self.post(output)
             self._flush(connection)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a process watches the timeline."""
+        return bool(self._watching)
+
+    def send_timeline(self, batch: TimelineBatch) -> None:
+        """Send to the processes that watch, without those that read too slowly."""
+        frame = encode(batch)
+        for connection in self._watching:
+            if not connection.is_full:
+                connection.unsent.add(frame)
+                self._flush(connection)
 
     def flush(self) -> None:
         """Send what the sockets take; `receive` sends the rest."""

@@ -26,6 +26,7 @@ from legato_engine.ipc.messages import (
     Failed,
     HoldImage,
     ImageDropped,
+    ImageTotals,
     Load,
     ModelInfo,
     Queued,
@@ -185,6 +186,9 @@ class NullEngine:
             rows_used=len(self._running),
             images_cached=len(self._images),
         )
+
+    def image_totals(self) -> ImageTotals:
+        return self._images.totals
 
     def estimated_wait(self) -> float:
         return self._admission.estimated_wait()

@@ -37,6 +37,8 @@ _NEEDS: dict[str, Mapping[str, Need]] = {
         "GetLoad": Need.ADMIN,
         "Abort": Need.ADMIN,
         "Drain": Need.ADMIN,
+        "GetMetrics": Need.ADMIN,
+        "WatchTimeline": Need.ADMIN,
     },
     # Load balancers probe without credentials, and learn no more than that the server serves.
     "grpc.health.v1.Health": {

@@ -87,6 +87,7 @@ class Dispatcher:
                 estimated_wait_ms=round(wait * 1000),
                 time_left_ms=round(left * 1000),
             )
+        rpc.estimated_wait = wait
         rpc.deadline = deadline = time.monotonic() + left
         return self._registry.enter(key, deadline)
 
@@ -228,4 +229,6 @@ def _record(done: Done) -> None:
     rpc = call.current()
     rpc.timings = done.timings
     rpc.resumptions += done.resumptions
+    if rpc.on_done is not None:
+        rpc.on_done(rpc, done)
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 
 import msgspec
 from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Done
 
 from legato_service.access.identifiers import IDENTIFIER
 from legato_service.access.principal import Principal
@@ -49,6 +50,13 @@ class Call(msgspec.Struct, eq=False):
     reply: str = ""  # `joined` or `kept`: the reply of another call
     usage: core.Usage | None = None
     timings: core.Timings | None = None
+    estimated_wait: float | None = None  # seconds, when a request of it was admitted
+    traceparent: str = ""
+    is_traced: bool | None = None  # None until the tracer decides
+    parent_id: str = ""  # of the caller's span
+    span_id: str = ""  # of its own span
+    arrived_ns: int = 0  # when its first request reached the engine, in `time.time_ns()`
+    on_done: Callable[[Call, Done], None] | None = None  # takes the end of each request of it
     resumptions: int = 0
 
     @property

@@ -59,6 +59,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._unknown = self._wrap(_UNKNOWN)
         self._stall_timeout = stall_timeout
         self._call_log = call_log
+        self._starts, self._on_done = call_log.starts, call_log.on_done
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
         self._gated: dict[str, Handler] = {}  # the same behind the gate, for unary requests
@@ -83,10 +84,12 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 return None
             # Which methods there are is for callers with a credential.
             wrapped, method = self._unknown, UNKNOWN_METHOD
-        call = Call(method, metadata=_metadata_of(handler_call_details))
+        call = Call(method, metadata=_metadata_of(handler_call_details), on_done=self._on_done)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
         CURRENT.set(call)
+        if self._starts is not None:
+            self._starts[method] += 1
         if (gate := self._gate) is not None:
             gate.accepted()
         if not method.startswith(_INFERENCE):
