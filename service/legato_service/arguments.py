@@ -359,7 +359,7 @@ def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         metavar="MS",
         type=_not_negative,
         default=engine.null_step_ms,
-        help="time between two tokens; 0: all results at once",
+        help="time between two tokens; 0: as short as can be",
     )
     null.add_argument(
         "--null-objects",

@@ -100,6 +100,11 @@ class Engine(Protocol):
         """Seconds that a new request would wait."""
         ...
 
+    @property
+    def num_open(self) -> int:
+        """Requests of this process that have not ended."""
+        ...
+
     def subscribe(self, callback: Callable[[EngineState], None]) -> object: ...
 
     def expect(self) -> None:

@@ -24,6 +24,7 @@ from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.memory import give_back
 from legato_service.lifecycle.peers import Peers
 from legato_service.listeners import Listeners
 from legato_service.metrics.calls import CallMetrics
@@ -34,6 +35,7 @@ from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
+from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
@@ -108,7 +110,12 @@ class Server:
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
         self.listeners = Listeners(
-            config, self._call_log, self._health, engine.expect, is_first=number == 0
+            config,
+            self._call_log,
+            self._health,
+            engine.expect,
+            lambda queue: Gate(engine, queue, on_quiet=give_back),
+            is_first=number == 0,
         )
         admin = AdminServicer(
             engine,

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,13 +40,22 @@ class Server:
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        program: Sequence[str] = ("-m", "legato_service"),
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`credentials` are those of the test's own channel, to a server with TLS."""
         self._log = folder / "server.log"
         self._options = options
+        self._program = program
+        self._credentials = credentials
         self.address = ""
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, *self._program, "--listen", "127.0.0.1:0"]
         command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -57,7 +66,10 @@ class Server:
             )
         self.address = self._wait_for_address()
         # No retry policy: the tests see the first answer of the server, whatever it is.
-        self.channel = grpc.insecure_channel(self.address)
+        if self._credentials is None:
+            self.channel = grpc.insecure_channel(self.address)
+        else:
+            self.channel = grpc.secure_channel(self.address, self._credentials)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -84,6 +84,11 @@ class FakeEngine:
         """Now, unless the engine is silent."""
         return time.monotonic() if self.silent_since is None else self.silent_since
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self.streams)
+
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Call `callback` with every new state."""
         self._subscribers.append(callback)

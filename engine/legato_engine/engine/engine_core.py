@@ -114,7 +114,7 @@ class EngineCore:
         try:
             if not self._frontend.takes_images:
                 raise TaskUnsupported("this model takes no images", task="image")
-            self._check_capacity(command.request_id, command.owner)
+            self._make_room(command.request_id, command.owner)
             self._requests.add(self._leases.start(command))
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self._leases.fail(command.request_id, error)
@@ -211,12 +211,23 @@ class EngineCore:
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         if request.resumed is None:
-            self._check_capacity(request.request_id, request.tenant)
+            self._make_room(request.request_id, request.tenant, request.priority)
 
-    def _check_capacity(self, request_id: RequestKey, tenant: str) -> None:
+    def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
+        """A full queue gives up a request for one with a better claim, or raises."""
         if request_id in self._requests:
             raise InvalidField("request id is in use", field="request_id")
-        self._scheduler.check_queue(tenant, self._requests.queued_tenants())
+        preparing = self._requests.queued_tenants()
+        displaced = self._scheduler.displaced_by(tenant, priority, time.monotonic(), preparing)
+        if displaced is None:
+            return
+        pending = self._requests.newest(PendingRequest, displaced)
+        error = self._scheduler.displacement()
+        if pending is None:  # only image leases
+            raise error
+        self._requests.remove(pending.request_id)
+        pending.cancel()
+        self._fail(pending.request_id, error)
 
     def _prepare(self, request: Request, arrival: float) -> PendingRequest:
         adapters = self._adapters

@@ -17,6 +17,9 @@ class Need(enum.StrEnum):
     REFUSED = "refused"  # to all
 
 
+SHARED_IMAGES = "shared_images"
+"""The scope to name regions of shared memory, which says nothing of who wrote them."""
+
 UNKNOWN_METHOD = "(unknown)"
 """Stands for all methods that this server lacks: their callers learn so with any credential."""
 

@@ -78,8 +78,9 @@ class Dispatcher:
         wait = self._engine.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
-        # The estimate is for the end of the queue, not for higher priorities.
-        queued_last = rpc.priority <= 0
+        # The estimate is for the end of the queue, not for higher priorities, nor for tenants that
+        # have less than their share.
+        queued_last = rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
         if queued_last and wait > left and self._engine.state is EngineState.READY:
             raise DeadlineUnreachable(
                 f"a request arriving now would wait {wait:.3g} s",
@@ -149,6 +150,8 @@ class Dispatcher:
             LegatoError: as `Engine.submit` raises.
         """
         rpc = call.current()
+        if rpc.place is not None:
+            rpc.place.submitted()
         new = image if isinstance(image, NewImage) else original
         restage = functools.partial(self.images.stage, new) if isinstance(new, NewImage) else None
         stream = self._engine.submit(

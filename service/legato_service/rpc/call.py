@@ -16,6 +16,7 @@ from legato_engine.ipc.messages import Done
 
 from legato_service.access.identifiers import IDENTIFIER
 from legato_service.access.principal import Principal
+from legato_service.rpc.gate import Place
 
 ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
@@ -42,6 +43,8 @@ class Call(msgspec.Struct, eq=False):
     client: str = ""  # name and version of its software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
+    is_identified: bool = False  # its tenant and priority are final
+    place: Place | None = None  # of a call that the gate counts
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
