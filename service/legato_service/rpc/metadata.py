@@ -73,8 +73,7 @@ def _request_id(call: Call, value: str) -> None:
 
 def _trace(call: Call, value: str) -> None:
     call.trace_id = trace_context.trace_id(value)
-    if call.trace_id:
-        call.traceparent = value
+    call.traceparent = value
 
 
 def _attempts(call: Call, value: str) -> None:

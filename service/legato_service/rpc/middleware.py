@@ -84,7 +84,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 return None
             # Which methods there are is for callers with a credential.
             wrapped, method = self._unknown, UNKNOWN_METHOD
-        call = Call(method, metadata=_metadata_of(handler_call_details), on_done=self._on_done)
+        given = _metadata_of(handler_call_details)
+        call = Call(method, metadata=given, on_done=self._on_done)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
         CURRENT.set(call)

@@ -236,3 +236,15 @@ def test_opentelemetry_is_not_imported_while_tracing_is_off():
     """A server without an endpoint does not pay for the import."""
     code = "import sys, legato_service.process; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_malformed_trace_context_begins_a_trace():
+    """Nothing of it is taken over."""
+
+    async def query(server):
+        await server.inference.Query(QUESTION, metadata=(("traceparent", f"00-{TRACE}-x"),))
+
+    collector, (line,) = await traced(query)
+    span = collector.one(QUERY)
+    assert span.parent_span_id == b""
+    assert span.trace_id.hex() == line["trace_id"] != TRACE
