@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import logging
 import math
 import os
 import signal
@@ -19,6 +18,7 @@ import structlog
 
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
 from legato_engine.config import EngineConfig
+from legato_engine.engine.logs import configure_logging
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -237,30 +237,6 @@ def _timeout_ms(deadline: float) -> int | None:
     if deadline == math.inf:
         return None
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
-
-
-def configure_logging() -> None:
-    """Log JSON lines, the standard library's included."""
-    shared: list[structlog.typing.Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer()],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
-        )
-    )
-    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.log_sink import standard_error
 
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle import tuning
@@ -45,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code is 0 only after a drain."""
+    standard_error()
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
