@@ -52,11 +52,6 @@ class Engine(Protocol):
         ...
 
     @property
-    def last_heartbeat(self) -> float:
-        """Monotonic seconds."""
-        ...
-
-    @property
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait."""
         ...

@@ -34,7 +34,7 @@ from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.grpc_options import server_options
-from legato_service.rpc.health import HealthServicer, Progress
+from legato_service.rpc.health import HealthServicer
 from legato_service.rpc.middleware import RpcMiddleware
 from legato_service.rpc.reflection import Descriptors, Reflection
 from legato_service.servicer.admin import AdminServicer, Sessions
@@ -85,11 +85,7 @@ class Server:
             max_pixels=config.engine.max_image_pixels,
             read_shared=shared_reader(config, blobs),
         )
-        progress = Progress(
-            engine, stuck_after=config.stuck_after, silent_after=config.silent_after
-        )
-        self._health = HealthServicer(BUILT, progress)
-        self._health_task: asyncio.Task[None] | None = None
+        self._health = HealthServicer(BUILT)
         self._grpc = self._listener(shared=config.processes > 1)
         # Only the first process has the operator's listener.
         is_first = peers is None or peers.is_first
@@ -97,7 +93,6 @@ class Server:
         self.admin_address = ""  # empty: AdminService is off
         admin = AdminServicer(
             engine,
-            progress,
             self._requests,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
@@ -105,7 +100,7 @@ class Server:
             default_grace=config.drain_grace,
         )
         self._add_services(admin, blobs)
-        engine.subscribe(lambda _: self._health.update())
+        engine.subscribe(self._health.update)
 
     def _listener(self, *, shared: bool = False) -> grpc.aio.Server:
         return grpc.aio.server(options=server_options(self._config, shared=shared))
@@ -177,10 +172,7 @@ class Server:
         elif self._config.admin_on and not self._config.admin_listen:
             self.admin_address = address
         await self._grpc.start()
-        self._health.update()
-        self._health_task = asyncio.create_task(
-            self._health.keep_updated(self._config.health_interval), name="health"
-        )
+        self._health.update(self._engine.state)
         return int(address.rpartition(":")[2])
 
     def begin_drain(self, grace: float) -> None:
@@ -216,8 +208,6 @@ class Server:
         """Send finished responses, abort the rest, and close the listeners. Idempotent."""
         self._health.withdraw()
         self._health.close()
-        if self._health_task is not None:
-            self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
         drained = len(self._requests) + len(self.sessions) == 0

@@ -141,6 +141,10 @@ class Server:
         (pid,) = found
         return pid
 
+    def child_pids(self) -> list[int]:
+        """Its engine and its workers."""
+        return children(self.process.pid)
+
     def blobs(self) -> list[Path]:
         """Images on their way to the engine."""
         return list(blob_folder().glob(f"legato-{self.process.pid}-*"))

@@ -56,7 +56,6 @@ class FakeEngine:
         self.load = Load()
         self.step = 0
         self.estimated_wait = 0.0
-        self.silent_since: float | None = None
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
         self.expected = 0
@@ -70,11 +69,6 @@ class FakeEngine:
         self.may_answer = asyncio.Event()  # holds wait for it
         self.may_answer.set()
         self._subscribers: list[Callable[[EngineState], None]] = []
-
-    @property
-    def last_heartbeat(self) -> float:
-        """Now, unless the engine is silent."""
-        return time.monotonic() if self.silent_since is None else self.silent_since
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Call `callback` with every new state."""
@@ -103,6 +97,7 @@ class FakeEngine:
         refusals: dict[EngineState, LegatoError] = {
             EngineState.STARTING: EngineStarting("loading"),
             EngineState.LOST: EngineLost("restarting"),
+            EngineState.HUNG: EngineLost("hung"),
             EngineState.DRAINING: Draining("draining"),
         }
         stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)

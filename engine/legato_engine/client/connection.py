@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import msgspec
 import structlog
 
-from legato_engine.client.monitor import EngineMonitor, EngineState
+from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.core import WITH_BLOB, Request, RequestKey
@@ -57,8 +56,14 @@ class EngineConnection(EngineMonitor):
     Belongs to one event loop. Owns and discards the blobs of submitted requests.
     """
 
-    def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        namespace: str,
+        policy: LatencyPolicy,
+        number: int = 0,
+        hang_limits: HangLimits | None = None,
+    ) -> None:
+        super().__init__(hang_limits)
         self._number = number
         self._streams: dict[RequestKey, RequestStream] = {}
         self._commands = PendingCommands(self._send)
@@ -67,6 +72,7 @@ class EngineConnection(EngineMonitor):
         self._transport: EngineTransport | None = None
         self._policy = policy
         self._busy_poll = BusyPoll()
+        self.num_answered = 0  # requests that engines ended
         self.blobs = BlobStore(namespace)
 
     # ------------------------------------------------------------ lifecycle
@@ -79,7 +85,7 @@ class EngineConnection(EngineMonitor):
         """
         self._endpoint = endpoint
         self._transport = EngineTransport(endpoint, self._on_message, self._on_end)
-        self.last_heartbeat = time.monotonic()
+        self._watch_liveness()
 
     def drain(self) -> None:
         """Refuse new requests and finish the open ones; a lost engine is not restarted."""
@@ -91,6 +97,7 @@ class EngineConnection(EngineMonitor):
         if self.state is EngineState.STOPPED:
             return
         self._set_state(EngineState.STOPPED)
+        self._end_watch()
         self._fail_open(Draining("the server is shutting down"))
         self._disconnect()
         self.blobs.close()
@@ -231,6 +238,7 @@ class EngineConnection(EngineMonitor):
             if stream is not None:  # else just aborted
                 stream.feed(message)
                 if stream.ended:
+                    self.num_answered += 1
                     self._forget(stream)
             elif isinstance(message, Failed):
                 self._commands.resolve(message)
@@ -254,7 +262,7 @@ class EngineConnection(EngineMonitor):
         self._disconnect()
         self.step, self.load, self.estimated_wait = 0, Load(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)
-        if self.state in (EngineState.STARTING, EngineState.READY):
+        if self.state in (EngineState.STARTING, EngineState.READY, EngineState.HUNG):
             self._set_state(EngineState.LOST)
         self._fail_open(error)
         self.blobs.retire_segments()

@@ -13,12 +13,18 @@ import msgspec
 import structlog
 
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.monitor import EngineState
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
+from legato_engine.client.liveness import TICK
+from legato_engine.client.monitor import EngineState, HangLimits
+from legato_engine.client.supervisor import (
+    EXIT_UNSERVABLE,
+    SERVED_AFTER,
+    Backoff,
+    ChildProcess,
+)
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import Heartbeat, Loading, Ready, Shutdown
+from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace
 
@@ -29,19 +35,20 @@ _log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after which a hanging engine is aborted, and a dead one restarted.
+    """Seconds after which a hanging engine is looked into, and a dead one restarted.
 
-    An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
-    is pending. While it loads, `loading` replaces `silence`, because importing from a slow disk
-    blocks its interpreter.
+    An engine writes its stacks after `silence` without a heartbeat, or `stuck` without a step while
+    work is pending, and is killed after twice that. While it loads, `loading` replaces `silence`,
+    because importing from a slow disk blocks its interpreter; what it reads counts as a sign of
+    life. After `hang` a ready engine gets no new requests.
     """
 
-    silence: float = 10.0
+    hang: HangLimits = HangLimits()
+    silence: float = 5.0
     loading: float = 60.0
-    stuck: float = 60.0
+    stuck: float = 30.0
     backoff_first: float = 0.25
     backoff_cap: float = 30.0
-    stable: float = 60.0
 
 
 class EngineClient(EngineConnection):
@@ -58,20 +65,23 @@ class EngineClient(EngineConnection):
         limits: EngineLimits | None = None,
         command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
     ) -> None:
-        super().__init__(new_namespace(), latency_policy.resolve(config.latency_policy))
-        self._config = config
         self._limits = limits or EngineLimits()
+        super().__init__(
+            new_namespace(),
+            latency_policy.resolve(config.latency_policy),
+            hang_limits=self._limits.hang,
+        )
+        self._config = config
         self._command = tuple(command)
         self._backoff = Backoff(
             first=self._limits.backoff_first,
             cap=self._limits.backoff_cap,
-            stable=self._limits.stable,
         )
         self._listeners = ListeningSockets()
         self._process: ChildProcess | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._step_moved = 0.0
-        self._ready_at = 0.0
+        self._ready_at = 0.0  # monotonic seconds; 0 before the engine is ready
+        self._answered_before = 0
         self.restarts = 0
         self.unservable = False
 
@@ -101,15 +111,9 @@ class EngineClient(EngineConnection):
 
     # ------------------------------------------------------------ messages
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
-        load = beat.load
-        idle = load.running + load.waiting + load.inflight == 0
-        if idle or beat.step != self.step:
-            self._step_moved = time.monotonic()
-        super()._on_heartbeat(beat)
-
     def _on_ready(self, ready: Ready) -> None:
-        self._ready_at = self._step_moved = time.monotonic()
+        self._ready_at = time.monotonic()
+        self._answered_before = self.num_answered
         super()._on_ready(ready)
 
     # ------------------------------------------------------------ supervision
@@ -118,13 +122,15 @@ class EngineClient(EngineConnection):
         while True:
             code = await self._run_once()
             uptime = time.monotonic() - self._ready_at if self._ready_at else 0.0
+            answered = self.num_answered > self._answered_before
+            served = bool(self._ready_at) and (answered or uptime >= SERVED_AFTER)
             self._ready_at = 0.0
             self._lose(EngineLost("the engine process died", exit_code=code))
             if code == EXIT_UNSERVABLE:
                 self.unservable = True
                 return
             if self.state is EngineState.LOST:
-                delay = self._backoff.delay_after(uptime)
+                delay = self._backoff.delay(served=served)
                 _log.error("engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
                 await asyncio.sleep(delay)
             if self.state is not EngineState.LOST:
@@ -137,7 +143,6 @@ class EngineClient(EngineConnection):
         self._disconnect()  # else rejecting pending connections would end this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)
-        self._step_moved = time.monotonic()
         watchdog: asyncio.Task[None] | None = None
         try:
             self._process = await ChildProcess.spawn(self._arguments(), self._listeners.filenos)
@@ -163,13 +168,25 @@ class EngineClient(EngineConnection):
         ]
 
     async def _watch(self, process: ChildProcess) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_interval)
-            now = time.monotonic()
-            limit = self._limits.silence if self._ready_at else self._limits.loading
-            silent = now - self.last_heartbeat > limit
-            stuck = bool(self._ready_at) and now - self._step_moved > self._limits.stuck
-            if silent or stuck:
-                _log.error("engine_hung", silent=silent, stuck=stuck, step=self.step)
-                await process.abort()
-                return
+        """Kill an engine that hangs; its stacks are written halfway."""
+        asked, began, bytes_read = False, time.monotonic(), 0
+        while (hang := self._hang()) < 2:
+            if hang < 1:
+                asked = False
+            elif not asked and self.last_heartbeat > began:  # else it may not handle the signal
+                asked = True
+                process.dump_stacks()
+            await asyncio.sleep(TICK)
+            if not self._ready_at and (now_read := process.bytes_read()) != bytes_read:
+                bytes_read = now_read
+                self._liveness.restart()
+        silent, unmoved = round(self._liveness.silent, 1), round(self._liveness.unmoved, 1)
+        _log.error("engine_killed", silent=silent, without_step=unmoved, step=self.step)
+        process.kill()
+
+    def _hang(self) -> float:
+        """How long the engine hangs, in units of the limit."""
+        limits, liveness = self._limits, self._liveness
+        if not self._ready_at:
+            return liveness.silent / limits.loading
+        return max(liveness.silent / limits.silence, liveness.unmoved / limits.stuck)

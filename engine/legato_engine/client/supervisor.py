@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,21 +16,30 @@ _PR_SET_PDEATHSIG = 1
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
-_ABORT_GRACE = 2.0  # seconds to dump stacks
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has an engine write the stacks of all threads."""
+
+
+SERVED_AFTER = 1.0
+"""Seconds for which a ready process counts as one that served."""
 
 
 class Backoff:
-    """Exponential delays, doubled per crash; a run of `stable` seconds resets them."""
+    """Delays before restarts: none after a process that served, else doubled up to `cap`.
 
-    def __init__(self, *, first: float, cap: float, stable: float) -> None:
+    A process that dies of its first request each time has not served, so that such restarts do not
+    take up the machine.
+    """
+
+    def __init__(self, *, first: float, cap: float) -> None:
         self._first = first
         self._cap = cap
-        self._stable = stable
         self._next = first
 
-    def delay_after(self, uptime: float) -> float:
-        if uptime >= self._stable:
+    def delay(self, *, served: bool) -> float:
+        if served:
             self._next = self._first
+            return 0.0
         delay = self._next
         self._next = min(self._next * 2, self._cap)
         return delay
@@ -65,12 +75,19 @@ class ChildProcess:
         """Return the exit code, negative for a signal."""
         return await self._process.wait()
 
-    async def abort(self) -> None:
-        """End a process that hangs."""
+    def dump_stacks(self) -> None:
+        """Have a process that handles `STACKS_SIGNAL` write its stacks; it goes on."""
         if self.alive:
-            self._process.send_signal(signal.SIGABRT)
-            await self.wait_at_most(_ABORT_GRACE)
-        self.kill()
+            self._process.send_signal(STACKS_SIGNAL)
+
+    def bytes_read(self) -> int:
+        """From files and devices so far, pages of mapped files included; 0 when unknown."""
+        try:
+            lines = pathlib.Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        counts = {name: int(count) for name, _, count in (line.partition(":") for line in lines)}
+        return counts.get("rchar", 0) + counts.get("read_bytes", 0)
 
     async def wait_at_most(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

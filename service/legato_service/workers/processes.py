@@ -14,7 +14,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient
-from legato_engine.client.supervisor import Backoff, ChildProcess
+from legato_engine.client.supervisor import SERVED_AFTER, Backoff, ChildProcess
 from legato_engine.core import RequestKey
 from legato_engine.shm.blob_store import BlobStore
 
@@ -55,6 +55,7 @@ class WorkerProcesses:
         self._drain_until = math.inf  # monotonic seconds
         self._channels: dict[int, ControlChannel] = {}  # by number of a running worker
         self._not_ready = {each.number for each in self._settings}
+        self._serving_since: dict[int, float] = {}  # monotonic seconds, of running workers
         self._tasks: list[asyncio.Task[None]] = []
         self.failed_starts = 0  # of workers that died before one of the same number ever served
 
@@ -90,9 +91,9 @@ class WorkerProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, settings: Settings) -> None:
-        backoff = Backoff(first=0.25, cap=30.0, stable=60.0)
+        backoff = Backoff(first=0.25, cap=30.0)
         while not self._draining.is_set():
-            began = time.monotonic()
+            self._serving_since.pop(settings.number, None)
             try:
                 code = await self._run_once(settings)
             finally:
@@ -100,11 +101,15 @@ class WorkerProcesses:
             if self._draining.is_set():
                 return
             self.failed_starts += settings.number in self._not_ready
-            delay = backoff.delay_after(time.monotonic() - began)
+            delay = backoff.delay(served=self._served(settings.number))
             log.error("worker_lost", number=settings.number, exit_code=code, restart_in=delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._draining.wait()
+
+    def _served(self, number: int) -> bool:
+        since = self._serving_since.get(number, math.inf)
+        return time.monotonic() - since >= SERVED_AFTER
 
     async def _run_once(self, settings: Settings) -> int:
         """Return a worker's exit code; cancellation kills it."""
@@ -134,6 +139,7 @@ class WorkerProcesses:
             match message:
                 case Serving():
                     self._not_ready.discard(number)
+                    self._serving_since[number] = time.monotonic()
                 case Drain(grace=grace):
                     self.drain(grace)
 

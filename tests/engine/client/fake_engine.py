@@ -1,12 +1,14 @@
 """An engine process without a model: it speaks the protocol and does what a question tells it.
 
 Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
-exits at once, "freeze" stops the heartbeats and everything else. Model "broken" never gets ready,
-model "heavy" is silent for two seconds before.
+exits at once, "freeze" stops the heartbeats and everything else, "stick" everything but the
+heartbeats. Model "broken" never gets ready, model "heavy" is silent for two seconds before, and so
+is "reader", which reads a file all the while.
 """
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import time
@@ -80,7 +82,7 @@ def run(connections, request, blobs):
         os._exit(3)
     if question == "bad":
         connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
-    if question == "freeze":
+    if question in ("freeze", "stick"):
         time.sleep(3600)
     if question == "hang":
         return
@@ -128,7 +130,7 @@ def beat(arguments, config, live, frozen):
     subscribers = Subscribers(arguments.listeners[1])
     step = 0
     while not frozen.is_set():
-        step += 1
+        step += "stick" not in {key.name for key in live}
         if os.getppid() != int(arguments.parent):
             os._exit(1)
         subscribers.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
@@ -137,8 +139,12 @@ def beat(arguments, config, live, frozen):
 
 def load(model):
     """Load for as long as the model says, perhaps for ever."""
-    if model == "heavy":
-        time.sleep(2)
+    until = time.monotonic() + (2 if model in ("heavy", "reader") else 0)
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        if model == "reader":
+            with open(__file__, "rb") as file:
+                file.read()
     if model == "broken":
         sys.exit(1)
 
@@ -149,7 +155,8 @@ def main():
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name, required=True)
     parser.add_argument("--listeners", required=True, type=int, nargs=2)
-    arguments = parser.parse_args()
+    arguments, _ = parser.parse_known_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     load(config.model)
     blobs = BlobReader(arguments.namespace)
