@@ -26,7 +26,7 @@ from legato_engine.errors import EngineLost
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
-from legato_engine.shm.blob_store import new_namespace
+from legato_engine.shm.blob_store import new_namespace, own_namespace, sweep_blobs
 
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
 
@@ -78,6 +78,7 @@ class EngineClient(EngineConnection):
             cap=self._limits.backoff_cap,
         )
         self._listeners = ListeningSockets()
+        self._owner_lock = own_namespace(self.blobs.namespace)
         self._process: ChildProcess | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._ready_at = 0.0  # monotonic seconds; 0 before the engine is ready
@@ -92,7 +93,13 @@ class EngineClient(EngineConnection):
     # ------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
-        """Start the engine process and its supervision; does not wait for `READY`."""
+        """Start the engine process and its supervision; does not wait for `READY`.
+
+        Removes what service processes that were killed have left.
+        """
+        blobs, folders = sweep_blobs(), ListeningSockets.sweep()
+        if blobs or folders:
+            _log.info("leftovers_removed", blobs=blobs, folders=folders)
         self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
 
     async def close(self) -> None:
@@ -108,6 +115,7 @@ class EngineClient(EngineConnection):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
         self._listeners.close()
+        self._owner_lock.release()
 
     # ------------------------------------------------------------ messages
 
