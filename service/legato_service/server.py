@@ -27,7 +27,7 @@ from legato_service.config import ServiceConfig
 from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
-from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.drain import CUT_WRITES, LAST_WRITES, Drain
 from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
@@ -205,13 +205,19 @@ class Server:
         return await self.drained()
 
     async def stop(self) -> None:
-        """Send finished responses, abort the rest, and close the listeners. Idempotent."""
+        """Send finished responses, end the rest with `Draining`, close the listeners. Idempotent.
+
+        Without open requests responses have `LAST_WRITES` seconds, else `CUT_WRITES`.
+        """
         self._health.withdraw()
         self._health.close()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
-        drained = len(self._requests) + len(self.sessions) == 0
-        grace = LAST_WRITES if drained else 0
+        grace = LAST_WRITES
+        if len(self._requests) + len(self.sessions):
+            grace = CUT_WRITES
+            self._requests.close()
+            await self._drain.cut()
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
         self._call_log.close()

@@ -77,6 +77,12 @@ class SessionRegistry:
     def abort_all(self) -> int:
         return sum(self.abort(session_id) for session_id in list(self._sessions))
 
+    def fail_all(self, error: LegatoError) -> None:
+        """End them without the results of their frames."""
+        for session in self._sessions.values():
+            if session is not None:
+                session.fail(error)
+
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
         """Sessions that open later go away too."""
         self._going_away = (time_left, reason)
