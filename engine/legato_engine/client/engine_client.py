@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from legato_engine.client.supervisor import (
     ChildProcess,
 )
 from legato_engine.config import EngineConfig
+from legato_engine.crash import bundle
+from legato_engine.crash.bundle import CrashFiles, Death, default_folder
 from legato_engine.errors import EngineLost
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
-from legato_engine.shm.blob_store import new_namespace, own_namespace, sweep_blobs
+from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
 
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
 
@@ -83,6 +86,9 @@ class EngineClient(EngineConnection):
         self._supervision: asyncio.Task[None] | None = None
         self._ready_at = 0.0  # monotonic seconds; 0 before the engine is ready
         self._answered_before = 0
+        self._crash_files: CrashFiles | None = None  # of the running engine
+        self._num_started = self._pid = 0
+        self._bundling: set[asyncio.Task[None]] = set()
         self.restarts = 0
         self.unservable = False
 
@@ -114,6 +120,7 @@ class EngineClient(EngineConnection):
             self._supervision.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
+        await asyncio.gather(*self._bundling)
         self._listeners.close()
         self._owner_lock.release()
 
@@ -133,6 +140,7 @@ class EngineClient(EngineConnection):
             answered = self.num_answered > self._answered_before
             served = bool(self._ready_at) and (answered or uptime >= SERVED_AFTER)
             self._ready_at = 0.0
+            self._keep_crash(code, uptime)
             self._lose(EngineLost("the engine process died", exit_code=code))
             if code == EXIT_UNSERVABLE:
                 self.unservable = True
@@ -154,6 +162,7 @@ class EngineClient(EngineConnection):
         watchdog: asyncio.Task[None] | None = None
         try:
             self._process = await ChildProcess.spawn(self._arguments(), self._listeners.filenos)
+            self._pid = self._process.pid
             watchdog = asyncio.create_task(self._watch(self._process))
             return await self._process.wait()
         except OSError as error:
@@ -173,7 +182,39 @@ class EngineClient(EngineConnection):
             *("--listeners", *map(str, self._listeners.filenos)),
             *("--namespace", self.blobs.namespace),
             *("--parent", str(os.getpid())),
+            *self._crash_arguments(),
         ]
+
+    def _crash_arguments(self) -> tuple[str, ...]:
+        """Each engine has files of its own, in memory, where a write waits for no disk."""
+        if not self._config.crash_bundles:
+            return ()
+        self._num_started += 1
+        self._crash_files = CrashFiles(private_path(self.blobs.namespace, str(self._num_started)))
+        return ("--crash-files", str(self._crash_files.prefix))
+
+    def _keep_crash(self, code: int, uptime: float) -> None:
+        files, self._crash_files = self._crash_files, None
+        if files is None:
+            return
+        if code in (0, EXIT_UNSERVABLE) or self.state is EngineState.STOPPED:
+            files.remove()
+            return
+        death = Death(pid=self._pid, exit_code=code, uptime=uptime, restarts=self.restarts)
+        task = asyncio.create_task(asyncio.to_thread(self._write_bundle, files, death))
+        self._bundling.add(task)
+        task.add_done_callback(self._bundling.discard)
+
+    def _write_bundle(self, files: CrashFiles, death: Death) -> None:
+        config = self._config
+        folder = pathlib.Path(config.crash_folder) if config.crash_folder else default_folder()
+        try:
+            path = bundle.write(files, death, config, folder, config.crash_bundles)
+            _log.error("engine_crash_bundle", path=str(path), exit_code=death.exit_code)
+        except OSError as error:
+            _log.error("crash_bundle_failed", folder=str(folder), error=str(error))
+        finally:
+            files.remove()
 
     async def _watch(self, process: ChildProcess) -> None:
         """Kill an engine that hangs; its stacks are written halfway."""

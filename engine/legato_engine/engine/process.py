@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import gc
 import math
 import os
+import pathlib
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
+from legato_engine import failpoints
+from legato_engine.client.supervisor import EXIT_UNSERVABLE, STACKS_SIGNAL, bind_to_parent
 from legato_engine.config import EngineConfig
+from legato_engine.crash.bundle import CrashFiles
+from legato_engine.crash.recording import Recorder
 from legato_engine.engine.logs import configure_logging
-from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
+from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
 from legato_engine.ipc.messages import (
@@ -62,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
     bind_to_parent(arguments.parent)
+    files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
+    if files is not None:
+        _write_stacks_to(files.stacks)
     if config.model != engine.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
@@ -80,25 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, blobs, connections, wake_fd, vitals)
+        serve(config, blobs, connections, wake_fd, vitals, files)
     except UnservableConfig as error:
         _log.error("configuration_rejected", reason=str(error), **error.cause.metadata)
         return EXIT_UNSERVABLE
-    except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
+    except Exception as error:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine_failed")
+        if files is not None:
+            with contextlib.suppress(OSError), files.stacks.open("a") as stacks:
+                traceback.print_exception(error, file=stacks)
         return 1
     finally:
         heartbeat.stop()
         connections.close(_LINGER_MS)
     return 0
-
-
-class UnservableConfig(Exception):
-    """The configuration cannot be served."""
-
-    def __init__(self, cause: LegatoError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def serve(
@@ -107,6 +112,7 @@ def serve(
     connections: ServiceConnections,
     wake_fd: int,
     vitals: Vitals,
+    files: CrashFiles | None = None,
 ) -> None:
     """Load the model and run requests until `Shutdown`.
 
@@ -114,10 +120,10 @@ def serve(
         UnservableConfig: a model or setting cannot be served.
     """
     stats = StepStats()
-    try:
-        core, model = _open(config, blobs, connections, wake_fd, stats)
-    except (InvalidField, ModelNotFound) as error:
-        raise UnservableConfig(error) from None
+    failpoints.hit("engine.startup")
+    recorder = _recorder(files)
+    with unservable():
+        core, model = _open(config, blobs, connections, wake_fd, stats, recorder)
     loop = EngineLoop(core, stats, connections, vitals)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
@@ -134,6 +140,7 @@ def _open(
     connections: ServiceConnections,
     wake_fd: int,
     stats: StepStats,
+    recorder: Recorder | None,
 ) -> tuple[Core, ModelInfo]:
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=connections.post)
@@ -144,12 +151,35 @@ def _open(
         config,
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
+    recorders = () if recorder is None else (recorder,)
     return assembly.core(
         blobs=blobs,
         send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
-        observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
+        observer=StepFeed(assembly.runner.times, (stats, *recorders, *_timelines(config))),
+        recorder=recorder,
     ), assembly.info
+
+
+def _recorder(files: CrashFiles | None) -> Recorder | None:
+    if files is None:
+        return None
+    try:
+        return Recorder(files.recording)
+    except OSError as error:
+        _log.warning("crash_recording_off", error=str(error))
+        return None
+
+
+def _write_stacks_to(path: pathlib.Path) -> None:
+    """Those of a fatal signal, and those that the service asks for."""
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        _log.warning("crash_stacks_off", error=str(error))
+        file = open(os.devnull, "ab")  # noqa: SIM115 - for the life of the process
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable(file=file)
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
@@ -246,6 +276,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--listeners", required=True, type=int, nargs=2, help="inherited sockets, see `transport`"
     )
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
+    parser.add_argument("--crash-files", default="", help="prefix of the files to write")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")
     return parser.parse_args(argv)
 

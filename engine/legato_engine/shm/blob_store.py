@@ -49,6 +49,11 @@ def own_namespace(namespace: str) -> OwnerLock:
     return OwnerLock(blob_folder() / _LOCK_NAME.replace("*", namespace))
 
 
+def private_path(namespace: str, name: str) -> pathlib.Path:
+    """The path of a file that is no blob; it is swept with the namespace."""
+    return blob_folder() / f".{namespace}-{name}"
+
+
 def sweep_blobs() -> int:
     """Remove the blobs of namespaces whose owner is dead; return how many."""
     return sweep_files(blob_folder(), _LOCK_NAME)

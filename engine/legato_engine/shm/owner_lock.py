@@ -46,7 +46,8 @@ class OwnerLock:
 def sweep_files(folder: pathlib.Path, lock_name: str) -> int:
     """Remove what dead owners left in `folder`; return how many files.
 
-    `lock_name` is the name of a lock file with `*` for the prefix of its owner's files.
+    `lock_name` is the name of a lock file with `*` for the prefix of its owner's files, which may
+    begin with a dot.
     """
     before, after = lock_name.split("*")
     removed = 0
@@ -54,7 +55,8 @@ def sweep_files(folder: pathlib.Path, lock_name: str) -> int:
         with _abandoned(lock) as is_abandoned:
             if is_abandoned:
                 prefix = lock.name.removeprefix(before).removesuffix(after)
-                for path in (*folder.glob(f"{prefix}-*"), lock):
+                owned = (*folder.glob(f"{prefix}-*"), *folder.glob(f".{prefix}-*"))
+                for path in (*owned, lock):
                     with contextlib.suppress(OSError):
                         path.unlink()
                         removed += path is not lock
