@@ -1,5 +1,6 @@
 """SIGTERM: what runs is finished, what is new is refused, and nothing stays."""
 
+import collections
 import functools
 import signal
 
@@ -66,7 +67,7 @@ def test_calls_that_a_drain_cuts_are_told_so(tmp_path, ended_by, processes):
         until(lambda: server.events("drain_begun"))
         if ended_by == "second signal":
             server.process.send_signal(signal.SIGTERM)
-        reads = [functools.partial(list, stream) for stream in streams]
+        reads = (functools.partial(collections.deque, stream) for stream in streams)
         for read in (*reads, *(call.result for call in unary)):
             failed = failure_of(read)
             assert failed.code is grpc.StatusCode.UNAVAILABLE

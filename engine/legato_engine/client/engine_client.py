@@ -52,6 +52,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     stuck: float = 30.0
     backoff_first: float = 0.25
     backoff_cap: float = 30.0
+    backoff_ready_cap: float = 1.0
 
 
 class EngineClient(EngineConnection):
@@ -79,6 +80,7 @@ class EngineClient(EngineConnection):
         self._backoff = Backoff(
             first=self._limits.backoff_first,
             cap=self._limits.backoff_cap,
+            ready_cap=self._limits.backoff_ready_cap,
         )
         self._listeners = ListeningSockets()
         self._owner_lock = own_namespace(self.blobs.namespace)
@@ -138,7 +140,8 @@ class EngineClient(EngineConnection):
             code = await self._run_once()
             uptime = time.monotonic() - self._ready_at if self._ready_at else 0.0
             answered = self.num_answered > self._answered_before
-            served = bool(self._ready_at) and (answered or uptime >= SERVED_AFTER)
+            ready = bool(self._ready_at)
+            served = ready and (answered or uptime >= SERVED_AFTER)
             self._ready_at = 0.0
             self._keep_crash(code, uptime)
             self._lose(EngineLost("the engine process died", exit_code=code))
@@ -146,7 +149,7 @@ class EngineClient(EngineConnection):
                 self.unservable = True
                 return
             if self.state is EngineState.LOST:
-                delay = self._backoff.delay(served=served)
+                delay = self._backoff.delay(ready=ready, served=served)
                 _log.error("engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
                 await asyncio.sleep(delay)
             if self.state is not EngineState.LOST:

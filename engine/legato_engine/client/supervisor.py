@@ -25,23 +25,24 @@ SERVED_AFTER = 1.0
 
 
 class Backoff:
-    """Delays before restarts: none after a process that served, else doubled up to `cap`.
+    """Delays before restarts: none after a process that served, else doubled.
 
-    A process that dies of its first request each time has not served, so that such restarts do not
-    take up the machine.
+    Up to `cap`, or up to `ready_cap` after a process that got ready: that one starts well and dies
+    of its first request each time, or is killed. The delays keep it from taking up the machine.
     """
 
-    def __init__(self, *, first: float, cap: float) -> None:
+    def __init__(self, *, first: float, cap: float, ready_cap: float) -> None:
         self._first = first
         self._cap = cap
+        self._ready_cap = ready_cap
         self._next = first
 
-    def delay(self, *, served: bool) -> float:
+    def delay(self, *, ready: bool, served: bool) -> float:
         if served:
             self._next = self._first
             return 0.0
-        delay = self._next
-        self._next = min(self._next * 2, self._cap)
+        delay = min(self._next, self._ready_cap) if ready else self._next
+        self._next = min(delay * 2, self._cap)
         return delay
 
 

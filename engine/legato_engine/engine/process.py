@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging()
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
-    if files is not None:
-        _write_stacks_to(files.stacks)
+    _write_stacks_to(None if files is None else files.stacks)
     if config.model != engine.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
@@ -171,13 +170,14 @@ def _recorder(files: CrashFiles | None) -> Recorder | None:
         return None
 
 
-def _write_stacks_to(path: pathlib.Path) -> None:
-    """Those of a fatal signal, and those that the service asks for."""
-    try:
-        file = path.open("ab")
-    except OSError as error:
-        _log.warning("crash_stacks_off", error=str(error))
-        file = open(os.devnull, "ab")  # noqa: SIM115 - for the life of the process
+def _write_stacks_to(path: pathlib.Path | None) -> None:
+    """Those of a fatal signal, and those that the service asks for; None: to standard error."""
+    file: IO[Any] = sys.stderr
+    if path is not None:
+        try:
+            file = path.open("ab")
+        except OSError as error:
+            _log.warning("crash_stacks_off", error=str(error))
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
 

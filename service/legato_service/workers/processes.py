@@ -91,7 +91,7 @@ class WorkerProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, settings: Settings) -> None:
-        backoff = Backoff(first=0.25, cap=30.0)
+        backoff = Backoff(first=0.25, cap=30.0, ready_cap=1.0)
         while not self._draining.is_set():
             self._serving_since.pop(settings.number, None)
             try:
@@ -101,15 +101,13 @@ class WorkerProcesses:
             if self._draining.is_set():
                 return
             self.failed_starts += settings.number in self._not_ready
-            delay = backoff.delay(served=self._served(settings.number))
+            since = self._serving_since.get(settings.number, math.inf)
+            served = time.monotonic() - since >= SERVED_AFTER
+            delay = backoff.delay(ready=since < math.inf, served=served)
             log.error("worker_lost", number=settings.number, exit_code=code, restart_in=delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._draining.wait()
-
-    def _served(self, number: int) -> bool:
-        since = self._serving_since.get(number, math.inf)
-        return time.monotonic() - since >= SERVED_AFTER
 
     async def _run_once(self, settings: Settings) -> int:
         """Return a worker's exit code; cancellation kills it."""

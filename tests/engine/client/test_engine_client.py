@@ -259,9 +259,9 @@ async def test_an_engine_that_served_is_restarted_at_once():
         assert await restart_delays(client, 8, answer) == [0] * 8
 
 
-async def test_an_engine_that_dies_of_each_first_request_is_restarted_ever_later():
+async def test_an_engine_that_dies_of_each_first_request_is_restarted_later():
     """Else it would take up the machine: it has not served."""
-    async with running(backoff_first=0.01, backoff_cap=0.04) as client:
+    async with running(backoff_first=0.01, backoff_ready_cap=0.04) as client:
 
         async def die(number):
             with pytest.raises(EngineLost):

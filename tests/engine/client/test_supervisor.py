@@ -9,18 +9,30 @@ import tempfile
 from legato_engine.client.supervisor import Backoff, ChildProcess
 
 
-def test_a_process_that_never_served_is_restarted_ever_later():
-    """Every crash before it served doubles the delay up to the cap."""
-    backoff = Backoff(first=1, cap=5)
-    assert [backoff.delay(served=False) for _ in range(5)] == [1, 2, 4, 5, 5]
+def delays(backoff, count, **how):
+    """The delays after as many deaths of this kind."""
+    return [backoff.delay(**{"ready": False, "served": False, **how}) for _ in range(count)]
+
+
+def test_a_process_that_never_got_ready_is_restarted_ever_later():
+    """Every crash doubles the delay up to the cap."""
+    assert delays(Backoff(first=1, cap=5, ready_cap=2), 5) == [1, 2, 4, 5, 5]
+
+
+def test_a_process_that_got_ready_and_served_nothing_is_restarted_a_little_later():
+    """Up to a lower cap: it starts well."""
+    backoff = Backoff(first=1, cap=50, ready_cap=3)
+    assert delays(backoff, 4, ready=True) == [1, 2, 3, 3]
+    assert delays(backoff, 2) == [6, 12]
+    assert delays(backoff, 1, ready=True) == [3]
 
 
 def test_a_process_that_served_is_restarted_at_once():
     """However often it dies; and the delays start over."""
-    backoff = Backoff(first=1, cap=5)
-    assert [backoff.delay(served=False) for _ in range(3)] == [1, 2, 4]
-    assert [backoff.delay(served=True) for _ in range(100)] == [0] * 100
-    assert backoff.delay(served=False) == 1
+    backoff = Backoff(first=1, cap=5, ready_cap=2)
+    assert delays(backoff, 3) == [1, 2, 4]
+    assert delays(backoff, 100, ready=True, served=True) == [0] * 100
+    assert delays(backoff, 1) == [1]
 
 
 async def test_kill_takes_the_whole_group():

@@ -4,11 +4,12 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any, cast
 
 import pytest
 from legato_engine.core import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
 from legato_engine.crash import recording
-from legato_engine.crash.recording import NUM_LAUNCHES, Recorder, RowShape, read
+from legato_engine.crash.recording import NUM_LAUNCHES, STEP_TIMES, Recorder, RowShape, read
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.step_record import StepRecord
@@ -34,7 +35,7 @@ def sequence(seq_id, *, image=True):
     return Sequence(
         seq_id=seq_id,
         request=Request(request_id=RequestKey("secret"), task=task),
-        task=Task(),
+        task=cast(Any, Task()),
         prefix_key=None,
         prefix_length=730 if image else 1,
         prompt=tuple(PromptToken(token_id) for token_id in range(5)),
@@ -51,7 +52,8 @@ def launch(number, rows, kind=LaunchKind.DECODE):
 
 def step(launched):
     """A committed launch."""
-    record = StepRecord(launched, *range(100, 107), commit_end=900, tokens=4)
+    times = dict(zip(STEP_TIMES, range(100, 107), strict=False))
+    record = StepRecord(launched, **times, commit_end=900, tokens=4)
     return Step(record, LaunchTimes(1, 2, 3, 4, 5))
 
 

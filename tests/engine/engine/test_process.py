@@ -222,3 +222,20 @@ async def test_scheduling_policy_with_and_without_a_device(model, then):
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         await client.close()
+
+
+async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, tmp_path):
+    """It writes them before it is killed."""
+    monkeypatch.setenv("LEGATO_FAILPOINTS", "engine.launch=hang@9")
+    config = msgspec.structs.replace(CONFIG, crash_folder=str(tmp_path / "crashes"))
+    client = EngineClient(config, limits=EngineLimits(stuck=5.0))
+    await client.start()
+    try:
+        await client.wait_ready()
+        with pytest.raises(EngineLost):
+            await client.submit(ask("a", max_tokens=200)).done()
+    finally:
+        await client.close()
+    (bundle,) = (tmp_path / "crashes").iterdir()
+    assert "_hang" in (bundle / "stacks.txt").read_text()
+    assert json.loads((bundle / "bundle.json").read_text())["signal"] == "SIGKILL"
