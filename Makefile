@@ -29,7 +29,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -112,6 +112,12 @@ test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
+
+simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")
+	@$(PY) -m tests.simulation $(ARGS)
+
+soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --model legato-tiny")
+	@$(PY) -m tests.faults.soak $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

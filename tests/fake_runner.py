@@ -188,7 +188,8 @@ class FakeRunner:
             owner, encoded = sequence, 0
         assert owner is sequence, "overwrites the features of another image"
         assert encoded == first, f"crops from {first} on are encoded after {encoded}"
-        assert sequence.inputs.image is not None, "its image is already released"
+        has_image = bool(sequence.num_crops or sequence.image_prefix_length)
+        assert sequence.inputs.image is not None or not has_image, "its image is already released"
 
     def _prefill(self, row: ScheduledSequence) -> None:
         sequence = row.sequence

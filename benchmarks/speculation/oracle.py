@@ -40,6 +40,8 @@ class OracleProposer:
     multiples of five sequences and of rates of 0.2.
     """
 
+    sequential = False
+
     def __init__(
         self,
         known: Sequence[Sequence[int]],

@@ -16,6 +16,8 @@ _THREADS = 1024
 class OracleKernel:
     """An `OracleProposer` on the current GPU, reading that proposer's tables."""
 
+    sequential = False
+
     def __init__(self, known_NC: torch.Tensor, drafts_NC: torch.Tensor) -> None:
         """The tables may change between launches."""
         assert known_NC.is_contiguous(), "a sequence of the table is a row"

@@ -206,6 +206,22 @@ class RequestKey(
         return self.caller_id == target.caller_id and target.tenant in ("", self.tenant)
 
 
+class Resumed(Value, frozen=True):
+    """What was done for a request by engines that were lost. Times are `time.monotonic()` seconds.
+
+    Its outputs have told the tokens in `token_ids`, with `payloads` if the task has them and
+    `logprobs` if the request wants them. A request that is `alone` runs with nothing beside it.
+    """
+
+    arrival: float
+    first_token: float = 0.0  # 0: none was told
+    token_ids: tuple[int, ...] = ()
+    payloads: tuple[tuple[float, float], ...] = ()
+    logprobs: tuple[float, ...] = ()
+    alone: bool = False
+    fingerprint: str = ""  # of its content, if `alone`
+
+
 class Request(Value, frozen=True):
     """One task on at most one image.
 
@@ -226,6 +242,7 @@ class Request(Value, frozen=True):
     deltas: bool = True
     progress: bool = True
     priority: int = 0
+    resumed: Resumed | None = None
 
     @property
     def tenant(self) -> str:

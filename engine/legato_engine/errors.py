@@ -23,9 +23,11 @@
     ├── Preempted                 an operator stopped the request
     ├── Unavailable
     │   ├── EngineStarting
-    │   ├── EngineLost            the engine process died with the request in flight
+    │   ├── EngineLost            the engine process died, and none can take the request over
     │   └── Draining
     └── InternalError             a bug; details go to the log, not to the caller
+        ├── NumericError          the model computed values that are not finite
+        └── Poisoned              the request ends the engine process
 
 `legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
 by class name, so that neither side matches text.
@@ -136,7 +138,7 @@ class EngineStarting(Unavailable):
 
 
 class EngineLost(Unavailable):
-    """The engine process died with the request in flight."""
+    """The engine process died, and no other can take the request over."""
 
 
 class Draining(Unavailable):
@@ -145,6 +147,14 @@ class Draining(Unavailable):
 
 class InternalError(LegatoError):
     """A bug in Legato."""
+
+
+class NumericError(InternalError):
+    """The model computed values for this request that are not finite."""
+
+
+class Poisoned(InternalError):
+    """The engine process died whenever it ran this request, at last with nothing beside it."""
 
 
 class ErrorValue(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@
 
 `LEGATO_FAILPOINTS` holds entries `name=action`, separated by `;`. An action is `raise`, `exit`,
 `kill`, `stop`, `hang`, `sleep(SECONDS)` or `corrupt`, and may end in `@N`: only the Nth hit of this
-process (from 1), or in `%P`: each hit with a probability of P percent. Without the variable a
-failpoint costs one test of a global.
+process (from 1), or in `%P`: each hit with a probability of P percent. With `name[TEXT]` only hits
+count whose subject contains TEXT. Without the variable a failpoint costs one test of a global.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "LEGATO_FAILPOINTS"
 EXIT_CODE = 86
 
 _ENTRY = re.compile(
-    r"(?P<name>[a-z_.]+)=(?P<action>raise|exit|kill|stop|hang|corrupt|sleep\((?P<seconds>[0-9.]+)\))"
+    r"(?P<name>[a-z_.]+)(?:\[(?P<subject>[^\]]*)\])?=(?P<action>raise|exit|kill|stop|hang|corrupt|sleep\((?P<seconds>[0-9.]+)\))"
     r"(?:@(?P<hit>[0-9]+)|%(?P<percent>[0-9.]+))?"
 )
 
@@ -35,6 +35,7 @@ class _Failpoint(msgspec.Struct):
     seconds: float
     only_hit: int  # 0: every one
     probability: float
+    subject: str = ""
     hits: int = 0
 
 
@@ -49,6 +50,7 @@ def _parse(text: str) -> dict[str, _Failpoint]:
             seconds=float(match["seconds"] or 0),
             only_hit=int(match["hit"] or 0),
             probability=float(match["percent"] or 100) / 100,
+            subject=match["subject"] or "",
         )
     return found
 
@@ -57,8 +59,10 @@ _points = _parse(os.environ.get(VARIABLE, ""))
 ACTIVE = bool(_points)
 
 
-def hit(name: str) -> bool:
+def hit(name: str, subject: str = "") -> bool:
     """Run the action of a failpoint; return whether the site must corrupt its own data.
+
+    `subject` describes what the site works on.
 
     Raises:
         InjectedFault: the action is `raise`.
@@ -66,7 +70,7 @@ def hit(name: str) -> bool:
     if not ACTIVE:
         return False
     point = _points.get(name)
-    if point is None:
+    if point is None or point.subject not in subject:
         return False
     point.hits += 1
     if point.only_hit not in (0, point.hits) or random.random() >= point.probability:

@@ -82,15 +82,15 @@ class Progress:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
-    """Acceptance of draft tokens. Written by the speculation policy."""
+    """Acceptance of draft tokens, as the device had it at the latest commit."""
 
     ema_acceptance_rate: float
     accepted_weight: float = 0.0  # tokens, older ones counting less
     tried_weight: float = 0.0
-    current_block_size: int = 0  # for the next launch, without KV pressure
+    current_block_size: int = 0  # that the device chose
+    idle_steps: int = 0  # verifications without draft tokens in a row
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
-    num_left: int = 0  # to launch
-    under_pressure: bool = False
+    under_pressure: bool = False  # at the latest plan
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import stat
+from pathlib import Path
 
 import grpc
 
 UNIX = "unix:"
 
 
-def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
-    """Check an address.
+def check(option: str, address: str, *, unix: bool) -> None:
+    """Check the form of an address.
 
     Raises:
-        ValueError: malformed, or reachable from other machines without `insecure`.
+        ValueError: malformed.
     """
     if unix and address.startswith(UNIX):
         if address == UNIX:
@@ -23,11 +26,6 @@ def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{option} takes HOST:PORT, not {address!r}")
-    if not (insecure or is_local(address)):
-        raise ValueError(
-            f"{host_of(address)} is reachable from other machines and this server has no TLS and "
-            "no authentication; put it behind a proxy that has, or allow it with --insecure"
-        )
 
 
 def host_of(address: str) -> str:
@@ -36,6 +34,7 @@ def host_of(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
+    """Whether no other machine can reach the address."""
     host = host_of(address)
     if address.startswith(UNIX) or host == "localhost":
         return True
@@ -45,20 +44,55 @@ def is_local(address: str) -> bool:
         return False
 
 
-def bind(server: grpc.aio.Server, address: str) -> str:
+def bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> str:
     """Have `server` listen; return the address with its real port.
 
-    A unix socket is accessible to its owner only: nothing else protects it.
+    A unix socket has no TLS, and is accessible to its owner only: nothing else protects it.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    umask = os.umask(0o177) if address.startswith(UNIX) else None
+    if address.startswith(UNIX):
+        return _bind_socket(server, address)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _bind_socket(server: grpc.aio.Server, address: str) -> str:
+    """The umask, not a later chmod, keeps others out from the first moment."""
+    path = Path(address.removeprefix(UNIX))
+    if _is_served(path):  # gRPC would take the path away from the other server
+        raise OSError(f"cannot listen on {address}: another server does")
+    umask = os.umask(0o177)
+    try:
+        server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     finally:
-        if umask is not None:
-            os.umask(umask)
-    return address if address.startswith(UNIX) else f"{address.rpartition(':')[0]}:{port}"
+        os.umask(umask)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise OSError(f"cannot listen on {address}: its folder ignores the umask")
+    return address
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def remove_socket(address: str) -> None:
+    """Remove the file of a listener that was closed, if gRPC has not."""
+    if address.startswith(UNIX):
+        Path(address.removeprefix(UNIX)).unlink(missing_ok=True)

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     engine, service = EngineConfig(), ServiceConfig()
     _add_listeners(parser.add_argument, service)
+    _add_access(parser.add_argument, service)
     _add_model(parser.add_argument, engine)
     _add_adapters(parser.add_argument, engine)
     _add_queue(parser.add_argument, engine)
@@ -83,14 +84,20 @@ def _add_listeners(add: _Add, service: ServiceConfig) -> None:
     add(
         "--insecure",
         action="store_true",
-        help="listen beyond loopback without TLS and authentication",
+        help="listen beyond loopback without TLS or without credentials",
     )
     add(
         "--admin-listen",
         metavar="ADDRESS",
         default=service.admin_listen,
-        help="HOST:PORT or unix:PATH for AdminService only; by default it is on --listen, "
-        "or off where other machines can reach that (--insecure)",
+        help="of AdminService: HOST:PORT, unix:PATH, same (as --listen) or off; by default a "
+        "socket of this user, and with credentials also --listen, for the scope admin",
+    )
+    add(
+        "--health-listen",
+        metavar="HOST:PORT",
+        default=service.health_listen,
+        help="health checks alone, without TLS and credentials",
     )
     add(
         "--processes",
@@ -98,6 +105,44 @@ def _add_listeners(add: _Add, service: ServiceConfig) -> None:
         default=service.processes,
         help="service processes on this port before one engine; more than 1 helps at thousands of "
         "calls a second",
+    )
+
+
+def _add_access(add: _Add, service: ServiceConfig) -> None:
+    add("--tls-cert", metavar="FILE", default=service.tls_cert, help="certificate chain, PEM")
+    add("--tls-key", metavar="FILE", default=service.tls_key, help="its private key, PEM")
+    add(
+        "--tls-client-ca",
+        metavar="FILE",
+        default=service.tls_client_ca,
+        help="authority that every client needs a certificate of, PEM",
+    )
+    add(
+        "--tokens",
+        metavar="FILE",
+        default=service.tokens,
+        help="credentials of callers, TOML: see legato token new",
+    )
+    add(
+        "--quota-requests",
+        metavar="RATE",
+        type=_not_negative,
+        default=service.quota_requests,
+        help="calls and frames a second with one credential; 0: unlimited",
+    )
+    add(
+        "--quota-pixels",
+        metavar="RATE",
+        type=_not_negative,
+        default=service.quota_pixels,
+        help="pixels of new images a second with one credential; 0: unlimited",
+    )
+    add(
+        "--quota-sessions",
+        metavar="N",
+        type=_whole,
+        default=service.quota_sessions,
+        help="open sessions with one credential; 0: unlimited",
     )
 
 

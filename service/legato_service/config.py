@@ -7,7 +7,12 @@ from legato_engine.config import MAX_ADAPTER_RANK, EngineConfig
 
 from legato_service import addresses
 
+ADMIN_SAME = "same"
+"""AdminService on the main listener."""
+ADMIN_OFF = "off"
+
 _POSITIVE = (
+    "access_interval",
     "unary_deadline",
     "stream_deadline",
     "stall_timeout",
@@ -23,7 +28,16 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of the service processes, in seconds and bytes."""
 
     listen: str = "127.0.0.1:50051"  # host:port; port 0: any free port
-    admin_listen: str = ""  # host:port or unix:path for AdminService alone; empty: see `admin_on`
+    admin_listen: str = ""  # host:port, unix:path, "same" or "off"; empty: this user's socket
+    health_listen: str = ""  # host:port for health alone, without TLS; empty: none
+    tls_cert: str = ""  # file of the certificate chain; empty: no TLS
+    tls_key: str = ""
+    tls_client_ca: str = ""  # file of the authority that client certificates must have
+    tokens: str = ""  # file of credentials
+    access_interval: float = 0.25  # between two looks at the files above
+    quota_requests: float = 0  # a second, of a credential; 0: unlimited, as the next two
+    quota_pixels: float = 0  # a second, of new images
+    quota_sessions: int = 0
     insecure: bool = False  # allow an unprotected listener beyond loopback
     processes: int = 1
     engine: EngineConfig = EngineConfig()
@@ -45,12 +59,19 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
-    def admin_on(self) -> str:
-        """The address of AdminService; empty: it is off.
+    def has_credentials(self) -> bool:
+        """Whether callers need a credential."""
+        return bool(self.tokens or self.tls_client_ca)
 
-        By default the main address, unless other machines can reach it: nothing protects it there.
-        """
-        return self.admin_listen or (self.listen if addresses.is_local(self.listen) else "")
+    @property
+    def admin_on_main(self) -> bool:
+        """Whether AdminService is on the main listener: with credentials, or on request."""
+        same = self.admin_listen == ADMIN_SAME
+        return same or (self.has_credentials and self.admin_listen != ADMIN_OFF)
+
+    @property
+    def has_own_admin(self) -> bool:
+        return self.admin_listen not in (ADMIN_OFF, ADMIN_SAME)
 
 
 def check(config: ServiceConfig) -> None:
@@ -59,9 +80,7 @@ def check(config: ServiceConfig) -> None:
     Raises:
         ValueError: a setting is out of range or unsafe.
     """
-    addresses.check("--listen", config.listen, insecure=config.insecure, unix=False)
-    if config.admin_listen:
-        addresses.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
+    _check_listeners(config)
     for name in _POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")
@@ -73,3 +92,31 @@ def check(config: ServiceConfig) -> None:
         raise ValueError(f"max_adapter_rank must be at most {MAX_ADAPTER_RANK}")
     if config.drain_grace < 0:
         raise ValueError("drain_grace must not be negative")
+
+
+def _check_listeners(config: ServiceConfig) -> None:
+    addresses.check("--listen", config.listen, unix=False)
+    if config.health_listen:
+        addresses.check("--health-listen", config.health_listen, unix=False)
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ValueError("--tls-cert and --tls-key are needed together")
+    if config.tls_client_ca and not config.tls_cert:
+        raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+    listeners = [config.listen]
+    if config.admin_listen and config.has_own_admin:
+        addresses.check("--admin-listen", config.admin_listen, unix=True)
+        listeners.append(config.admin_listen)
+    if config.insecure and config.admin_listen != ADMIN_SAME:
+        return
+    for address in listeners:
+        if not addresses.is_local(address) and not is_protected(config):
+            allow = "" if config.admin_listen == ADMIN_SAME else ", or allow it with --insecure"
+            raise ValueError(
+                f"{addresses.host_of(address)} is reachable from other machines: that needs "
+                f"--tls-cert, --tls-key, and --tokens or --tls-client-ca{allow}"
+            )
+
+
+def is_protected(config: ServiceConfig) -> bool:
+    """Whether listeners that other machines reach have TLS and ask for a credential."""
+    return bool(config.tls_cert) and config.has_credentials

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamOutput
+from legato_engine.client.request_stream import Restage, StreamOutput
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
 
@@ -62,9 +62,13 @@ class Engine(Protocol):
         """Announce that a request may be submitted soon."""
         ...
 
-    def submit(self, request: core.Request) -> Stream: ...
+    def submit(
+        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> Stream:
+        """`restage` stages the image again; with `may_wait` the request waits for an engine."""
+        ...
 
-    async def hold(self, command: HoldImage) -> ImageHeld: ...
+    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld: ...
 
     async def drop(self, command: DropImage) -> None: ...
 

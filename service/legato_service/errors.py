@@ -38,6 +38,18 @@ class SessionsFull(errors.Busy):
     """The limit of open sessions is reached."""
 
 
+class Unauthenticated(errors.LegatoError):
+    """The call brings no credential, or one that is not valid."""
+
+
+class Forbidden(errors.LegatoError):
+    """The credential does not allow this; `metadata` has the `scope` or the `field`."""
+
+
+class MethodUnknown(errors.LegatoError):
+    """This server does not have the method."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatusMapping:
     """The status of one type of error.
@@ -96,7 +108,10 @@ def _precondition(error: errors.LegatoError, reason: str) -> Message:
 
 
 def _quota(error: errors.LegatoError, reason: str) -> Message:
-    subject = error.metadata.get("caller") or f"tenant:{error.metadata.get('tenant', '')}"
+    subject = error.metadata.get("caller", "")
+    if not subject:
+        kind = "credential" if "credential" in error.metadata else "tenant"
+        subject = f"{kind}:{error.metadata.get(kind, '')}"
     violation = error_details_pb2.QuotaFailure.Violation(
         subject=_cut(subject), description=_cut(error.message)
     )
@@ -137,7 +152,12 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
     errors.EngineStarting: StatusMapping(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=1.0),
     errors.EngineLost: StatusMapping(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
     errors.Draining: StatusMapping(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),
+    Unauthenticated: StatusMapping(_C.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    Forbidden: StatusMapping(_C.PERMISSION_DENIED, "FORBIDDEN"),
+    MethodUnknown: StatusMapping(_C.UNIMPLEMENTED, ""),
     errors.LegatoError: StatusMapping(_C.INTERNAL, "INTERNAL"),
+    errors.NumericError: StatusMapping(_C.INTERNAL, "NUMERIC"),
+    errors.Poisoned: StatusMapping(_C.INTERNAL, "POISONED"),
 }
 """By type; a type without an entry takes that of its nearest base."""
 
@@ -150,7 +170,7 @@ def failure(error: Exception, request_id: str) -> Failure:
     """The client does not see the text of an internal error."""
     known = error if isinstance(error, errors.LegatoError) else errors.InternalError()
     mapping = status_mapping(type(known))
-    if mapping.code is grpc.StatusCode.INTERNAL:
+    if mapping is STATUS_MAPPINGS[errors.LegatoError]:
         known = errors.InternalError("internal error; the server logged it with this request id")
     retry_after = _retry_after(mapping, known)
     details: list[Message] = [error_details_pb2.RequestInfo(request_id=request_id)]

@@ -13,10 +13,13 @@ from legato_engine.client.engine_client import EngineClient, EngineState
 from legato_engine.client.supervisor import EXIT_UNSERVABLE
 from legato_engine.errors import InvalidField
 
+from legato_service import addresses
+from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle.console import Announcer
 from legato_service.lifecycle.drain import LAST_WRITES
 from legato_service.lifecycle.watchdog import arm_watchdog
+from legato_service.listeners import Listeners
 from legato_service.server import Server
 from legato_service.workers.port import reserved
 from legato_service.workers.processes import WorkerProcesses
@@ -78,8 +81,12 @@ async def serve(
             log.error("listen_failed", listen=config.listen, error=str(error))
             await engine.close()
             return EXIT_FAILED
+        except FileRejected as error:
+            log.error("configuration_rejected", reason=str(error))
+            await engine.close()
+            return EXIT_FAILED
         address = f"{config.listen.rpartition(':')[0]}:{port}"
-        _log_admin(server)
+        _log_listeners(config, address, server.listeners)
         draining = asyncio.create_task(_drain_on(signals, workers, config.drain_grace))
         try:
             await engine.start()
@@ -119,11 +126,20 @@ async def _start_up(
     return await asyncio.Event().wait()
 
 
-def _log_admin(server: Server) -> None:
-    if not server.admin_address:
-        log.warning("admin_disabled", reason="other machines reach --listen; set --admin-listen")
+def _log_listeners(config: ServiceConfig, address: str, listeners: Listeners) -> None:
+    if not listeners.admin_address:
+        log.warning("admin_disabled", reason=listeners.admin_problem)
     else:
-        log.info("admin_listening", address=server.admin_address)
+        log.info("admin_listening", address=listeners.admin_address)
+    if listeners.health_address:
+        log.info("health_listening", address=listeners.health_address)
+    for each in (address, listeners.admin_address):
+        if not each or addresses.is_local(each):
+            continue
+        if not config.has_credentials:
+            log.warning("unauthenticated_listener", address=each)
+        if not config.tls_cert:
+            log.warning("unencrypted_listener", address=each)
 
 
 async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -22,21 +19,18 @@ from legato.v1 import (
 )
 from legato_engine.shm.blob_store import BlobStore
 
-from legato_service import addresses
 from legato_service.config import ServiceConfig
 from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import CUT_WRITES, LAST_WRITES, Drain
 from legato_service.lifecycle.peers import Peers
+from legato_service.listeners import Listeners
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
-from legato_service.rpc.grpc_options import server_options
 from legato_service.rpc.health import HealthServicer
-from legato_service.rpc.middleware import RpcMiddleware
-from legato_service.rpc.reflection import Descriptors, Reflection
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
 from legato_service.servicer.inference import InferenceServicer
@@ -50,7 +44,6 @@ log = structlog.get_logger("legato.service")
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
 BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
@@ -58,9 +51,12 @@ BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.ful
 
 
 class Server:
-    """The main listener of a process and, if configured, the operator's.
+    """The services of a process and its listeners.
 
     Belongs to the running event loop. `peers` are the server's other processes.
+
+    Raises:
+        FileRejected: a file of credentials or certificates cannot be used.
     """
 
     def __init__(
@@ -86,11 +82,13 @@ class Server:
             read_shared=shared_reader(config, blobs),
         )
         self._health = HealthServicer(BUILT)
-        self._grpc = self._listener(shared=config.processes > 1)
-        # Only the first process has the operator's listener.
-        is_first = peers is None or peers.is_first
-        self._admin_grpc = self._listener() if config.admin_listen and is_first else None
-        self.admin_address = ""  # empty: AdminService is off
+        self.listeners = Listeners(
+            config,
+            self._call_log,
+            self._health,
+            engine.expect,
+            is_first=peers is None or peers.is_first,
+        )
         admin = AdminServicer(
             engine,
             self._requests,
@@ -102,12 +100,9 @@ class Server:
         self._add_services(admin, blobs)
         engine.subscribe(self._health.update)
 
-    def _listener(self, *, shared: bool = False) -> grpc.aio.Server:
-        return grpc.aio.server(options=server_options(self._config, shared=shared))
-
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.images, self._requests)
-        main = RpcMiddleware(self._config.stall_timeout, self._call_log, self._engine.expect)
+        main = self.listeners.main
         inference = InferenceServicer(
             dispatcher,
             self.idempotency_cache,
@@ -121,26 +116,22 @@ class Server:
         image_pb2_grpc.add_ImageServiceServicer_to_server(
             ImageServicer(self._config, self._engine, blobs, self._requests), main.as_server
         )
-        admin_here = bool(self._config.admin_on) and not self._config.admin_listen
+        admin_here = self._config.admin_on_main
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
             ServerServicer(self._config, self._engine, capabilities), main.as_server
         )
         if admin_here:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
-        self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
-        if self._admin_grpc is not None:
-            admin_only = RpcMiddleware(self._config.stall_timeout, self._call_log)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_only.as_server)
-            self._add_common((_ADMIN.full_name,), admin_only, self._admin_grpc)
+        main.reflect((*BUILT, _ADMIN.full_name) if admin_here else BUILT)
+        if (own := self.listeners.admin) is not None:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, own.as_server)
+            own.reflect((_ADMIN.full_name,))
 
-    def _add_common(
-        self, services: Sequence[str], middleware: RpcMiddleware, server: grpc.aio.Server
-    ) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, middleware.as_server)
-        reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
-        middleware.add_generic_rpc_handlers(reflection.handlers())
-        server.add_generic_rpc_handlers((middleware,))
+    @property
+    def admin_address(self) -> str:
+        """Empty: AdminService is off."""
+        return self.listeners.admin_address
 
     @property
     def grace_left(self) -> float:
@@ -165,15 +156,9 @@ class Server:
         Raises:
             OSError: an address cannot be bound.
         """
-        address = addresses.bind(self._grpc, self._config.listen)
-        if self._admin_grpc is not None:
-            self.admin_address = addresses.bind(self._admin_grpc, self._config.admin_listen)
-            await self._admin_grpc.start()
-        elif self._config.admin_on and not self._config.admin_listen:
-            self.admin_address = address
-        await self._grpc.start()
+        port = await self.listeners.start()
         self._health.update(self._engine.state)
-        return int(address.rpartition(":")[2])
+        return port
 
     def begin_drain(self, grace: float) -> None:
         """Report not serving, refuse new requests, and give open ones `grace` seconds.
@@ -218,6 +203,5 @@ class Server:
             grace = CUT_WRITES
             self._requests.close()
             await self._drain.cut()
-        servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
-        await asyncio.gather(*(server.stop(grace) for server in servers))
+        await self.listeners.stop(grace)
         self._call_log.close()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,13 +40,17 @@ class Server:
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, program: Sequence[str] = ("-m", "legato_service")
+    ) -> None:
         self._log = folder / "server.log"
         self._options = options
+        self._program = program
         self.address = ""
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, *self._program, "--listen", "127.0.0.1:0"]
+        command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],

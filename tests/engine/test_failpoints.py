@@ -32,7 +32,7 @@ def test_only_the_numbered_hit_raises():
 @pytest.mark.parametrize(
     ("action", "code"), [("exit", failpoints.EXIT_CODE), ("kill", -signal.SIGKILL)]
 )
-def test_the_process_ends(action: str, code: int):
+def test_the_process_ends(action: str, code: int) -> None:
     assert run(f"a={action}", "failpoints.hit('a')").returncode == code
 
 

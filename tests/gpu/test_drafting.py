@@ -6,13 +6,34 @@ Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positio
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.drafting import LookupKernel
+from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState
+from legato_engine.runtime.draft_state import DraftState, Layout
+from legato_engine.runtime.graph_runner import GraphRunner
+from legato_engine.runtime.reference_drafts import ReferenceDrafts
+from legato_engine.runtime.request_descriptors import (
+    DESCRIPTOR,
+    NO_DRAFTS,
+    STARTS,
+    UNDER_PRESSURE,
+    WORDS,
+    Descriptor,
+)
+from legato_engine.speculative.block_policy import (
+    INITIAL_RATE,
+    AdaptiveBlockPolicy,
+    BlockPolicy,
+    FixedBlockPolicy,
+)
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
 
@@ -21,7 +42,11 @@ from benchmarks.speculation.oracle_kernel import OracleKernel
 from tests.engine.speculative.histories import row_history
 
 ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
-STAGED = ("row", "source", "token", "position", "fresh", "sample_position")
+TOKENS = ROWS * (BLOCK + 1)
+STAGED = (
+    *("row", "draft_index", "source", "token", "position", "fresh"),
+    *("sample_row", "sample_position", "scheduled", "start", "fed"),
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +57,8 @@ pytestmark = [
 class Scripted:
     """A proposer of fixed draft tokens."""
 
+    sequential = False
+
     def __init__(self, says_RK):
         self.says_RK = says_RK
 
@@ -40,10 +67,23 @@ class Scripted:
         draft_RK.copy_(self.says_RK)
 
 
-class Side:
-    """Draft state over a slot, by kernels or by torch, from one random state."""
+def costs():
+    """Steps of which more tokens cost more from some number on."""
+    steps = ((8, 0.9e-3), (16, 1.0e-3), (32, 1.2e-3), (33, 2.2e-3), (200, 6e-3))
+    return CostTable(steps, prefill=0.0, propose=1e-5)
 
-    def __init__(self, device, seed, by_kernels):
+
+POLICIES: dict[str, Callable[[], BlockPolicy]] = {
+    "fixed": lambda: FixedBlockPolicy(BLOCK),
+    "seed": lambda: AdaptiveBlockPolicy(max_block=BLOCK),
+    "budget": lambda: TokenBudgetPolicy(costs(), max_block=BLOCK),
+}
+
+
+class Side:
+    """Draft state over a slot, by kernels or by the policies themselves, from one random state."""
+
+    def __init__(self, device, seed, policy, by_kernels):
         draw = torch.Generator().manual_seed(seed)
 
         def ints(*shape, low, high):
@@ -52,28 +92,34 @@ class Side:
         says_RK = ints(ROWS + 1, BLOCK, low=0, high=VOCABULARY)
         gaps_RK = ints(ROWS + 1, BLOCK, low=0, high=8) == 0
         says_RK[gaps_RK] = ints(ROWS + 1, BLOCK, low=-2, high=VOCABULARY + 3)[gaps_RK]
+        self.says_RK = says_RK
         self.drafts = DraftState(
             Scripted(says_RK),
+            policy,
             num_rows=ROWS,
             max_context=CONTEXT,
             vocab_size=VOCABULARY,
             width=WIDTH,
-            max_block=BLOCK,
             dtype=torch.bfloat16,
             device=device.torch_device,
         )
         if not by_kernels:
-            self.drafts._kernels = None
+            self.drafts.operations = ReferenceDrafts(policy, VOCABULARY)
+        if isinstance(policy, TokenBudgetPolicy):
+            self.drafts.set_costs(policy)
         self.slot = DecodeSlot(
             device,
-            max_rows=ROWS * (BLOCK + 1),
+            max_rows=TOKENS,
             max_pages=2,
             max_prompt=CONTEXT,
             width=WIDTH,
             vocab_size=VOCABULARY,
             dtype=torch.bfloat16,
-            speculates=True,
+            max_drafting=ROWS,
         )
+        layouts = [(1, 1), (8, 1), (8, 8), (16, 1), (16, 2), (16, 16), (64, 64), (TOKENS, TOKENS)]
+        self.drafts.lay_out([Layout(*each) for each in layouts], TOKENS)
+        self.table_RM = torch.zeros(ROWS + 1, 2, dtype=torch.int64, device=device.torch_device)
         self.token_R = ints(ROWS + 1, low=0, high=VOCABULARY)
         self.drafts.position_R.copy_(ints(ROWS + 1, low=3, high=CONTEXT - BLOCK - 2))
         self.drafts.limit_R.copy_(self.drafts.position_R + ints(ROWS + 1, low=-1, high=BLOCK + 4))
@@ -83,24 +129,39 @@ class Side:
         wrong = ints(ROWS + 1, BLOCK + 1, low=0, high=6) == 0
         self.right_RL = torch.cat([says_RK, says_RK[:, :1]], 1).clamp(0, VOCABULARY - 1)
         self.right_RL[wrong] = ints(ROWS + 1, BLOCK + 1, low=-1, high=VOCABULARY)[wrong]
+        descriptors = np.zeros(ROWS + 1, DESCRIPTOR)
+        descriptors["ema_acceptance_rate"], descriptors["flags"] = INITIAL_RATE, STARTS
+        words = torch.from_numpy(descriptors.view(np.int64).reshape(ROWS + 1, WORDS))
+        self.drafts.descriptor_R4.copy_(words)
 
-    def run(self, lanes):
-        """Place lanes, sample, settle; what can be read of it, scratch row and padding left out."""
-        staged, batch = self.slot.staged.device, -(-len(lanes) // 8) * 8
-        padded = [*lanes, *[(ROWS, 0)] * (batch - len(lanes))]
-        row_B, draft_index_B = (
-            torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True)
-        )
-        staged["row"][:batch], staged["draft_index"][:batch] = row_B, draft_index_B
-        self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64), BLOCK)
-        placed = [staged[name][:batch].tolist() for name in STAGED]
-        self.slot.tokens_R[:batch] = self.right_RL[row_B, draft_index_B]
-        self.drafts.settle(self.slot, batch, self.token_R)
-        first = [b for b, (_, lane) in enumerate(padded) if lane == 0]
+    def stage(self, name, values, padding):
+        """Fill a field of rows."""
+        field = self.slot.staged.device[name]
+        padded = [*values, *[padding] * (len(field) - len(values))]
+        field.copy_(torch.tensor(padded))
+
+    def run(self, rooms, *, pressed):
+        """Place (row, room) pairs, sample, settle; return what can be read of it."""
+        self.stage("scheduled_row", [row for row, _ in rooms], ROWS)
+        self.stage("room", [room for _, room in rooms], NO_DRAFTS)
+        self.stage("control", [UNDER_PRESSURE if pressed else 0, 0], 0)
+        self.stage("entry", [rooms[0][0] * 2 + 1], ROWS * 2)
+        self.stage("page", [len(rooms)], 0)
+        self.drafts.allot(self.slot, self.table_RM)
+        self.drafts.propose(self.slot, self.table_RM, BLOCK)
+        self.drafts.place(self.slot)
+        staged = self.slot.staged.device
+        placed = [staged[name].tolist() for name in STAGED]
+        self.slot.tokens_R.copy_(self.right_RL[staged["row"], staged["draft_index"]])
+        self.drafts.settle(self.slot, TOKENS, self.token_R)
         outputs = self.slot.outputs.device
-        counts = [[outputs[name][b].item() for b in first] for name in ("count", "proposed")]
-        state = (self.drafts.tokens_RC, self.drafts.position_R, self.drafts.hidden_RD, self.token_R)
-        return placed, counts, [each[:ROWS].tolist() for each in state]
+        counts = [outputs[name][: len(rooms)].tolist() for name in ("count", "proposed")]
+        counts.append(outputs["descriptor"][: len(rooms)].tolist())
+        drafts = self.drafts
+        state = (drafts.tokens_RC, drafts.position_R, drafts.hidden_RD, drafts.descriptor_R4)
+        said = [each[:ROWS].tolist() for each in (*state, self.token_R)]
+        chosen = [each.tolist() for each in (drafts.choice, drafts.overall, drafts.block_S)]
+        return placed, counts, said, chosen, self.table_RM[:ROWS].tolist()
 
 
 @pytest.mark.parametrize("lengths", [(1, 4), (2, 3), (1, 1)])
@@ -159,18 +220,136 @@ def test_the_oracle_is_what_torch_does(context):
     assert sum(UNKNOWN not in row for row in said[0]) > 20
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_launches_are_what_torch_does(seed):
-    """Random rows, blocks, gaps, ends and outcomes: the same positions, tokens and states."""
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_launches_are_what_the_policies_do(seed, name):
+    """Random rows, rooms, gaps, ends and outcomes: the same blocks, positions and states."""
     device = CudaDevice(0)
-    draw = random.Random(seed)
-    rows = draw.sample(range(ROWS), draw.randint(1, ROWS))
-    lanes = [(row, lane) for row in rows for lane in range(draw.randint(1, BLOCK + 1))]
+    sides = []
     with torch.inference_mode():
-        kernels, reference = (
-            Side(device, seed, by_kernels).run(lanes) for by_kernels in (True, False)
-        )
+        for by_kernels in (True, False):
+            draw, side = random.Random(seed), Side(device, seed, POLICIES[name](), by_kernels)
+            said = []
+            for launch in range(4):
+                rows = draw.sample(range(ROWS), draw.randint(1, ROWS))
+                rooms = [
+                    (row, draw.choice((BLOCK, BLOCK, draw.randint(-1, BLOCK)))) for row in rows
+                ]
+                said.append(side.run(rooms, pressed=launch == 2))
+            sides.append(said)
     device.close()
-    assert kernels == reference
-    assert any(count > 1 for count in reference[1][0]), "nothing was accepted"
-    assert UNKNOWN in reference[2][0][0]
+    assert sides[0] == sides[1]
+    counts = [count for _, (counts, *_), *_ in sides[0] for count in counts]
+    assert 0 in counts
+    assert max(counts) > 1, "nothing was accepted"
+
+
+class Trace:
+    """Launches of all rows without a model: rows accept as many tokens as they are told to."""
+
+    def __init__(self, device, policy):
+        self.side = Side(device, 0, policy, by_kernels=True)
+        drafts, slot = self.side.drafts, self.side.slot
+        self.side.says_RK.fill_(1)
+        drafts.limit_R.fill_(CONTEXT - 2)
+        self.side.stage("scheduled_row", range(ROWS), ROWS)
+        self.luck_R = torch.zeros(ROWS, dtype=torch.int64, device=device.torch_device)
+        self.told = device.pinned((ROWS + 1,), torch.int64)
+        staged = slot.staged.device
+
+        def launch():
+            drafts.position_R.fill_(3)
+            drafts.allot(slot, self.side.table_RM)
+            drafts.propose(slot, self.side.table_RM, BLOCK)
+            drafts.place(slot)
+            right_B = staged["draft_index"] < self.luck_R[staged["scheduled"]]
+            slot.tokens_R.copy_(right_B.long())  # 1 is what was proposed
+            drafts.settle(slot, TOKENS, self.side.token_R)
+
+        with torch.inference_mode():
+            self.launch = device.capture(launch)
+        self.drafts, self.slot, self.device = drafts, slot, device
+
+    def step(self, luck, *, pressed):
+        """Run one launch; return drafted counts and the descriptors."""
+        with torch.inference_mode():
+            self.luck_R.copy_(torch.tensor(luck))
+            self.side.stage("room", [BLOCK] * ROWS, NO_DRAFTS)
+            self.side.stage("control", [UNDER_PRESSURE if pressed else 0, 0], 0)
+        self.launch()
+        outputs = self.slot.outputs.device
+        words = outputs["descriptor"][:ROWS].cpu().numpy()
+        return outputs["proposed"][:ROWS].tolist(), words.view(DESCRIPTOR)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["seed", "budget"])
+def test_ten_thousand_decisions_of_a_gpu_are_the_specifications(name):
+    """Every block, average and weight of every row, bit for bit, over drifting acceptance."""
+    device = CudaDevice(0)
+    policy, draw = POLICIES[name](), random.Random(name)
+    trace = Trace(device, POLICIES[name]())
+    trace.drafts.descriptor_R4.copy_(Side(device, 0, policy, by_kernels=True).drafts.descriptor_R4)
+    trace.drafts.forget()
+    requests = [RequestDescriptor(row, (1,), 1000) for row in range(ROWS)]
+    rates, sizes = [draw.random() for _ in range(ROWS)], set()
+    for launch in range(10_000):
+        pressed = launch % 100 > 90
+        if launch % 50 == 0:
+            rates = [draw.random() * (launch % 200 > 0) for _ in range(ROWS)]
+        luck = [sum(draw.random() < rate for _ in range(BLOCK)) for rate in rates]
+        for request in requests:
+            request.set_flag(Flag.KV_PRESSURE, on=pressed)
+            if launch == 0:
+                policy.begin(request)
+        policy.allot(requests)
+        blocks = [request.current_block_size for request in requests]
+        sizes.update(blocks)
+        proposed, learnt = trace.step(luck, pressed=pressed)
+        assert proposed == blocks
+        for request, lucky, fields in zip(requests, luck, learnt, strict=True):
+            block = request.current_block_size
+            request.block_size_history.append(block)
+            policy.update(request, min(lucky, block), block)
+            mine = Descriptor._make(fields)
+            assert mine.current_block_size == request.current_block_size
+            assert mine.ema_acceptance_rate == np.float32(request.ema_acceptance_rate)
+            assert mine.accepted_weight == request.accepted_weight
+            assert mine.tried_weight == request.tried_weight
+    device.close()
+    assert len(sizes) > 3
+
+
+def test_a_switch_runs_the_graph_that_the_device_chooses():
+    """Inside a captured graph and outside, with graphs that allocate; none other runs."""
+    device = CudaDevice(0)
+    on = device.torch_device
+    index = torch.zeros(1, dtype=torch.int32, device=on)
+    wanted = torch.zeros(1, dtype=torch.int32, device=on)
+    runs = torch.zeros(5, dtype=torch.int64, device=on)
+
+    def add(which):
+        def work():
+            runs[which] += torch.ones(3, dtype=torch.int64, device=on).sum() // 3
+
+        return work
+
+    graphs = GraphRunner(device)
+    made = {which: add(which) for which in range(5)}
+
+    def chosen():
+        index.copy_(wanted)
+        switch()
+
+    with torch.inference_mode():
+        switch = graphs.switch(index, made.__getitem__, [(which,) for which in range(5)])
+        runs.zero_()
+        captured = device.capture(chosen)
+        runs.zero_()
+        for which in (3, 0, 3, 4, 1, 3):
+            wanted.fill_(which)
+            captured()
+        assert runs.tolist() == [1, 1, 0, 3, 1]
+        index.fill_(2)
+        switch()
+        assert runs.tolist() == [1, 1, 1, 3, 1]
+    device.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream, StreamOutput
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -92,7 +92,9 @@ class FakeEngine:
         """Count expected requests."""
         self.expected += 1
 
-    def submit(self, request: core.Request) -> RequestStream:
+    def submit(
+        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> RequestStream:
         """Register at once and discard the blob in any case, as the real one does."""
         refusals: dict[EngineState, LegatoError] = {
             EngineState.STARTING: EngineStarting("loading"),
@@ -100,7 +102,7 @@ class FakeEngine:
             EngineState.HUNG: EngineLost("hung"),
             EngineState.DRAINING: Draining("draining"),
         }
-        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
         if self.state in refusals:
             self._forget(stream)
             raise refusals[self.state]
@@ -109,7 +111,7 @@ class FakeEngine:
         self.script(self, stream)
         return stream
 
-    async def hold(self, command: HoldImage) -> ImageHeld:
+    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld:
         """Do nothing; the test feeds the stream itself."""
         self.holds.append(command)
         try:

@@ -14,9 +14,12 @@ from legato_engine.core import RequestKey
 from legato_service.errors import (
     STATUS_MAPPINGS,
     DuplicateRequest,
+    Forbidden,
+    MethodUnknown,
     SessionsFull,
     SharedMemoryRefused,
     SharedMemoryTorn,
+    Unauthenticated,
     failure,
     status_mapping,
 )
@@ -57,6 +60,8 @@ FROM_ENGINE = [
     (errors.EngineLost("died"), "UNAVAILABLE", "ENGINE_LOST"),
     (errors.Draining("bye"), "UNAVAILABLE", "DRAINING"),
     (errors.InternalError("secret"), "INTERNAL", "INTERNAL"),
+    (errors.NumericError("no number"), "INTERNAL", "NUMERIC"),
+    (errors.Poisoned("deadly"), "INTERNAL", "POISONED"),
 ]
 DETAIL_OF = {
     "INVALID_ARGUMENT": "BadRequest",
@@ -115,7 +120,15 @@ async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
 def test_the_cases_above_are_all_there_are():
     """Every error type of the engine is among the cases; a new one fails this test."""
     covered = {type(error) for error, _, _ in FROM_ENGINE}
-    service_only = {SharedMemoryRefused, SharedMemoryTorn, DuplicateRequest, SessionsFull}
+    service_only = {
+        SharedMemoryRefused,
+        SharedMemoryTorn,
+        DuplicateRequest,
+        SessionsFull,
+        Unauthenticated,
+        Forbidden,
+        MethodUnknown,
+    }
     assert leaves(errors.LegatoError) - service_only <= covered
     as_their_base = {errors.InvalidField, errors.QueueFull, errors.InternalError, SessionsFull}
     assert covered | service_only <= set(STATUS_MAPPINGS) | as_their_base

@@ -73,7 +73,7 @@ async def service(*arguments, engine=ENGINE):
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.service.fake_service", engine),
-        *("--listen", "127.0.0.1:0", *arguments),
+        *("--listen", "127.0.0.1:0", "--admin-listen", "same", *arguments),
         env=ENVIRONMENT,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -189,9 +189,13 @@ async def test_a_signal_shortens_an_operators_drain():
             assert await running.code() == 0
 
 
-async def test_an_open_listener_disables_admin():
-    """A warning says so and names the option."""
-    async with service("--listen", "0.0.0.0:0", "--insecure") as running:
+async def test_a_listener_that_all_can_use_is_warned_of():
+    """Once for the lack of credentials and once for that of TLS."""
+    options = ("--listen", "0.0.0.0:0", "--insecure", "--admin-listen", "off")
+    async with service(*options) as running:
+        for event in ("unauthenticated_listener", "unencrypted_listener"):
+            assert (await running.line(event))["address"].startswith("0.0.0.0:")
+        await running.line("ready")
         assert "--admin-listen" in (await running.line("admin_disabled"))["reason"]
 
 

@@ -10,8 +10,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/credentials/insecure"
 	_ "google.golang.org/grpc/health" // watches the servers' health, as the service config asks
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
@@ -42,8 +40,10 @@ type dialSettings struct {
 	timeout, streamTimeout time.Duration
 	maxMessageBytes        int
 	header                 metadata.MD
-	credentials            credentials.TransportCredentials
+	tls                    *tls.Config // nil: not encrypted
+	token                  TokenSource
 	extra                  []grpc.DialOption
+	err                    error // of the first option that failed
 }
 
 // WithTimeout is the deadline of unary calls whose context has none.
@@ -61,16 +61,6 @@ func WithMaxMessageBytes(size int) DialOption {
 	return func(s *dialSettings) { s.maxMessageBytes = size }
 }
 
-// WithToken sends a bearer token with every call.
-func WithToken(token string) DialOption {
-	return func(s *dialSettings) { s.header.Set("authorization", "Bearer "+token) }
-}
-
-// WithTLS encrypts the connection; without it, it is not. nil is the system's own configuration.
-func WithTLS(config *tls.Config) DialOption {
-	return func(s *dialSettings) { s.credentials = credentials.NewTLS(config) }
-}
-
 // WithGRPC adds gRPC's own options, after this package's.
 func WithGRPC(options ...grpc.DialOption) DialOption {
 	return func(s *dialSettings) { s.extra = append(s.extra, options...) }
@@ -82,7 +72,6 @@ func dialSettingsOf(options []DialOption) dialSettings {
 		streamTimeout:   DefaultStreamTimeout,
 		maxMessageBytes: DefaultMaxMessageBytes,
 		header:          metadata.Pairs("legato-client", "go/"+Version),
-		credentials:     insecure.NewCredentials(),
 	}
 	for _, option := range options {
 		option(&settings)
@@ -91,10 +80,13 @@ func dialSettingsOf(options []DialOption) dialSettings {
 }
 
 func (s dialSettings) connect(target string, more ...grpc.DialOption) (*grpc.ClientConn, error) {
+	secured, err := s.security(target)
+	if err != nil {
+		return nil, err
+	}
 	reconnect := backoff.DefaultConfig
 	reconnect.MaxDelay = 5 * time.Second // a restarted server is found again within seconds
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(s.credentials),
 		grpc.WithDefaultServiceConfig(serviceConfig),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: reconnect, MinConnectTimeout: 5 * time.Second}),
 		// Slower than the fastest ping that a Legato server allows (10 s); finds a vanished or frozen server.
@@ -111,7 +103,7 @@ func (s dialSettings) connect(target string, more ...grpc.DialOption) (*grpc.Cli
 			return open(withHeader(ctx, s.header), kind, conn, method, options...)
 		}),
 	}
-	conn, err := grpc.NewClient(target, slices.Concat(options, more, s.extra)...)
+	conn, err := grpc.NewClient(target, slices.Concat(secured, options, more, s.extra)...)
 	if err != nil {
 		return nil, fmt.Errorf("legato: %w", err)
 	}

@@ -32,6 +32,11 @@
 // none. gRPC retries UNAVAILABLE until the first response; a request that a full server refused is retried after the
 // delay that the server gave. The healthy servers of one DNS name are called in turn.
 //
+// # Encryption and tokens
+//
+// [WithTLS], [WithCA] and [WithClientCertificate] encrypt the connection. [WithToken], [WithTokenFile] and
+// [WithTokenSource] send a token with every call, without TLS to this host only.
+//
 // # Errors
 //
 // What a server or the way to it refuses is an [*Error]. It matches the Err values by its code, and every [Reason] by

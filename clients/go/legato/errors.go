@@ -44,6 +44,8 @@ var (
 var (
 	// ErrBusy: the server is full, or a quota is used up; come back after [Error.RetryAfter].
 	ErrBusy = errors.New("legato: the server is busy")
+	// ErrUnencryptedToken: a token would leave this host unencrypted; nothing was sent.
+	ErrUnencryptedToken = errors.New("legato: a token would leave this host unencrypted")
 	// ErrIncompleteStream: a stream lost a message, or ended before its answer did.
 	ErrIncompleteStream = errors.New("legato: the stream is incomplete")
 )

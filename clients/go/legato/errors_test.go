@@ -102,7 +102,8 @@ func TestReasonsAreThoseOfTheContract(t *testing.T) {
 		ReasonAdapterNotFound, ReasonTaskUnsupported, ReasonPromptTooLong, ReasonQueueFull, ReasonQuotaExceeded,
 		ReasonClientTooSlow, ReasonDeadlineUnreachable, ReasonDuplicateRequest, ReasonEngineStarting,
 		ReasonEngineLost, ReasonDraining, ReasonPreempted, ReasonSharedMemoryRefused, ReasonSharedMemoryTorn,
-		ReasonSessionProtocol, ReasonUnauthenticated, ReasonForbidden, ReasonInternal,
+		ReasonSessionProtocol, ReasonUnauthenticated, ReasonForbidden, ReasonInternal, ReasonPoisoned,
+		ReasonNumeric,
 	}
 	for _, reason := range listed {
 		if legatov1.ErrorReason_value["ERROR_REASON_"+string(reason)] == 0 {

@@ -31,4 +31,6 @@ const (
 	ReasonUnauthenticated     Reason = "UNAUTHENTICATED"
 	ReasonForbidden           Reason = "FORBIDDEN"
 	ReasonInternal            Reason = "INTERNAL"
+	ReasonPoisoned            Reason = "POISONED"
+	ReasonNumeric             Reason = "NUMERIC"
 )

@@ -52,14 +52,22 @@ class AsyncClient(ConfiguredClient):
             `LEGATO_SERVER` from the environment, else the local default port.
         timeout: Seconds for a unary call that names none.
         stream_timeout: Seconds for `generate` that names none.
-        credentials: TLS credentials; without them the connection is not encrypted.
-        token: Bearer token sent with every call.
+        tls: Encrypt the connection. Default: if `ca`, `cert` or `credentials` are given.
+        ca: Certificates of the authorities that a server's certificate may be of, as the path of a
+            PEM file or as its bytes; default: those that gRPC knows.
+        cert, key: This client's certificate and its private key, likewise.
+        token: Sent with every call: the text, the path of a file (`pathlib.Path`), which is read
+            again when it changes, or a function that returns the current one. Default: the
+            environment's `LEGATO_TOKEN`, if any; "" is none.
+        credentials: gRPC's own TLS credentials instead of `tls`, `ca`, `cert` and `key`.
         priority: -100 to 100, sent with every call; higher goes first.
         tenant: The tenant that calls are counted for, sent with every call.
         metadata: Further metadata sent with every call.
         max_message_bytes: The largest message that either side may send.
 
     Raises:
+        UnencryptedToken: From the constructor, for a token without TLS unless the target is
+            certain to be on this host.
         LegatoError: From every call that fails; see `legato_client._errors`.
         TypeError, ValueError, OSError: From calls whose image cannot be read.
     """

@@ -9,7 +9,8 @@
     │   └── DuplicateRequest     the request id names another request
     ├── FailedPrecondition       this server cannot do the task
     │   ├── ClientTooOld         it no longer serves clients of this version
-    │   └── SharedMemoryRefused  it cannot read this shared memory: send the bytes
+    │   ├── SharedMemoryRefused  it cannot read this shared memory: send the bytes
+    │   └── UnencryptedToken     a token would leave this host unencrypted: nothing was sent
     ├── ResourceExhausted        a limit of the transport or of a proxy
     │   └── Busy                 queue full; `retry_after` says when to come back
     │       └── QuotaExceeded    the caller's own share is used up
@@ -20,9 +21,11 @@
     ├── Unavailable              starting, draining, engine lost, or not listening
     │   └── IncompleteStream     a stream ended before it was complete
     ├── Unimplemented            this server was not built with that call
-    ├── Unauthenticated
-    ├── PermissionDenied
+    ├── Unauthenticated          no credential, or one that is not valid (any more)
+    ├── PermissionDenied         the credential lacks the scope that `metadata` names
     └── InternalError            a bug of the server
+        ├── Poisoned             this request ends the engine: do not send it again
+        └── Numeric              the model computed values that are not numbers
 
 `reason` is finer than the class and stable: "QUEUE_FULL", "IMAGE_TOO_LARGE", "ENGINE_LOST", ...
 """
@@ -129,6 +132,10 @@ class SharedMemoryRefused(FailedPrecondition):
     """The server cannot read this shared memory: send the bytes."""
 
 
+class UnencryptedToken(FailedPrecondition):
+    """A token would leave this host unencrypted. Raised before anything is sent."""
+
+
 class ResourceExhausted(LegatoError):
     """A limit of the transport or of a proxy on the way."""
 
@@ -182,13 +189,13 @@ class Unimplemented(LegatoError):
 
 
 class Unauthenticated(LegatoError):
-    """No credentials, or bad ones."""
+    """No credential, or one that is not valid, or not any more."""
 
     code = "UNAUTHENTICATED"
 
 
 class PermissionDenied(LegatoError):
-    """The credentials lack the scope."""
+    """The credential lacks the scope that `metadata` names."""
 
     code = "PERMISSION_DENIED"
 
@@ -199,12 +206,22 @@ class InternalError(LegatoError):
     code = "INTERNAL"
 
 
+class Poisoned(InternalError):
+    """The engine died each time that it ran this request: do not send it again."""
+
+
+class Numeric(InternalError):
+    """The model computed values that are not numbers for this request."""
+
+
 _BY_CODE: dict[str, type[LegatoError]] = {cls.code: cls for cls in LegatoError.__subclasses__()}
 _BY_CODE |= {"OUT_OF_RANGE": InvalidArgument, "UNKNOWN": InternalError, "DATA_LOSS": InternalError}
 _CODE_NAMES = {int(code.value[0]): code.name for code in grpc.StatusCode}
 _BY_REASON: dict[str, type[LegatoError]] = {
     "DUPLICATE_REQUEST": DuplicateRequest,
     "IMAGE_NOT_FOUND": ImageNotFound,
+    "NUMERIC": Numeric,
+    "POISONED": Poisoned,
     "PREEMPTED": Preempted,
     "QUEUE_FULL": Busy,
     "QUOTA_EXCEEDED": QuotaExceeded,

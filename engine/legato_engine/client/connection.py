@@ -9,11 +9,13 @@ import structlog
 
 from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
 from legato_engine.client.pending_commands import PendingCommands
-from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import WITH_BLOB, Request, RequestKey
+from legato_engine.client.recovery import Recovery
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.core import WITH_BLOB, CachedImage, Request, RequestKey
 from legato_engine.errors import (
     Draining,
     EngineLost,
+    ImageNotFound,
     InvalidField,
     LegatoError,
 )
@@ -36,6 +38,7 @@ from legato_engine.ipc.messages import (
     Loading,
     Queued,
     Ready,
+    RunningAlone,
     Started,
     Stop,
     StopElsewhere,
@@ -53,7 +56,8 @@ _log = structlog.get_logger()
 class EngineConnection(EngineMonitor):
     """Sends requests to the running engine and routes its outputs.
 
-    Belongs to one event loop. Owns and discards the blobs of submitted requests.
+    Belongs to one event loop. Owns and discards the blobs of submitted requests. Open requests of a
+    lost engine wait for the next one and go on there (`Recovery`).
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class EngineConnection(EngineMonitor):
         self._busy_poll = BusyPoll()
         self.num_answered = 0  # requests that engines ended
         self.blobs = BlobStore(namespace)
+        self.recovery = Recovery(self.blobs)
 
     # ------------------------------------------------------------ lifecycle
 
@@ -89,8 +94,11 @@ class EngineConnection(EngineMonitor):
 
     def drain(self) -> None:
         """Refuse new requests and finish the open ones; a lost engine is not restarted."""
+        has_engine = self.state not in (EngineState.STARTING, EngineState.LOST)
         if self.state is not EngineState.STOPPED:
             self._set_state(EngineState.DRAINING)
+        if not has_engine:
+            self._fail_open(Draining("the server is shutting down"))
 
     async def close(self) -> None:
         """Disconnect; open streams fail with `Draining`. Idempotent."""
@@ -114,25 +122,36 @@ class EngineConnection(EngineMonitor):
             self._send(Expect())
             self._busy_poll.extend(EXPECTED_REQUEST)
 
-    def submit(self, request: Request) -> RequestStream:
+    def submit(
+        self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> RequestStream:
         """Send a request and register its stream; its blob is always discarded.
+
+        `restage` stages its image again: for another engine, or for one that does not have the
+        image it names. With `may_wait` the request waits for an engine.
 
         Raises:
             EngineStarting: the engine is not ready yet.
             EngineLost: the engine is being restarted.
             Draining: the server is shutting down.
             InvalidField: a request with this id is open.
+            Poisoned: the request has ended engines.
         """
         if self._number:
             key = self._own(request.request_id)
             request = msgspec.structs.replace(request, request_id=key)
         try:
-            self._check_open(request.request_id)
+            self._check_open(request.request_id, may_wait=may_wait)
+            if self.recovery.refused:
+                self.recovery.refused.check(request)
         except LegatoError:
             self._discard_blob(request)
             raise
-        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
         self._streams[request.request_id] = stream
+        if self.state is not _READY:
+            return stream
+        stream.is_sent = True
         # A lone request is sent a turn earlier, and so may be one without progress, because its
         # call has no other.
         lone = len(self._streams) == 1
@@ -144,10 +163,11 @@ class EngineConnection(EngineMonitor):
             self._busy_poll.extend(SHORT_REQUEST)
         return stream
 
-    async def hold(self, command: HoldImage) -> ImageHeld:
+    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld:
         """Have the engine hold an image; its blob is always discarded.
 
-        Cancellation aborts the command, but does not end a hold.
+        Cancellation aborts the command, but does not end a hold. With `restage` it is sent once
+        more when the engine is lost.
 
         Raises:
             QuotaExceeded: the owner's quota of bytes is used up.
@@ -155,9 +175,17 @@ class EngineConnection(EngineMonitor):
             LegatoError: as `submit`.
         """
         try:
-            key = self._own(command.request_id)
-            self._check_open(key)
-            held = await self._commands.call(msgspec.structs.replace(command, request_id=key))
+            command = msgspec.structs.replace(command, request_id=self._own(command.request_id))
+            self._check_open(command.request_id)
+            try:
+                held = await self._commands.call(command)
+            except EngineLost:
+                if restage is None:
+                    raise
+                await self.wait_ready()
+                self.blobs.discard(command.image.blob)
+                command = msgspec.structs.replace(command, image=restage())
+                held = await self._commands.call(command)
         finally:
             self.blobs.discard(command.image.blob)
         assert isinstance(held, ImageHeld), "the reply to HoldImage is ImageHeld"
@@ -192,12 +220,13 @@ class EngineConnection(EngineMonitor):
     def _own(self, key: RequestKey) -> RequestKey:
         return msgspec.structs.replace(key, worker=self._number)
 
-    def _check_open(self, request_id: RequestKey) -> None:
+    def _check_open(self, request_id: RequestKey, *, may_wait: bool = False) -> None:
         if self.state is _READY and request_id not in self._streams:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
             raise Draining("the server is shutting down")
-        self._check_alive()
+        if not may_wait:
+            self._check_alive()
         if request_id in self._streams:
             raise InvalidField("a request with this id is running", field="options.request_id")
 
@@ -206,7 +235,8 @@ class EngineConnection(EngineMonitor):
         self._send(Abort(request_id=stream.request_id))
 
     def _on_stop(self, stream: RequestStream) -> None:
-        self._send(Stop(request_id=stream.request_id))
+        if stream.is_sent:  # else with its request
+            self._send(Stop(request_id=stream.request_id))
 
     def _send(self, command: Command, *, at_once: bool = False) -> None:
         if self._transport is not None:
@@ -224,24 +254,20 @@ class EngineConnection(EngineMonitor):
         if isinstance(request.image, WITH_BLOB):
             self.blobs.discard(request.image.blob)
 
+    def _fail(self, stream: RequestStream, error: LegatoError) -> None:
+        self._forget(stream)
+        stream.fail(error)
+
     def _fail_open(self, error: LegatoError) -> None:
         for stream in list(self._streams.values()):
-            self._forget(stream)
-            stream.fail(error)
+            self._fail(stream, error)
         self._commands.fail(error)
 
     # ------------------------------------------------------------ messages
 
     def _on_message(self, message: EngineMessage) -> None:
         if isinstance(message, _STREAM_OUTPUTS):  # nearly all
-            stream = self._streams.get(message.request_id)
-            if stream is not None:  # else just aborted
-                stream.feed(message)
-                if stream.ended:
-                    self.num_answered += 1
-                    self._forget(stream)
-            elif isinstance(message, Failed):
-                self._commands.resolve(message)
+            self._on_output(message)
             return
         match message:
             case Heartbeat():
@@ -250,8 +276,52 @@ class EngineConnection(EngineMonitor):
                 self._on_loading(message)
             case Ready():
                 self._on_ready(message)
+            case RunningAlone():
+                self.recovery.running_alone(message)
             case ImageHeld() | ImageDropped() | Stopped():
                 self._commands.resolve(message)
+
+    def _on_output(self, output: StreamOutput | Failed) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:  # a command's, or just aborted
+            if isinstance(output, Failed):
+                self._commands.resolve(output)
+        elif isinstance(output, Failed) and self._lacks_image(stream, output):
+            self._send_again(stream)
+        else:
+            stream.feed(output)
+            if stream.ended:
+                self.num_answered += 1
+                self._forget(stream)
+
+    def _on_ready(self, ready: Ready) -> None:
+        super()._on_ready(ready)
+        if self.state is _READY:
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        for stream in [each for each in self._streams.values() if not each.is_sent]:
+            self._send_again(stream)
+
+    @staticmethod
+    def _lacks_image(stream: RequestStream, failed: Failed) -> bool:
+        """Whether the engine does not have an image by id whose bytes can be sent."""
+        return (
+            failed.error.kind == ImageNotFound.__name__
+            and isinstance(stream.request.image, CachedImage)
+            and stream.restage is not None
+        )
+
+    def _send_again(self, stream: RequestStream) -> None:
+        try:
+            stream.request = self.recovery.renew(stream)
+        except LegatoError as error:
+            self._fail(stream, error)
+            return
+        stream.is_sent = True
+        self._send(Submit(request=stream.request))
+        if stream.is_stopped:
+            self._send(Stop(request_id=stream.request_id))
 
     # ------------------------------------------------------------ loss
 
@@ -262,9 +332,15 @@ class EngineConnection(EngineMonitor):
         self._disconnect()
         self.step, self.load, self.estimated_wait = 0, Load(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)
-        if self.state in (EngineState.STARTING, EngineState.READY, EngineState.HUNG):
+        was_ready = self.state in (_READY, EngineState.HUNG)
+        if was_ready or self.state is EngineState.STARTING:
             self._set_state(EngineState.LOST)
-        self._fail_open(error)
+        if was_ready:
+            for stream, failure in list(self.recovery.lost(self._streams.values(), error)):
+                self._fail(stream, failure)
+            self._commands.fail(error)
+        elif self.state is not EngineState.LOST:
+            self._fail_open(error)
         self.blobs.retire_segments()
         if self.state is EngineState.LOST:
             self._reconnect()
@@ -274,6 +350,7 @@ class EngineConnection(EngineMonitor):
             self.connect(self._endpoint)
         except OSError as error:  # the first service process is gone, and ends this one
             _log.error("engine_unreachable", error=str(error))
+            self._fail_open(EngineLost("the engine cannot be reached"))
 
     def _disconnect(self) -> None:
         if self._transport is not None:

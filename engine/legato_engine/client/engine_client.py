@@ -147,6 +147,7 @@ class EngineClient(EngineConnection):
             self._lose(EngineLost("the engine process died", exit_code=code))
             if code == EXIT_UNSERVABLE:
                 self.unservable = True
+                self._fail_open(EngineLost("the engine cannot be started again"))
                 return
             if self.state is EngineState.LOST:
                 delay = self._backoff.delay(ready=ready, served=served)

@@ -113,6 +113,10 @@ class EngineMonitor:
         elif not hung and self.state is EngineState.HUNG:
             _log.info("engine_responds", step=self.step)
             self._set_state(EngineState.READY)
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send the requests that waited for the engine."""
 
     # ------------------------------------------------------------ messages
 

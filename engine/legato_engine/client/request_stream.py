@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Self
 
@@ -10,12 +11,14 @@ import msgspec
 
 from legato_engine.core import (
     Event,
+    ImageSource,
     ObjectEvent,
     OutlineEvent,
     PointEvent,
     ReasoningDelta,
     Request,
     RequestKey,
+    Resumed,
     TextDelta,
     TokensDelta,
 )
@@ -24,18 +27,34 @@ from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
 
 StreamOutput = Queued | Started | Delta | Done
 
+Restage = Callable[[], ImageSource | None]
+"""Puts the bytes of a request's image into a new blob. Raises `QueueFull`: memory is full."""
+
 
 class RequestStream(msgspec.Struct, eq=False):
-    """Yields `Queued`? `Started` `Delta`* `Done`; a failure is raised once instead.
+    """Yields `Queued`* `Started` `Delta`* `Done`; a failure is raised once instead.
 
     Unread deltas are merged. Cancelling a pending read loses nothing. One reader at a time.
+
+    A stream outlives its engine: it keeps what another one needs to go on, and its reader only
+    waits longer.
     """
 
     request: Request
     on_abort: Callable[[RequestStream], None]
     on_stop: Callable[[RequestStream], None]
+    restage: Restage | None = None  # without it an image's bytes are lost with the engine
+    arrival: float = msgspec.field(default_factory=time.monotonic)
+    is_sent: bool = False  # to the present engine
+    is_stopped: bool = False
+    resumptions: int = 0  # engines lost while they had the request
     ended: bool = False
     """Whether the last output has arrived; outputs may still be unread."""
+    _started: Started | None = None
+    _first_token: float = 0.0  # when the first delta arrived, in monotonic seconds
+    _token_ids: list[int] = []
+    _payloads: list[tuple[float, float]] = []
+    _logprobs: list[float] = []
     _pending: list[StreamOutput | LegatoError] = []
     _waiter: asyncio.Future[None] | None = None  # for the next output
     _result: asyncio.Future[Done] | None = None
@@ -57,6 +76,7 @@ class RequestStream(msgspec.Struct, eq=False):
     def stop(self) -> None:
         """Have the engine end the request now with its partial result. Idempotent."""
         if not self.ended:
+            self.is_stopped = True
             self.on_stop(self)
 
     def __aiter__(self) -> Self:
@@ -96,18 +116,52 @@ class RequestStream(msgspec.Struct, eq=False):
     def feed(self, output: StreamOutput | Failed) -> None:
         if self.ended:
             return
-        if isinstance(output, Done):
-            self._end(output)
+        if isinstance(output, Delta):
+            self._keep(output)
+        elif isinstance(output, Done):
+            self._end(self._as_begun(output) if self.resumptions else output)
+            return
         elif isinstance(output, Failed):
             self._end(from_value(output.error))
-        else:
-            self._pending.append(output)
-            self._wake()
+            return
+        elif self._started is not None:
+            return  # a second engine has started it again
+        elif isinstance(output, Started):
+            self._started = output
+        self._pending.append(output)
+        self._wake()
+
+    def resumed(self, image: ImageSource | None, *, alone: bool = False) -> Request:
+        """Return the request for another engine, with what has been told."""
+        resumed = Resumed(
+            arrival=self.arrival,
+            first_token=self._first_token,
+            token_ids=tuple(self._token_ids),
+            payloads=tuple(self._payloads),
+            logprobs=tuple(self._logprobs),
+            alone=alone,
+        )
+        return msgspec.structs.replace(self.request, image=image, resumed=resumed)
 
     def fail(self, error: LegatoError) -> None:
         """End with `error`, after unread outputs."""
         if not self.ended:
             self._end(error)
+
+    def _keep(self, delta: Delta) -> None:
+        if not self._first_token:
+            self._first_token = time.monotonic()
+        self._token_ids += delta.token_ids
+        self._payloads += delta.payloads
+        self._logprobs += delta.logprobs
+
+    def _as_begun(self, done: Done) -> Done:
+        """Repeat what the first engine said in `Started`."""
+        image, usage, started = done.image, done.usage, self._started
+        if started is not None:
+            image = started.image
+            usage = msgspec.structs.replace(usage, cached_tokens=started.cached_tokens)
+        return msgspec.structs.replace(done, image=image, usage=usage, resumptions=self.resumptions)
 
     def _end(self, last: Done | LegatoError | None) -> None:
         self.ended = True

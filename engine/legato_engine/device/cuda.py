@@ -11,6 +11,7 @@ import torch
 from cuda.bindings import runtime
 
 from legato_engine.device.base import Event
+from legato_engine.device.captured import CapturedGraph
 from legato_engine.errors import InternalError
 
 _ANCHOR_NS = 1_000_000_000
@@ -138,14 +139,14 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         self.compute.submit(work)
         torch.cuda.synchronize(self.torch_device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Graphs share one memory pool: they run one after another, and results that outlive one are
         # copied to the caller's tensors.
         stream = self.compute.stream
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream)
         with _no_collections(), torch.inference_mode(), capturing:
             work()
-        return graph.replay
+        return CapturedGraph(graph)
 
     def free_memory(self) -> int:
         """Include what torch caches."""

@@ -43,7 +43,7 @@ class AdapterStore:
         self._read_file = read
         self._folders = tuple(folders)
         self._max_bytes = 4 * max_values + _HEADER
-        self._cache = ImageCache[tuple[_Version, Adapter]](cache_bytes)
+        self._cache = ImageCache[str, tuple[_Version, Adapter]](cache_bytes)
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "legato-adapters")
         self._reading: dict[str, _Future] = {}
 

@@ -22,7 +22,7 @@ from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.engine.warm_up import warm_up
 from legato_engine.errors import InvalidField
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.images.quota import image_quota
@@ -47,7 +47,6 @@ from legato_engine.scheduler.sink import SilentSink, Sink
 from legato_engine.scheduler.step_record import FlightRecorder, Observer
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.speculative.block_sizes import block_sizes
-from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]
@@ -72,7 +71,6 @@ class Assembly:
     bank: AdapterBank | None  # None if the engine takes no adapters
     draft: Path | None
     refiner: MaskRefiner | None
-    costs: CostTable | None  # of decode steps, if draft lengths are chosen by them
 
     @property
     def info(self) -> ModelInfo:
@@ -106,6 +104,7 @@ class Assembly:
 
         Without `shares` every prefill has a launch of its own.
         """
+        self.runner.forget_acceptance()
         manager = KVCacheManager(
             self.num_pages,
             self.config.page_size,
@@ -125,7 +124,7 @@ class Assembly:
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
             limits=self.runner.limits if shares else ALONE,
-            block_sizes=block_sizes(self.config.speculation, self.costs),
+            block_sizes=block_sizes(self.config.speculation),
             observer=observer,
             recorder=recorder,
         )
@@ -141,7 +140,7 @@ class Assembly:
     ) -> EngineCore:
         """Make an engine; `wake` is called on other threads."""
         config = self.config
-        cache = ImageCache[PreparedImage](config.image_cache_bytes)
+        cache = ImageCache[ImageKey, PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
             self.frontend,
             cache,
@@ -233,7 +232,7 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
         InvalidField: the setting is unknown, or the draft cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
-    runner, costs = warm_runner(
+    runner = warm_runner(
         config,
         assembly.model,
         assembly.device,
@@ -243,7 +242,7 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
         draft=assembly.draft,
         proposer=proposer,
     )
-    return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
+    return dataclasses.replace(assembly, config=config, runner=runner)
 
 
 def _with_runner(
@@ -260,9 +259,7 @@ def _with_runner(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
-    runner, costs = warm_runner(
-        config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
-    )
+    runner = warm_runner(config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft)
     frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
     if runner.encodes_images:
         frontend = frontend.resizing_on_device()
@@ -278,7 +275,6 @@ def _with_runner(
         bank,
         bundle.draft,
         refiner,
-        costs,
     )
     warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
     return assembly

@@ -26,6 +26,7 @@ from legato_engine.engine.request_stages import (
     Stage,
 )
 from legato_engine.engine.request_table import RequestTable
+from legato_engine.engine.resumption import ended_as, replay
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -77,7 +78,8 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Start a request; an error becomes its `Failed` output."""
-        arrival = time.monotonic()
+        resumed = request.resumed
+        arrival = time.monotonic() if resumed is None else resumed.arrival
         try:
             self._check(request)
             pending = self._prepare(request, arrival)
@@ -125,6 +127,11 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         return self._requests.has_completed or not self._scheduler.idle
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is prepared, scheduled or in flight."""
+        return not len(self._requests) and self._scheduler.idle
 
     @property
     def steps_committed(self) -> int:
@@ -200,7 +207,8 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        self._check_capacity(request.request_id, request.tenant)
+        if request.resumed is None:
+            self._check_capacity(request.request_id, request.tenant)
 
     def _check_capacity(self, request_id: RequestKey, tenant: str) -> None:
         if request_id in self._requests:
@@ -230,13 +238,18 @@ class EngineCore:
             return None
         self._leases.expire()
         idle = self._scheduler.idle
-        found = self._preprocessor.find(source, may_hash=idle)
+        found = self._preprocessor.find(source, tenant=request.tenant, may_hash=idle)
         if isinstance(found, PreprocessedImage):
             return found
         assert not isinstance(source, CachedImage), "`find` returns a named image or raises"
         inline = idle and not self._requests.count(PendingRequest)
         return self._preprocessor.start(
-            source, found, keep=request.cache_image, inline=inline, prefetch=task
+            source,
+            found,
+            tenant=request.tenant,
+            keep=request.cache_image,
+            inline=inline,
+            prefetch=task,
         )
 
     def _admit(self, pending: PendingRequest) -> None:
@@ -264,7 +277,10 @@ class EngineCore:
         )
         sequence.seq_id = next(self._seq_ids)
         sequence.timing.arrival = pending.arrival
-        self._scheduler.submit(sequence)
+        tokens = [] if request.resumed is None else replay(sequence, request.resumed)
+        finish_reason = ended_as(sequence)
+        if finish_reason is None:
+            self._scheduler.submit(sequence)
         self._requests.add(
             ScheduledRequest(
                 request_id=pending.request_id,
@@ -272,10 +288,15 @@ class EngineCore:
                 request=request,
                 image=image.info if image else None,
                 image_seconds=preprocessed.seconds if preprocessed else 0.0,
+                tokens=tokens,
+                num_told=sequence.num_committed,
                 refinable=self._refinements.refinable(request, image),
             )
         )
-        self._unannounced.append(sequence)
+        if finish_reason is None:
+            self._unannounced.append(sequence)
+        else:  # only its result was lost
+            self._sink.done(sequence, finish_reason)
 
     def _fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):

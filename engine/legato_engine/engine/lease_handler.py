@@ -10,6 +10,7 @@ from legato_engine.core import RequestKey
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
 from legato_engine.errors import InternalError, LegatoError, to_value
+from legato_engine.images.cache import ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.ipc.messages import (
     DropImage,
@@ -48,15 +49,18 @@ class LeaseHandler:
             request_id=command.request_id,
             tenant=command.owner,
             command=command,
-            image=self._preprocessor.start_lease(command.image, command.sha256),
+            image=self._preprocessor.start_lease(
+                command.image, command.request_id.tenant, command.sha256
+            ),
         )
 
     def finish(self, lease: PendingLease) -> None:
         command = lease.command
         try:
             image = lease.image.result().image
+            key = ImageKey(command.request_id.tenant, image.info.image_id)
             until = self._leases.hold(
-                image.info.image_id, image, image.num_bytes, command.owner, command.ttl
+                key, image, image.num_bytes, command.owner, command.ttl, command.quota_bytes
             )
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self.fail(command.request_id, error)
@@ -65,7 +69,8 @@ class LeaseHandler:
 
     def drop(self, command: DropImage) -> None:
         try:
-            self._leases.drop(command.image_id, command.owner)
+            key = ImageKey(command.request_id.tenant, command.image_id)
+            self._leases.drop(key, command.owner)
         except LegatoError as error:
             self.fail(command.request_id, error)
         else:

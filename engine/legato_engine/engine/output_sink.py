@@ -63,10 +63,13 @@ class OutputSink:
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
         request = sequence.request
+        if not (request.deltas or request.return_tokens):
+            return
+        scheduled = self._scheduled(sequence)
         if request.return_tokens:
-            self._scheduled(sequence).tokens.extend(tokens_of(events))
+            scheduled.tokens.extend(tokens_of(events))
         if request.deltas:
-            self._send(Delta(request_id=request.request_id, events=tuple(events)))
+            self._send(_delta(sequence, scheduled, events))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         request = self._scheduled(sequence)
@@ -94,6 +97,25 @@ class OutputSink:
         return request
 
 
+def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -> Delta:
+    """Tell the tokens since the last delta, with all that another engine needs to go on."""
+    tokens = sequence.tokens[len(sequence.prompt) + request.num_told :]
+    request.num_told += len(tokens)
+    payloads: tuple[tuple[float, float], ...] = ()
+    logprobs: tuple[float, ...] = ()
+    if sequence.task.has_payload:
+        payloads = tuple([payload for _, payload in tokens])
+    if sequence.request.logprobs:
+        logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-len(tokens) :]])
+    return Delta(
+        request_id=request.request_id,
+        events=tuple(events),
+        token_ids=tuple([token_id for token_id, _ in tokens]),
+        payloads=payloads,
+        logprobs=logprobs,
+    )
+
+
 def _usage(sequence: Sequence) -> Usage:
     has_image = sequence.request.image is not None
     return Usage(
@@ -110,7 +132,7 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
     return Timings(
         queue=_queue_time(sequence, request),
         image=request.image_seconds,
-        prefill=timing.first_token - timing.prefill_start,
+        prefill=max(0.0, timing.first_token - timing.prefill_start),  # an earlier engine's
         first_token=timing.first_token - timing.arrival,
         decode=now - timing.first_token,
         total=now - timing.arrival,

@@ -17,7 +17,7 @@ import msgspec
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.engine.lazy import Lazy
 from legato_engine.errors import ImageNotFound, InvalidField
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import (
     ImageHeader,
     content_key,
@@ -53,6 +53,7 @@ class LoadedImage:
     The service has checked it too, but here the limit on pixels bounds allocations.
     """
 
+    tenant: str
     source: EncodedImage | RawImage
     view: memoryview
     key: Lazy[str]
@@ -62,14 +63,18 @@ class LoadedImage:
     def image_id(self) -> str:
         return image_id(self.key.get())
 
+    @property
+    def cache_key(self) -> ImageKey:
+        return ImageKey(self.tenant, self.image_id)
+
 
 class Preprocessor:
-    """Decodes, orients, resizes and tiles images that are not cached."""
+    """Decodes, orients, resizes and tiles images that are not cached for their tenant."""
 
     def __init__(
         self,
         frontend: ModelFrontend,
-        cache: ImageCache[PreparedImage],
+        cache: ImageCache[ImageKey, PreparedImage],
         *,
         blobs: BlobReader,
         max_pixels: int,
@@ -97,7 +102,7 @@ class Preprocessor:
         return len(self._cache)
 
     def find(
-        self, source: ImageSource, *, may_hash: bool
+        self, source: ImageSource, *, tenant: str, may_hash: bool
     ) -> PreprocessedImage | LoadedImage | None:
         """Return the cached image, its bytes if they were loaded, or None.
 
@@ -111,14 +116,15 @@ class Preprocessor:
         """
         start = time.monotonic()
         if isinstance(source, CachedImage):
-            image = self._cached(source.image_id)
+            image = self._cached(ImageKey(tenant, source.image_id))
             if image is None:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
             return PreprocessedImage(image, time.monotonic() - start)
         if not may_hash or source.blob.size > _MAX_INLINE_BYTES:
             return None
-        loaded = self._load(source)
-        image = self._cached(loaded.image_id) if loaded.view in self._seen else None
+        loaded = self._load(source, tenant)
+        seen = self._seen.has(tenant, loaded.view)
+        image = self._cached(loaded.cache_key) if seen else None
         return loaded if image is None else PreprocessedImage(image, time.monotonic() - start)
 
     def start(
@@ -126,6 +132,7 @@ class Preprocessor:
         source: EncodedImage | RawImage,
         loaded: LoadedImage | None,
         *,
+        tenant: str,
         keep: bool,
         inline: bool = False,
         prefetch: Lazy[Any] | None = None,
@@ -140,44 +147,49 @@ class Preprocessor:
             InternalError: the blob cannot be read.
         """
         if loaded is None:
-            return self._pool.submit(self._prepare, source, None, keep)
+            return self._pool.submit(self._load_and_prepare, source, tenant, keep)
         if inline and self._fits_inline(loaded):
             self._prefetches.put(loaded.key)
             if prefetch is not None:
                 self._prefetches.put(prefetch)
-            return self._prepare(source, loaded, keep)
-        future = self._pool.submit(self._prepare, source, loaded, keep)
+            return self._prepare(loaded, keep)
+        future = self._pool.submit(self._prepare, loaded, keep)
         loaded.key.get()
         return future
 
     def start_lease(
-        self, source: EncodedImage | RawImage, sha256: str
+        self, source: EncodedImage | RawImage, tenant: str, sha256: str
     ) -> concurrent.futures.Future[PreprocessedImage]:
         """Prepare `source` without caching it.
 
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
-        return self._pool.submit(self._prepare_lease, source, sha256)
+        return self._pool.submit(self._prepare_lease, source, tenant, sha256)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._prefetches.put(None)
         self._prefetcher.join()
 
-    def _prepare(
-        self, source: EncodedImage | RawImage, loaded: LoadedImage | None, keep: bool
+    def _load_and_prepare(
+        self, source: EncodedImage | RawImage, tenant: str, keep: bool
     ) -> PreprocessedImage:
         start = time.monotonic()
-        if loaded is None:
-            loaded = self._load(source)
-            loaded.key.get()
+        loaded = self._load(source, tenant)
+        loaded.key.get()
+        return dataclasses.replace(self._prepare(loaded, keep), seconds=time.monotonic() - start)
+
+    def _prepare(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage:
+        start = time.monotonic()
         # An image without a key has never been seen, so the cache cannot have it.
-        cached = self._cached(loaded.image_id) if loaded.key.is_computed else None
+        cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
         image = cached or self._decode_and_prepare(loaded, keep)
         return PreprocessedImage(image, time.monotonic() - start)
 
-    def _prepare_lease(self, source: EncodedImage | RawImage, sha256: str) -> PreprocessedImage:
-        loaded = self._load(source)
+    def _prepare_lease(
+        self, source: EncodedImage | RawImage, tenant: str, sha256: str
+    ) -> PreprocessedImage:
+        loaded = self._load(source, tenant)
         key = loaded.key.get()
         if sha256:
             raw = isinstance(source, RawImage)  # the key of a file is the hash of its bytes
@@ -186,7 +198,7 @@ class Preprocessor:
                 raise InvalidField(
                     "sha256 does not match the image bytes", field="sha256", actual=actual
                 )
-        return self._prepare(source, loaded, keep=False)
+        return self._prepare(loaded, keep=False)
 
     def _run_prefetches(self) -> None:
         while (value := self._prefetches.get()) is not None:
@@ -203,20 +215,21 @@ class Preprocessor:
         header = loaded.header.get()
         return header.width * header.height <= self._max_inline_pixels
 
-    def _cached(self, name: str) -> PreparedImage | None:
-        image = self._cache.get(name)
+    def _cached(self, key: ImageKey) -> PreparedImage | None:
+        image = self._cache.get(key)
         if image is None:
             return None
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
-    def _load(self, source: EncodedImage | RawImage) -> LoadedImage:
+    def _load(self, source: EncodedImage | RawImage, tenant: str) -> LoadedImage:
         """Take the blob, which can be taken once."""
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
         view = self._blobs.take(source.blob)
         return LoadedImage(
+            tenant,
             source,
             view,
             key=Lazy(functools.partial(content_key, view, raw)),
@@ -232,9 +245,9 @@ class Preprocessor:
         height, width = pixels_HWC.shape[:2]
         info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
-        self._seen.add(loaded.view)
+        self._seen.add(loaded.tenant, loaded.view)
         if keep:
-            self._cache.put(loaded.image_id, image, image.num_bytes)
+            self._cache.put(loaded.cache_key, image, image.num_bytes)
         return image
 
     def _decode(self, loaded: LoadedImage) -> Pixels:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import math
 import os
@@ -26,6 +27,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.crash.bundle import CrashFiles
 from legato_engine.crash.recording import Recorder
 from legato_engine.engine.logs import configure_logging
+from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
@@ -123,7 +125,8 @@ def serve(
     recorder = _recorder(files)
     with unservable():
         core, model = _open(config, blobs, connections, wake_fd, stats, recorder)
-    loop = EngineLoop(core, stats, connections, vitals)
+    quarantine = Quarantine(core, functools.partial(_apply, core), connections.announce)
+    loop = EngineLoop(core, stats, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
@@ -200,6 +203,7 @@ class EngineLoop:
     stats: StepStats
     connections: ServiceConnections
     vitals: Vitals
+    quarantine: Quarantine
 
     def run(self) -> None:
         """Serve until `Shutdown`.
@@ -207,7 +211,7 @@ class EngineLoop:
         What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
         publishing would cost more than the requests.
         """
-        core, connections = self.core, self.connections
+        core, connections, quarantine = self.core, self.connections, self.quarantine
         while True:
             connections.flush()
             if self.vitals.due:
@@ -222,15 +226,18 @@ class EngineLoop:
             for command in connections.receive():
                 if isinstance(command, Shutdown):
                     return
-                _apply(core, command)
+                quarantine.receive(command)
             core.step()
+            quarantine.advance()
 
     def publish(self) -> None:
         self.vitals.due = False
         steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        load = self.core.load()
+        waiting = load.waiting + self.quarantine.num_held
         self.vitals.beat = Heartbeat(
             step=self.core.steps_committed,
-            load=msgspec.structs.replace(self.core.load(), decode_steps=steps),
+            load=msgspec.structs.replace(load, waiting=waiting, decode_steps=steps),
             estimated_wait=self.core.estimated_wait(),
         )
 
@@ -252,6 +259,8 @@ def _send(connections: ServiceConnections, output: EngineOutput) -> None:
 def _apply(core: Core, command: Command) -> None:
     match command:
         case Submit(request=request):
+            if failpoints.ACTIVE:
+                failpoints.hit("engine.poison", str(request.task))
             core.submit(request)
         case Abort(request_id=request_id):
             core.abort(request_id)

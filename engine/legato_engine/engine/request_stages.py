@@ -105,6 +105,7 @@ class ScheduledRequest(Stage):
     image: ImageInfo | None = None
     image_seconds: float = 0.0
     tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
+    num_told: int = 0  # tokens in deltas, of earlier engines too
     refinable: PreparedImage | None = None
 
 

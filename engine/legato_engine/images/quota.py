@@ -25,13 +25,14 @@ class ByteQuota:
     def reserved_by(self, caller: str) -> int:
         return self._reserved[caller]
 
-    def reserve(self, caller: str, num_bytes: int) -> None:
-        """Reserve all of `num_bytes` or nothing.
+    def reserve(self, caller: str, num_bytes: int, per_caller: int = 0) -> None:
+        """Reserve all of `num_bytes` or nothing; `per_caller` replaces the limit of each caller.
 
         Raises:
             BytesExceeded: a limit would be exceeded.
         """
-        self._check(caller, "per_caller", self._reserved[caller] + num_bytes, self._per_caller)
+        limit = per_caller or self._per_caller
+        self._check(caller, "per_caller", self._reserved[caller] + num_bytes, limit)
         self._check(caller, "total", self.num_bytes + num_bytes, self._total)
         self._reserved[caller] += num_bytes
         self.num_bytes += num_bytes

@@ -10,25 +10,25 @@ _MAX = 16_384  # fingerprints kept, about 100 bytes each
 
 
 class SeenImages:
-    """Remembers the latest images by size and some of their bytes; thread-safe."""
+    """Remembers each tenant's latest images by size and some of their bytes; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: collections.OrderedDict[int, None] = collections.OrderedDict()
 
-    def add(self, data: memoryview) -> None:
-        fingerprint = _fingerprint(data)
+    def add(self, tenant: str, data: memoryview) -> None:
+        fingerprint = _fingerprint(tenant, data)
         with self._lock:
             self._seen[fingerprint] = None
             self._seen.move_to_end(fingerprint)
             if len(self._seen) > _MAX:
                 self._seen.popitem(last=False)
 
-    def __contains__(self, data: memoryview) -> bool:
-        return _fingerprint(data) in self._seen
+    def has(self, tenant: str, data: memoryview) -> bool:
+        return _fingerprint(tenant, data) in self._seen
 
 
-def _fingerprint(data: memoryview) -> int:
+def _fingerprint(tenant: str, data: memoryview) -> int:
     middle = len(data) // 2
     parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
-    return hash((len(data), *map(bytes, parts)))
+    return hash((tenant, len(data), *map(bytes, parts)))

@@ -2,6 +2,9 @@
 
 The outputs of a request, as far as it wants them, are `Queued`? `Started` `Delta`*, then exactly
 one `Done` or `Failed`. An image command has one output. An aborted request has no further output.
+
+What a service process has not received did not happen: it submits the request to the next engine,
+with the tokens of the deltas that it received.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class HoldImage(Value, frozen=True):
     owner: str
     ttl: float
     sha256: str = ""  # hex digest of the blob; empty: not checked
+    quota_bytes: int = 0  # of the owner's held images; 0: `image_quota_bytes`
 
 
 class DropImage(Value, frozen=True):
@@ -108,6 +112,16 @@ class Ready(Value, frozen=True):
 
     model: ModelInfo
     pid: int
+
+
+class RunningAlone(Value, frozen=True):
+    """The engine runs only this request, which may have ended others; None: any.
+
+    Sent to all service processes before the request begins.
+    """
+
+    request_id: RequestKey | None
+    fingerprint: str = ""
 
 
 class PipelineStats(Value, frozen=True):
@@ -190,10 +204,13 @@ class Started(Value, frozen=True):
 
 
 class Delta(Value, frozen=True):
-    """Events of one commit."""
+    """Events of one commit, and all tokens since the last delta as columns of `core.Resumed`."""
 
     request_id: RequestKey
     events: tuple[Event, ...]
+    token_ids: tuple[int, ...] = ()
+    payloads: tuple[tuple[float, float], ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 class Done(Value, frozen=True):
@@ -206,6 +223,7 @@ class Done(Value, frozen=True):
     timings: Timings
     image: ImageInfo | None = None
     tokens: tuple[TokenInfo, ...] = ()
+    resumptions: int = 0  # set by the service
 
 
 class ImageHeld(Value, frozen=True):
@@ -241,7 +259,7 @@ EngineOutput = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Fail
 
 FINAL = (Done, Failed, ImageHeld, ImageDropped)  # the last outputs of their request id
 
-EngineMessage = Loading | Ready | Heartbeat | EngineOutput | Stopped
+EngineMessage = Loading | Ready | RunningAlone | Heartbeat | EngineOutput | Stopped
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

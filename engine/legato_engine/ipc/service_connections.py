@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from legato_engine import failpoints
 from legato_engine.core import WITH_BLOB, RequestKey
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.ipc.busy_poll import EXPECTED_REQUEST
@@ -24,6 +25,7 @@ from legato_engine.ipc.messages import (
     HoldImage,
     Loading,
     Ready,
+    RunningAlone,
     Stop,
     StopElsewhere,
     Stopped,
@@ -73,6 +75,7 @@ class ServiceConnections:
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
+        self._alone = b""  # the frame of the present `RunningAlone`
         self._events: list[tuple[int, int]] = []
         self._poll_until = 0.0  # monotonic seconds; 0 before the first `Expect`
         self._poller = select.epoll()
@@ -126,6 +129,8 @@ class ServiceConnections:
             self._poller.register(accepted, select.EPOLLIN)
             if self._status is not None:
                 connection.unsent.add(encode(self._status))
+                if self._alone:
+                    connection.unsent.add(self._alone)
                 self._flush(connection)
 
     def _read(self, connection: _ServiceConnection, *, to_end: bool) -> list[Command]:
@@ -212,6 +217,14 @@ class ServiceConnections:
             self._flush(connection)
         self._accept()
 
+    def announce(self, alone: RunningAlone) -> None:
+        """Send to all what runs alone, to later connections while it does."""
+        frame = encode(alone)
+        self._alone = b"" if alone.request_id is None else frame
+        for connection in self._connections.values():
+            connection.unsent.add(frame)
+            self._flush(connection)
+
     def post(self, output: EngineOutput) -> None:
         """Keep an output until the next `flush`; drop it when its process is gone."""
         connection = self._owners.get(output.request_id)
@@ -258,6 +271,7 @@ class ServiceConnections:
 
     def _flush(self, connection: _ServiceConnection) -> None:
         """A broken connection drops its outputs; reading notices the end."""
+        failpoints.hit("ipc.send")
         try:
             is_full = not connection.unsent.write_to(connection.socket)
         except OSError:

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from legato_engine.device.captured import CapturedGraph
 from legato_engine.kernels.cuda import draft_layer
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, DraftWeights
-from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
+from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, LookupKernel
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, Sampler
+from legato_engine.kernels.cuda.switch import Switch
+from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
 
 __all__ = [
     "DraftKernels",
     "DraftSizes",
+    "DraftTensors",
     "DraftWeights",
     "ImagePipeline",
     "RowTensors",
     "Sampler",
     "StitchPool",
+    "Switch",
+    "captured_switch",
     "draft_kernels",
     "draft_layer_proposer",
     "lookup_proposer",
 ]
 
 
-def draft_kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:
-    return DraftKernels(max_block, vocab_size) if device.type == "cuda" else None
+def draft_kernels(
+    policy: BlockPolicy, *, num_rows: int, vocab_size: int, device: torch.device
+) -> DraftKernels | None:
+    if device.type != "cuda":
+        return None
+    return DraftKernels(policy, num_rows=num_rows, vocab_size=vocab_size, device=device)
+
+
+def captured_switch(index: torch.Tensor, works: Sequence[Callable[[], None]]) -> Switch | None:
+    """A switch on the device; None unless all works are captured graphs."""
+    graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
+    return Switch(index, graphs) if len(graphs) == len(works) else None
 
 
 def lookup_proposer(device: torch.device) -> Proposer:

@@ -146,4 +146,4 @@ class PrefixCache:
 
 def _namespace(sequence: Sequence) -> Namespace:
     assert sequence.prefix_key is not None, f"sequence {sequence.seq_id} shares nothing"
-    return Namespace(sequence.adapter.key, sequence.prefix_key)
+    return Namespace(sequence.adapter.key, sequence.prefix_key, sequence.request.tenant)

@@ -19,10 +19,14 @@ MAX_SCANNED_CHILDREN = 16
 
 
 class Namespace(NamedTuple):
-    """A separate key space of the tree; `image` is "" without one."""
+    """A separate key space of the tree; `image` is "" without one, `tenant` on an open server.
+
+    Tenants share no page, so that neither counts nor times tell one what another sent.
+    """
 
     adapter: str
     image: str
+    tenant: str = ""
 
 
 class Node:

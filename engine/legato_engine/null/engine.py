@@ -80,21 +80,26 @@ class NullEngine:
     # ------------------------------------------------------------ commands
 
     def submit(self, request: Request) -> None:
-        arrival = time.monotonic()
+        arrival, resumed = time.monotonic(), request.resumed
         image, image_seconds = None, 0.0
         try:
-            num_requests = len(self._running) + len(self._waiting)
-            if request.adapter or request.model not in _NAMES or num_requests >= self._max_requests:
+            if request.adapter or request.model not in _NAMES or self._overfull(request):
                 raise self._refusal(request)
             if request.image is not None:
                 self._images.leases.expire()
-                image = self._images.find_or_load(request.image, keep=request.cache_image)
+                image = self._images.find_or_load(
+                    request.image, tenant=request.tenant, keep=request.cache_image
+                )
                 image_seconds = time.monotonic() - arrival
         except LegatoError as error:
             self._fail(request, error)
             return
         output = scripted_output(request.task, request.sampling, self._num_objects)
         null_request = NullRequest(request, output, image, arrival, image_seconds)
+        if resumed is not None:
+            null_request.arrival = resumed.arrival
+            null_request.first_token = resumed.first_token
+            null_request.num_tokens = len(resumed.token_ids)
         if request.deadline is not None and request.deadline < self._next_deadline:
             self._next_deadline = request.deadline
         if not self._waiting and len(self._running) < self._max_running:
@@ -126,12 +131,16 @@ class NullEngine:
 
     def drop(self, command: DropImage) -> None:
         try:
-            self._images.leases.drop(command.image_id, command.owner)
+            self._images.drop(command)
             self._send(ImageDropped(request_id=command.request_id))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
 
     # ------------------------------------------------------------ state
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self._waiting)
 
     @property
     def busy(self) -> bool:
@@ -183,7 +192,8 @@ class NullEngine:
         running.first_token = running.first_token or now
         if request.deltas and index < running.num_tokens:
             events = output.events_at(index, request)
-            self._send(Delta(request_id=request.request_id, events=events))
+            token_ids = (index,)
+            self._send(Delta(request_id=request.request_id, events=events, token_ids=token_ids))
         if running.num_tokens == count:
             self._finish(running, output.finish_reason, now)
 
@@ -208,6 +218,10 @@ class NullEngine:
     @property
     def _full(self) -> bool:
         return len(self._running) + len(self._waiting) >= self._max_running
+
+    def _overfull(self, request: Request) -> bool:
+        num_requests = len(self._running) + len(self._waiting)
+        return num_requests >= self._max_requests and request.resumed is None
 
     def _refusal(self, request: Request) -> LegatoError:
         if request.model not in _NAMES:

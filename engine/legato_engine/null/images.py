@@ -7,12 +7,12 @@ import msgspec
 from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import content_key, displayed_size, image_id
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.quota import image_quota
 from legato_engine.images.raw import check_raw
-from legato_engine.ipc.messages import HoldImage, ImageHeld
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 
 _RGB = 3  # bytes of a pixel
@@ -24,20 +24,20 @@ class NullImages:
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
         self._max_pixels = config.max_image_pixels
-        self._cache = ImageCache[ImageInfo](config.image_cache_bytes)
+        self._cache = ImageCache[ImageKey, ImageInfo](config.image_cache_bytes)
         self.leases = ImageLeases(self._cache, image_quota(config))
 
     def __len__(self) -> int:
         return len(self._cache)
 
-    def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
+    def find_or_load(self, source: ImageSource, *, tenant: str, keep: bool) -> ImageInfo:
         """Return an image and take its blob. Raises as `Preprocessor.start`."""
         if isinstance(source, CachedImage):
-            cached = self._cached(source.image_id)
+            cached = self._cached(ImageKey(tenant, source.image_id))
             if cached is None:
                 raise ImageNotFound("image not found or expired", resource=source.image_id)
             return cached
-        return self._load(source, self._blobs.take(source.blob), keep=keep)
+        return self._load(source, self._blobs.take(source.blob), tenant=tenant, keep=keep)
 
     def hold(self, command: HoldImage) -> ImageHeld:
         """Lease an image. Raises as `find_or_load`, and `BytesExceeded`."""
@@ -46,26 +46,37 @@ class NullImages:
             raise InvalidField(
                 "sha256 does not match the image bytes", field="sha256", actual=actual
             )
-        image = self._load(command.image, view, keep=False)
+        tenant = command.request_id.tenant
+        image = self._load(command.image, view, tenant=tenant, keep=False)
         num_bytes = image.width * image.height * _RGB
-        until = self.leases.hold(image.image_id, image, num_bytes, command.owner, command.ttl)
+        key = ImageKey(tenant, image.image_id)
+        until = self.leases.hold(
+            key, image, num_bytes, command.owner, command.ttl, command.quota_bytes
+        )
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
-    def _cached(self, name: str) -> ImageInfo | None:
-        cached = self._cache.get(name)
+    def drop(self, command: DropImage) -> None:
+        """Raises as `ImageLeases.drop`."""
+        key = ImageKey(command.request_id.tenant, command.image_id)
+        self.leases.drop(key, command.owner)
+
+    def _cached(self, key: ImageKey) -> ImageInfo | None:
+        cached = self._cache.get(key)
         return cached and msgspec.structs.replace(cached, cache_hit=True)
 
-    def _load(self, source: EncodedImage | RawImage, view: memoryview, *, keep: bool) -> ImageInfo:
+    def _load(
+        self, source: EncodedImage | RawImage, view: memoryview, *, tenant: str, keep: bool
+    ) -> ImageInfo:
         raw = source if isinstance(source, RawImage) else None
-        name = image_id(content_key(view, raw))
-        if (cached := self._cached(name)) is not None:
+        key = ImageKey(tenant, image_id(content_key(view, raw)))
+        if (cached := self._cached(key)) is not None:
             return cached
         if raw is None:
             width, height = displayed_size(view, max_pixels=self._max_pixels)
         else:
             check_raw(raw, max_pixels=self._max_pixels)
             width, height = raw.width, raw.height
-        image = ImageInfo(image_id=name, width=width, height=height, cache_hit=False)
+        image = ImageInfo(image_id=key.image_id, width=width, height=height, cache_hit=False)
         if keep:
-            self._cache.put(name, image, width * height * _RGB)
+            self._cache.put(key, image, width * height * _RGB)
         return image

@@ -49,7 +49,7 @@ class NullRequest(msgspec.Struct, eq=False):
         return Timings(
             queue=self.queue_time,
             image=self.image_seconds,
-            prefill=first_token - (self.started or now),
+            prefill=max(0.0, first_token - (self.started or now)),
             first_token=first_token - self.arrival,
             decode=now - first_token,
             total=now - self.arrival,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from legato_engine.device.base import Device
+from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import StagingBuffer
 
 MAX_PASSES = 10
@@ -28,8 +29,17 @@ STEP_FIELDS = (
     "sample_row",  # of the token sampled from it, or the scratch row
     "sample_position",
 )
-"""Fields of each token of a step. With speculation the host stages `row` and `draft_index`, 0 for a
-row's newest token, and the device the other fields.
+"""Fields of each token of a step. With speculation the device stages them for a decode."""
+
+DRAFT_FIELDS = ("draft_index", "scheduled")
+"""More fields of a token with speculation: 0 for a row's newest token, and the row's index in the
+launch.
+"""
+
+SCHEDULED_FIELDS = ("scheduled_row", "room", "start", "fed")
+"""Fields of each row of a launch with speculation: the row of the state, or the scratch row; the
+most draft tokens that it has pages for, or `NO_DRAFTS`; its first token and their number, which the
+device stages for a decode.
 """
 
 
@@ -45,9 +55,10 @@ class DecodeSlot:
       is a shared page and the copy of it (0 and 0: none).
     - `outputs`: by token.
 
-    With speculation a prompt also has its `history` (ids by position) and `limit` (the last
-    position to feed), and an output its row's counts of returned (`count`) and of fed draft tokens
-    (`proposed`), valid at the row's first token.
+    With speculation a prompt also has its `history` (ids by position), `limit` (the last position
+    to feed) and `descriptor`. A launch stages `SCHEDULED_FIELDS`, the pages that begin in it, and
+    `control`: its flags, and the proposal of an `EXACT` one. By row of the launch, its outputs have
+    counts of returned (`count`) and of fed draft tokens (`proposed`), and the row's `descriptor`.
     """
 
     def __init__(
@@ -62,21 +73,30 @@ class DecodeSlot:
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
-        speculates: bool = False,
+        max_drafting: int = 0,
     ) -> None:
+        """With speculation, a launch has up to `max_drafting` rows."""
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
-        names = (*STEP_FIELDS, "draft_index") if speculates else STEP_FIELDS
-        fields = dict.fromkeys(names, rows)
+        fields = dict.fromkeys(STEP_FIELDS, rows)
+        self.speculates = speculates = max_drafting > 0
+        drafting = ((max_drafting,), torch.int64)
+        counts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        history = dict(counts)
         num_prompts = max_prompts + max_images - 1
         one, pages = ((num_prompts,), torch.int64), ((num_prompts, max_pages), torch.int64)
         number = ((num_prompts,), torch.float32)
-        drafting = {"history": ((num_prompts, max_prompt + 1), torch.int64), "limit": one}
-        counts = dict.fromkeys(("count", "proposed"), rows)
-        self.speculates = speculates
+        if speculates:
+            fields |= dict.fromkeys((*DRAFT_FIELDS, "entry", "page"), rows)
+            fields |= dict.fromkeys(SCHEDULED_FIELDS, drafting)
+            fields["control"] = ((2,), torch.int64)
+            history["history"] = ((num_prompts, max_prompt + 1), torch.int64)
+            history["limit"] = one
+            history["descriptor"] = ((num_prompts, WORDS), torch.int64)
+            counts = dict.fromkeys(("count", "proposed"), drafting)
+            counts["descriptor"] = ((max_drafting, WORDS), torch.int64)
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.num_drafts = 0  # most draft tokens of a staged row
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )
@@ -93,7 +113,7 @@ class DecodeSlot:
                 "copied": ((num_prompts, 2), torch.int64),
                 **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
                 **dict.fromkeys(("temperature", "top_p"), number),
-                **(drafting if speculates else {}),
+                **history,
             },
         )
         self.outputs = StagingBuffer(
@@ -102,7 +122,7 @@ class DecodeSlot:
                 "token": rows,
                 "payload": pairs,
                 "logprob": ((max_rows,), torch.float32),
-                **(counts if speculates else {}),
+                **counts,
             },
         )
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
@@ -110,3 +130,9 @@ class DecodeSlot:
         self.tokens_R = self.outputs.device["token"]
         self.payload_R2 = self.outputs.device["payload"]
         self.logprob_R = self.outputs.device["logprob"]  # stale unless a row wants it
+        self.entry_R = self.staged.device["scheduled"] if speculates else None
+
+    def constraints(self, batch: int) -> torch.Tensor:
+        """Each token's constraint; those of rows are staged with speculation."""
+        constraint_S = self.constraint.device["constraint"]
+        return constraint_S[:batch] if self.entry_R is None else constraint_S[self.entry_R[:batch]]

@@ -16,24 +16,19 @@ from legato_engine.runtime.sampler import greedy, sample
 class DecodeStep:
     """A step of one batch size over one slot's buffers.
 
-    `rank` 0 reads no adapters. With speculation it proposes `block` draft tokens a row.
+    `rank` 0 reads no adapters.
     """
 
-    def __init__(
-        self, resources: Resources, slot: DecodeSlot, batch: int, rank: int = 0, block: int = 0
-    ) -> None:
+    def __init__(self, resources: Resources, slot: DecodeSlot, batch: int, rank: int = 0) -> None:
         self._resources = resources
         self._values = resources.model.capabilities.values
         self._slot = slot
         self._batch = batch
         self._rank = rank
-        self._block = block
 
     def forward(self) -> None:
         resources, slot, batch = self._resources, self._slot, self._batch
         model, state = resources.model, resources.state
-        if state.drafts is not None:
-            state.drafts.place(slot, batch, state.page_table_RM, self._block)
         row_B = slot.staged.device["row"][:batch]
         token_B = state.token_R[row_B]
         if state.drafts is not None:
@@ -59,8 +54,7 @@ class DecodeStep:
         state = resources.state
         row_B = slot.staged.device["sample_row"][:batch]
         raw_BV = slot.logits_RV[:batch]
-        constraint_B = slot.constraint.device["constraint"][:batch]
-        logits_BV = raw_BV + resources.constraints_CV[constraint_B]
+        logits_BV = raw_BV + resources.constraints_CV[slot.constraints(batch)]
         if sampled:
             token_B = sample(
                 logits_BV,

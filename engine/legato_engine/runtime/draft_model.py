@@ -28,6 +28,8 @@ class DraftModel:
     it has the newest. It can be captured.
     """
 
+    sequential = True
+
     def __init__(self, model: Model, device: Device, *, num_rows: int, vocab_size: int) -> None:
         """Allocate a cache for `num_rows` rows, and the scratch row.
 

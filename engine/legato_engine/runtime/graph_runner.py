@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from legato_engine.device.base import Device
+from legato_engine.kernels.accelerated import captured_switch
 
 Work = Callable[[], None]
 
@@ -22,10 +25,30 @@ class GraphRunner:
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
         """Enqueue `make(*shape)`, made once for each shape."""
+        self._compute.submit(self._work(make, *shape))
+
+    def switch(
+        self, index: torch.Tensor, make: Callable[..., Work], shapes: Sequence[tuple[int, ...]]
+    ) -> Work:
+        """Work that runs `make(*shapes[index])`, chosen on the device when it runs.
+
+        `index` is an int32 [1] on the device. The work may be part of captured work, and has no
+        choice to make between equal shapes or one.
+        """
+        works = [self._work(make, *shape) for shape in shapes]
+        if len(works) == 1:
+            return make(*shapes[0])
+
+        def chosen() -> None:
+            works[int(index)]()
+
+        return captured_switch(index, works) or chosen
+
+    def _work(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         key = (make, *shape)
         if key not in self._captured:
             self._captured[key] = self._capture(make(*shape))
-        self._compute.submit(self._captured[key])
+        return self._captured[key]
 
 
 def _uncaptured(work: Work) -> Work:

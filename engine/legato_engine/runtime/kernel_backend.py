@@ -18,6 +18,8 @@ from legato_engine.kernels.accelerated import Sampler
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
+from legato_engine.runtime.draft_state import Layout
+from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
@@ -71,32 +73,34 @@ class KernelBackend:
         )
         self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
         self._sampler = Sampler(model.vocab_size)
+        self._drafting = None
+        if self._state.drafts is not None:
+            self._drafting = DraftingDecode(resources, _layouts(self.buckets))
 
     def warm_up(self) -> None:
-        drafts = self._state.drafts
-        blocks = () if drafts is None else drafts.blocks
         adapters = (False,) if self._resources.bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._graphs.run(self._admit_work, slot)
             self.grow(slot)
             for bucket in self.buckets:
-                for block in blocks:
-                    self._graphs.run(self._place_work, slot, bucket, block)
                 for adapted, groups in product(adapters, (*_FEW_GROUPS, bucket)):
                     self._forward(slot, bucket, groups, adapted=adapted, sampled=False)
                     self._forward(slot, bucket, groups, adapted=adapted)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
+            if self._drafting is not None:
+                for adapted in adapters:
+                    self._graphs.run(self._drafting_work, slot, adapted)
             for payload in (False, True):
                 self.logprobs(slot, self.buckets[-1], payload=payload)
         if self._encoder_runner is not None:
             self._encoder_runner.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        drafts = self._state.drafts
-        if drafts is not None:
-            self._graphs.run(self._place_work, slot, bucket, drafts.block(self._slots[slot]))
-        self._forward(slot, bucket, num_rows, adapted=rank > 0)
+        if self._drafting is not None:
+            self._graphs.run(self._drafting_work, slot, rank > 0)
+        else:
+            self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)
@@ -182,7 +186,8 @@ class KernelBackend:
         self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
     ) -> None:
         fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
-        self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted, sampled)
+        shape = (slot, bucket, next(fits, bucket), adapted)
+        self._graphs.run(self._forward_work, *shape, *(() if sampled else (False,)))
 
     def _admit_work(self, slot: int) -> Work:
         buffers, kv = self._slots[slot], self._resources.kv
@@ -196,15 +201,14 @@ class KernelBackend:
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._state.grow(self._slots[slot])
 
-    def _place_work(self, slot: int, bucket: int, block: int) -> Work:
-        drafts = self._state.drafts
-        assert drafts is not None, "only draft tokens are placed by the device"
-        # Never one graph with the forward: its kernels read positions before the previous kernel
-        # of the graph has ended.
-        return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM, block)
+    def _drafting_work(self, slot: int, adapted: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        # The forward begins after a conditional node: its kernels read positions before the
+        # previous kernel of their graph has ended.
+        return self._drafting.work(slot, self._forward_work, adapted)
 
     def _forward_work(
-        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool
+        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool = True
     ) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
@@ -235,10 +239,11 @@ class KernelBackend:
                 state,
                 buffers.logits_RV[:bucket],
                 self._resources.constraints_CV,
-                buffers.constraint.device["constraint"][:bucket],
+                buffers.constraint.device["constraint"],
                 row_B,
                 staged["sample_position"][:bucket],
                 tokens_B,
+                entry_B=buffers.entry_R,
                 overlap=False,
             )
             if payload:
@@ -254,6 +259,15 @@ class KernelBackend:
     def _logprobs_work(self, slot: int, payload: bool) -> Work:
         step = LogprobStep(self._resources, self._slots[slot], self.buckets[-1])
         return lambda: step(payload)
+
+
+def _layouts(buckets: Sequence[int]) -> list[Layout]:
+    """As `_forward` chooses them."""
+    return [
+        Layout(bucket, groups)
+        for bucket in buckets
+        for groups in (*(few for few in _FEW_GROUPS if few < bucket <= few * GROUP), bucket)
+    ]
 
 
 def _encoder_runner(resources: Resources) -> EncoderRunner | None:

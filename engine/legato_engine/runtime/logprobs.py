@@ -25,7 +25,7 @@ class LogprobStep:
 
     def __call__(self, payload: bool) -> None:
         slot, batch = self._slot, self._batch
-        constraint_B = slot.constraint.device["constraint"][:batch]
+        constraint_B = slot.constraints(batch)
         token_B = slot.tokens_R[:batch].clamp(min=0)  # -1 where the logits were not finite
         logits_BV = slot.logits_RV[:batch] + self._constraints_CV[constraint_B]
         logprob_B = token_logprobs(logits_BV, token_B)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
@@ -23,14 +24,17 @@ from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.refine_step import RefineStep
+from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
 from legato_engine.runtime.step_costs import StepCosts
-from legato_engine.runtime.step_staging import StepStaging, num_sampled
+from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.speculative.block_policy import BlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
@@ -65,17 +69,17 @@ class ModelRunner:
         cuda_graphs: bool = True,
         adapters: AdapterBank | None = None,
         proposer: Proposer | None = None,
-        max_block: int = 0,
+        block_policy: BlockPolicy | None = None,
         max_prompts: int = 0,
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
-        with a `proposer`), which computes up to `max_images` images. `proposer` drafts up to
-        `max_block` tokens.
+        with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
+        many tokens as `block_policy` says.
         """
         self._device = device
-        self._drafts = _draft_state(model, device, proposer, max_running, max_block)
+        self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
         kernels = _step_kernels(model, kv, adapters)
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
@@ -91,7 +95,7 @@ class ModelRunner:
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
-                speculates=proposer is not None,
+                max_drafting=0 if self._drafts is None else max_running,
             )
             for _ in range(NUM_SLOTS)
         )
@@ -107,6 +111,11 @@ class ModelRunner:
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
+        self._descriptors = [
+            slot.outputs.host["descriptor"].view(DESCRIPTOR)[:, 0]
+            for slot in slots
+            if slot.speculates
+        ]
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
         self._refine = _refine_step(refiner, self._resources)
@@ -136,14 +145,26 @@ class ModelRunner:
         """Nothing may be in flight."""
         return StepCosts(self._resources, self._backend)
 
+    def set_costs(self, policy: TokenBudgetPolicy) -> None:
+        """Choose block sizes by these costs; nothing may be in flight."""
+        assert self._drafts is not None, "costs are of speculation, which is off"
+        self._drafts.set_costs(policy)
+
+    def forget_acceptance(self) -> None:
+        """Forget how many draft tokens of earlier requests were accepted."""
+        if self._drafts is not None:
+            self._device.compute.submit(self._drafts.forget)
+
     def forward(self, launch: Launch) -> None:
+        failpoints.hit("engine.forward")
         rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
-            bucket = self._staging.rows(slot, rows)
+            bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
             slot.staged.upload(compute)
-            self._grow(launch.slot, rows)
+            if self._drafts is None:
+                self._grow(launch.slot, rows)
             self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             events.forward_start = compute.record(events.forward_start)
@@ -162,8 +183,11 @@ class ModelRunner:
         """Upload the constraints on the copy stream, sample, and start the copy back."""
         slot, events = self._slots[launch.slot], self._events[launch.slot]
         compute, copy = self._device.compute, self._device.copy
+        failpoints.hit("engine.sample")
         rows = launch.plan.sampled_rows
         if rows:
+            if failpoints.hit("sample.nan"):
+                compute.submit(lambda: _corrupt(slot))
             count = self._staging.constraints(slot, rows, constraints)
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
@@ -189,7 +213,12 @@ class ModelRunner:
         if not rows:
             return []
         outputs = self._slots[launch.slot].outputs.host
-        count = len(rows) if self._drafts is None else sum(map(num_sampled, rows))
+        count = len(rows)
+        if self._drafts is not None:
+            counts = outputs["count"][:count].tolist()
+            proposed = outputs["proposed"][:count].tolist()
+            descriptors = self._descriptors[launch.slot][:count].tolist()
+            count = sum(proposed) + len(rows) - counts.count(0)
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
@@ -197,8 +226,8 @@ class ModelRunner:
         ]
         tokens = map(SampledToken._make, zip(*fields, strict=False))
         if self._drafts is None:
-            return list(map(RowTokens._make, zip(zip(tokens, strict=False), repeat(0))))
-        return _by_row(rows, tuple(tokens), outputs["count"].tolist(), outputs["proposed"].tolist())
+            return [RowTokens((token,)) for token in tokens]
+        return _by_row(tuple(tokens), counts, proposed, descriptors)
 
     def times(self, launch: Launch) -> LaunchTimes:
         events = self._events[launch.slot]
@@ -220,17 +249,22 @@ class ModelRunner:
             self._backend.grow(index)
 
 
+def _corrupt(slot: DecodeSlot) -> None:
+    slot.logits_RV[:1].fill_(torch.nan)
+
+
 def _by_row(
-    rows: Sequence[ScheduledSequence],
     tokens: tuple[SampledToken, ...],
     counts: Sequence[int],
     proposed: Sequence[int],
+    descriptors: Sequence[tuple[float, ...]],
 ) -> list[RowTokens]:
-    """Split the accepted tokens; a row's counts are at its first token."""
+    """Split the accepted tokens of rows that are adjacent; one without a token has none."""
     outputs, first = [], 0
-    for row in rows:
-        outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))
-        first += num_sampled(row)
+    for count, drafted, fields in zip(counts, proposed, descriptors, strict=True):
+        learnt = Descriptor._make(fields)
+        outputs.append(RowTokens(tokens[first : first + count], drafted, learnt))
+        first += 1 + drafted if count else 0
     return outputs
 
 
@@ -245,17 +279,22 @@ def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
 
 
 def _draft_state(
-    model: Model, device: Device, proposer: Proposer | None, max_running: int, max_block: int
+    model: Model,
+    device: Device,
+    proposer: Proposer | None,
+    policy: BlockPolicy | None,
+    max_running: int,
 ) -> DraftState | None:
     if proposer is None:
         return None
+    assert policy is not None, "a proposer without a block policy"
     return DraftState(
         proposer,
+        policy,
         num_rows=max_running,
         max_context=model.max_context,
         vocab_size=model.vocab_size,
         width=model.width,
-        max_block=max_block,
         dtype=model.dtype,
         device=device.torch_device,
     )

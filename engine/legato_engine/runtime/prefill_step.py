@@ -8,9 +8,15 @@ from legato_engine.kernels import ops
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.request_descriptors import (
+    DESCRIPTOR,
+    NO_DRAFTS,
+    initial_descriptor,
+)
 from legato_engine.runtime.resources import Resources
 from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey
+from legato_engine.speculative.block_policy import INITIAL_RATE
 from legato_engine.speculative.proposer import UNKNOWN
 
 
@@ -56,13 +62,17 @@ def stage_samples(
     staged["sample_row"][:count] = [row.sequence.row for row in rows]
     staged["sample_position"][:count] = [row.position + row.num_tokens for row in rows]
     if slot.speculates:
-        staged["row"].fill(scratch_row)
-        staged["row"][:count] = staged["sample_row"][:count]
-        staged["draft_index"].fill(0)
+        staged["scheduled_row"].fill(scratch_row)
+        staged["scheduled_row"][:count] = staged["sample_row"][:count]
+        staged["room"].fill(NO_DRAFTS)
+        staged["start"][:count] = staged["scheduled"][:count] = range(count)
+        staged["fed"][:count] = 1
 
 
 def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
-    """Stage all known tokens and the last position to feed."""
+    """Stage all known tokens, the last position to feed, and the descriptor."""
+    words = slot.prompt.host["descriptor"][index]
+    words.view(DESCRIPTOR)[0] = initial_descriptor(sequence, INITIAL_RATE)
     history = slot.prompt.host["history"][index]
     history.fill(UNKNOWN)
     history[sequence.prefix_length : sequence.length] = [token for token, _ in sequence.tokens]

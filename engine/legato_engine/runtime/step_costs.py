@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.request_descriptors import EXACT
 from legato_engine.runtime.resources import Resources
 from legato_engine.speculative.costs import CostTable
 
@@ -52,28 +53,30 @@ class StepCosts:
 
     def _seconds(self, bucket: int, block: int = 0) -> float:
         """The median of full steps after a proposal of `block` tokens."""
-        tokens = self._tokens(bucket)
+        rooms = self._rooms(bucket)
         staged = self._slot.staged.host
-        staged["row"].fill(self._drafts.scratch_row)
-        staged["draft_index"].fill(0)
-        staged["row"][: len(tokens)] = [row for row, _ in tokens]
-        staged["draft_index"][: len(tokens)] = [index for _, index in tokens]
-        self._slot.num_drafts = block
-        times = sorted(self._second_of_two(bucket, tokens[-1][0] + 1) for _ in range(_TIMES))
+        staged["scheduled_row"].fill(self._drafts.scratch_row)
+        staged["scheduled_row"][: len(rooms)] = range(len(rooms))
+        staged["room"][: len(rooms)] = rooms
+        staged["control"][:] = EXACT, self._drafts.proposal_for(block)
+        times = sorted(self._second_of_two(bucket, len(rooms)) for _ in range(_TIMES))
+        staged["scheduled_row"].fill(self._drafts.scratch_row)
+        staged["control"].fill(0)
         self._device.compute.submit(self._drafts.clear)
         self._device.compute.record().wait()
         return statistics.median(times)
 
-    def _tokens(self, bucket: int) -> Sequence[tuple[int, int]]:
+    def _rooms(self, bucket: int) -> Sequence[int]:
+        """Draft tokens of each row, so that all rows together fill the bucket."""
         rows = min(bucket, self._num_rows)
         counts = (bucket // rows + (row < bucket % rows) for row in range(rows))
-        most = self._drafts.max_block + 1
-        return [(row, index) for row, n in enumerate(counts) for index in range(min(n, most))]
+        return [min(count - 1, self._drafts.max_block) for count in counts]
 
     def _second_of_two(self, bucket: int, num_rows: int) -> float:
         """Time a step that is enqueued while another runs, as in service."""
         compute = self._device.compute
-        compute.submit(lambda: self._drafts.rehearse(self._context))
+        spare = 2 * self._drafts.max_block + 2
+        compute.submit(lambda: self._drafts.rehearse(self._context, spare=spare))
         self._step(bucket, num_rows)
         start = compute.record()
         self._step(bucket, num_rows)

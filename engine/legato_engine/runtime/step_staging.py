@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import bucket_for, stage_step
+from legato_engine.runtime.request_descriptors import NO_DRAFTS, UNDER_PRESSURE
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import ScheduledSequence
+from legato_engine.scheduler.launch import Plan, ScheduledSequence
+from legato_engine.sequence import Sequence as EngineSequence
 
 
 class StepStaging:
@@ -27,15 +29,23 @@ class StepStaging:
         return bucket_for(self._buckets, num_tokens)
 
     def padding(self, slot: DecodeSlot) -> None:
-        for field in ("row", "source", "sample_row"):
+        rows = ("row", "source", "sample_row")
+        for field in (*rows, "scheduled_row") if slot.speculates else rows:
             slot.staged.host[field].fill(self._scratch_row)
         slot.prompt.host["row"].fill(self._scratch_row)
-        slot.grown.host["entry"].fill(self._scratch_row * self._max_pages)
+        for staged in (
+            (slot.grown.host, slot.staged.host) if slot.speculates else (slot.grown.host,)
+        ):
+            staged["entry"].fill(self._scratch_row * self._max_pages)
 
-    def rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
-        """Return the bucket."""
+    def decode(self, slot: DecodeSlot, plan: Plan) -> int:
+        """Stage a decode, and with speculation the pages that begin in it; return the bucket.
+
+        With speculation it is the bucket of the most tokens that the device may choose.
+        """
+        rows = plan.rows
         if self._drafts is not None:
-            return self._drafted_rows(slot, rows)
+            return self._drafting_rows(slot, plan)
         staged, bucket = slot.staged.host, self.bucket(len(rows))
         stage_step(slot, rows, bucket, self._scratch_row)
         staged["sample_row"][:bucket] = staged["row"][:bucket]
@@ -43,49 +53,45 @@ class StepStaging:
         return bucket
 
     def grown(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> bool:
+        """Stage the pages that begin in a launch without speculation; whether there are any."""
         size = self._page_size
-        if self._drafts is None:
-            rows = [row for row in rows if row.position % size == 0]
+        rows = [row for row in rows if row.position % size == 0]
         grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
-        if not grown:
-            return False
-        staged = slot.grown.host
+        if grown:
+            self._stage_grown(slot.grown.host, grown)
+        return bool(grown)
+
+    def _stage_grown(
+        self, staged: Mapping[str, np.ndarray], grown: Sequence[tuple[EngineSequence, int]]
+    ) -> None:
         staged["entry"].fill(self._scratch_row * self._max_pages)
         staged["page"].fill(0)
         for index, (sequence, page) in enumerate(grown):
             staged["entry"][index] = sequence.row * self._max_pages + page
             staged["page"][index] = sequence.pages.ids[page]
-        return True
 
     def constraints(
         self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], constraints: Sequence[int]
     ) -> int:
-        """Stage a constraint for each token; return their number."""
-        if self._drafts is not None:
-            constraints = [
-                constraint
-                for row, constraint in zip(rows, constraints, strict=True)
-                for _ in range(num_sampled(row))
-            ]
+        """Stage a constraint for each row; return the most tokens that are sampled."""
         slot.constraint.host["constraint"][: len(constraints)] = constraints
-        return len(constraints)
+        if self._drafts is None:
+            return len(constraints)
+        return sum(1 + row.num_drafts for row in rows)
 
-    def _drafted_rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
-        """The device knows the positions."""
-        staged = slot.staged.host
-        row_B = [row.sequence.row for row in rows for _ in range(num_sampled(row))]
-        draft_index_B = [index for row in rows for index in range(num_sampled(row))]
-        assert self._drafts is not None
-        num_drafts, max_block = max(draft_index_B), self._drafts.max_block
-        assert num_drafts <= max_block, f"{num_drafts} draft tokens of a row, at most {max_block}"
-        bucket, slot.num_drafts = self.bucket(len(row_B)), num_drafts
-        staged["row"][:bucket] = self._scratch_row
-        staged["row"][: len(row_B)] = row_B
-        staged["draft_index"][:bucket] = 0
-        staged["draft_index"][: len(row_B)] = draft_index_B
-        return bucket
-
-
-def num_sampled(row: ScheduledSequence) -> int:
-    """Of a prefill, only the last token is sampled from."""
-    return 1 + row.num_drafts
+    def _drafting_rows(self, slot: DecodeSlot, plan: Plan) -> int:
+        """The device chooses the tokens and knows their positions."""
+        staged, rows = slot.staged.host, plan.rows
+        count, most = len(rows), 0
+        room_S = []
+        for row in rows:
+            most += 1 + row.num_drafts
+            room_S.append(row.num_drafts if row.sequence.may_draft else NO_DRAFTS)
+        staged["scheduled_row"][:count] = [row.sequence.row for row in rows]
+        staged["scheduled_row"][count:] = self._scratch_row
+        staged["room"][:count] = room_S
+        staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
+        size = self._page_size
+        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
+        self._stage_grown(staged, grown)
+        return self.bucket(most)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from legato_engine.runtime.decode_step import DecodeStep
+from legato_engine.runtime.draft_state import Layout
+from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import bucket_for, stage_step
@@ -28,15 +30,16 @@ class TorchBackend:
         self._resources = resources
         self._slots = resources.slots
         self._graphs = resources.graphs
+        self._drafting = None
+        if resources.state.drafts is not None:
+            layouts = [Layout(bucket, 1) for bucket in self.buckets]
+            self._drafting = DraftingDecode(resources, layouts)
 
     def warm_up(self) -> None:
-        drafts = self._resources.state.drafts
-        blocks = (0,) if drafts is None else drafts.blocks
         for slot in range(len(self._slots)):
             self.grow(slot)
             for bucket in self.buckets:
-                for rank, block in product(self._resources.ranks, blocks):
-                    self._slots[slot].num_drafts = block
+                for rank in self._resources.ranks:
                     self.decode(slot, bucket, rank, bucket)
                 for sampled, payload in product((False, True), repeat=2):
                     self.sample(slot, bucket, sampled=sampled, payload=payload)
@@ -44,9 +47,10 @@ class TorchBackend:
                     self.logprobs(slot, bucket, payload=payload)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        drafts = self._resources.state.drafts
-        block = drafts.block(self._slots[slot]) if drafts is not None else 0
-        self._graphs.run(self._forward_work, slot, bucket, rank, block)
+        if self._drafting is not None:
+            self._graphs.run(self._drafting_work, slot, rank)
+        else:
+            self._graphs.run(self._forward_work, slot, bucket, 1, rank)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)
@@ -89,8 +93,12 @@ class TorchBackend:
         """Never planned: images are cropped on the host."""
         raise AssertionError("an encode was launched on a backend without an image encoder")
 
-    def _forward_work(self, slot: int, bucket: int, rank: int, block: int) -> Work:
-        return DecodeStep(self._resources, self._slots[slot], bucket, rank, block).forward
+    def _drafting_work(self, slot: int, rank: int) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.work(slot, self._forward_work, rank)
+
+    def _forward_work(self, slot: int, bucket: int, num_groups: int, rank: int) -> Work:
+        return DecodeStep(self._resources, self._slots[slot], bucket, rank).forward
 
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._resources.state.grow(self._slots[slot])

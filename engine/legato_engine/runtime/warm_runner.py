@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
@@ -16,7 +17,8 @@ from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.speculative.costs import CostTable
+from legato_engine.speculative.block_sizes import block_policy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 
 
@@ -30,7 +32,7 @@ def warm_runner(
     refiner: MaskRefiner | None,
     draft: Path | None,
     proposer: Proposer | None = None,
-) -> tuple[ModelRunner, CostTable | None]:
+) -> ModelRunner:
     """Build and warm a runner; measure its step costs if the speculation policy needs them.
 
     Draft tokens come from `proposer`, else the configured draft, else `draft`, the model's file.
@@ -40,7 +42,8 @@ def warm_runner(
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
-    block = max_block_size(config.speculation)
+    policy = block_policy(config.speculation)
+    block = 0 if policy is None else policy.max_block
     runner = ModelRunner(
         model,
         device,
@@ -50,14 +53,15 @@ def warm_runner(
         cuda_graphs=config.cuda_graphs,
         adapters=bank,
         proposer=proposer if block else None,
-        max_block=block,
+        block_policy=policy,
         max_prompts=config.max_prefill_rows,
         max_images=config.pictures_per_launch,
         refiner=refiner,
     )
     runner.warm_up()
-    costs = runner.costs().table() if config.speculation == "budget" else None
-    return runner, costs
+    if isinstance(policy, TokenBudgetPolicy):
+        runner.set_costs(dataclasses.replace(policy, costs=runner.costs().table()))
+    return runner
 
 
 def _proposer(

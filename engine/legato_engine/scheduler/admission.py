@@ -45,6 +45,8 @@ class Admission:
                 limit=self._manager.max_length,
                 actual=sequence.max_length,
             )
+        if sequence.request.resumed is not None:
+            return  # an earlier engine has admitted it
         self.check_queue(sequence.request.tenant, ())
         if sequence.request.deadline is not None:
             self._check_deadline(sequence, sequence.request.deadline)

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
+from legato_engine.scheduler.runner import RowTokens
 from legato_engine.sequence import Sequence
 
 
 class BlockSizes(Protocol):
-    """Decides how many tokens to draft for each sequence.
+    """Bounds how many tokens the device drafts for each sequence.
 
-    With two launches in flight, this depends on commits up to the launch before the last.
+    The device decides by the launch in front, which the host has not read.
     """
 
-    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """Return a draft length for each of at least one sequence.
+    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
+        """Return the most draft tokens that each of at least one sequence may have.
 
-        `kv_use` is the fraction of KV pages used by live sequences.
+        The launch is planned `under_pressure`, and must be launched.
         """
         ...
 
-    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None: ...
+    def learn(self, sequence: Sequence, output: RowTokens) -> None:
+        """Keep what a committed launch says of a sequence."""
+        ...

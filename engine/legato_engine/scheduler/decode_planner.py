@@ -12,6 +12,7 @@ from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.sequence import Sequence
+from legato_engine.speculative.block_policy import PRESSURE_RATIO
 
 
 class DecodePlanner:
@@ -38,10 +39,11 @@ class DecodePlanner:
         if not batch:
             return None
         if self._block_sizes is None:
-            rows = _schedule(batch)
-        else:
-            rows = self._schedule_drafts(batch, self._block_sizes)
-        return Plan(LaunchKind.DECODE, rows) if rows else None
+            return Plan(LaunchKind.DECODE, _schedule(batch))
+        kv_use = self._manager.pages_used / self._manager.pages_total
+        under_pressure = kv_use > PRESSURE_RATIO
+        rows = self._schedule_drafts(batch, self._block_sizes, under_pressure)
+        return Plan(LaunchKind.DECODE, rows, under_pressure=under_pressure) if rows else None
 
     @property
     def streaming(self) -> bool:
@@ -75,12 +77,12 @@ class DecodePlanner:
         ]
 
     def _schedule_drafts(
-        self, batch: Many[Sequence], block_sizes: BlockSizes
+        self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
     ) -> tuple[ScheduledSequence, ...]:
+        """Reserve pages for the most draft tokens: the device chooses how many it drafts."""
         rows = []
-        for sequence, num_drafts in zip(
-            batch, self._draft_counts(batch, block_sizes), strict=False
-        ):
+        counts = self._draft_counts(batch, block_sizes, under_pressure)
+        for sequence, num_drafts in zip(batch, counts, strict=False):
             progress = sequence.progress
             row = self._with_pages(
                 ScheduledSequence(
@@ -94,20 +96,22 @@ class DecodePlanner:
                 rows.append(row)
         return tuple(rows)
 
-    def _draft_counts(self, batch: Many[Sequence], block_sizes: BlockSizes) -> Iterator[int]:
+    def _draft_counts(
+        self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
+    ) -> Iterator[int]:
         drafting = [sequence for sequence in batch if sequence.may_draft]
         if not drafting:
             return repeat(0)
-        kv_use = self._manager.pages_used / self._manager.pages_total
-        sizes = iter(block_sizes.allot(drafting, kv_use=kv_use))
+        sizes = iter(block_sizes.allot(drafting, under_pressure=under_pressure))
         return (min(next(sizes), _max_drafts(each)) if each.may_draft else 0 for each in batch)
 
     def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
-        """Draft no tokens if there are too few pages."""
-        for each in (row, row._replace(num_drafts=0)):
-            if self._manager.reserve_draft(each.sequence, each.end):
-                return each
-        return None
+        """Halve the draft tokens until there are pages for them."""
+        while not self._manager.reserve_draft(row.sequence, row.end):
+            if not row.num_drafts:
+                return None
+            row = row._replace(num_drafts=row.num_drafts // 2)
+        return row
 
 
 def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:

@@ -35,8 +35,9 @@ class ScheduledSequence(NamedTuple):
     after the cached positions, a decode with the newest token, which it reads on the device. An
     encode has no input.
 
-    A decode also verifies up to `num_drafts` draft tokens. While earlier ones are in flight, only
-    the device knows where it starts, in `[position, position + slack]`.
+    A decode also verifies draft tokens: the device chooses how many, up to `num_drafts`. While
+    earlier ones are in flight, only the device knows where it starts, in
+    `[position, position + slack]`.
     """
 
     sequence: Sequence
@@ -79,13 +80,15 @@ class Plan:
     """The batch of one launch.
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
-    then the others. A REFINE plan has no rows.
+    then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
+    full.
     """
 
     kind: LaunchKind
     rows: tuple[ScheduledSequence, ...]
     num_mixed_decodes: int = 0
     refinement: Refinement | None = None
+    under_pressure: bool = False
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from legato_engine.core import FinishReason
-from legato_engine.errors import InternalError, LegatoError
+from legato_engine.errors import InternalError, LegatoError, NumericError
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
@@ -64,7 +64,7 @@ class OutputProcessor:
         record.rejected += num_accepted < output.num_drafted
         sequence.settle_drafts(row.num_drafts, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, num_accepted, output.num_drafted)
+            self._block_sizes.learn(sequence, output)
         for token in output.tokens:
             self.process(sequence, token)
             if sequence.finalized:
@@ -77,7 +77,7 @@ class OutputProcessor:
         task = sequence.task
         if token.token_id == NOT_FINITE:
             self._manager.invalidate(sequence, sequence.prompt_length)
-            self.fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
+            self.fail(sequence, NumericError("the logits are not finite"))
             return
         try:
             events = task.consume(token)

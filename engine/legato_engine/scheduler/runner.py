@@ -21,6 +21,25 @@ class LaunchTimes:
     copy_end: int
 
 
+class Learnt(Protocol):
+    """What the device has learnt of a sequence's draft tokens, and the block that it chose."""
+
+    @property
+    def accepted_weight(self) -> float: ...
+
+    @property
+    def tried_weight(self) -> float: ...
+
+    @property
+    def ema_acceptance_rate(self) -> float: ...
+
+    @property
+    def current_block_size(self) -> int: ...
+
+    @property
+    def idle_steps(self) -> int: ...
+
+
 class RowTokens(NamedTuple):
     """Accepted draft tokens, then the model's next token.
 
@@ -28,7 +47,8 @@ class RowTokens(NamedTuple):
     """
 
     tokens: tuple[SampledToken, ...]
-    num_drafted: int = 0  # a proposer may have no guess
+    num_drafted: int = 0  # chosen by the device; a proposer may have no guess
+    learnt: Learnt | None = None
 
 
 class Runner(Protocol):

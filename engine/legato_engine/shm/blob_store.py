@@ -110,6 +110,19 @@ class BlobStore:
         self._live[ref.name] = 0
         return ref
 
+    @contextlib.contextmanager
+    def read(self, ref: BlobRef) -> Iterator[memoryview]:
+        """Yield the bytes of a blob that no engine has taken."""
+        if ref.generation:
+            yield self._pool.read(ref)
+            return
+        descriptor = os.open(self._folder / ref.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            view = mapped(descriptor, ref.size)
+        finally:
+            os.close(descriptor)
+        yield view
+
     def discard(self, ref: BlobRef) -> None:
         """Give up a blob, taken or not. Idempotent."""
         if self._live.get(ref.name) != ref.generation:

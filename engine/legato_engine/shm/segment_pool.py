@@ -76,6 +76,9 @@ class _Segment:
         self._header[GENERATION] = self.generation
         return BlobRef(name=self.name, size=len(data), generation=self.generation)
 
+    def content(self, size: int) -> memoryview:
+        return self._content[:size].toreadonly()
+
     def retire(self) -> None:
         """Give the segment up; its memory is freed when the engine has unmapped it."""
         self._header[RETIRED] = 1
@@ -110,6 +113,9 @@ class SegmentPool:
             return None
         self._busy[segment.name] = segment
         return segment.write(data)
+
+    def read(self, ref: BlobRef) -> memoryview:
+        return self._busy[ref.name].content(ref.size)
 
     def discard(self, ref: BlobRef) -> None:
         segment = self._busy.pop(ref.name, None)

@@ -22,7 +22,9 @@ class BlockState(Protocol):
     accepted_weight: float
     tried_weight: float
     current_block_size: int
-    block_size_history: list[int]
+
+    @property
+    def block_size_history(self) -> Sequence[int]: ...
 
     @property
     def num_left(self) -> int: ...
@@ -32,7 +34,10 @@ class BlockState(Protocol):
 
 
 class BlockPolicy(Protocol):
-    """Chooses each request's block size."""
+    """Chooses each request's block size, at most `max_block`."""
+
+    @property
+    def max_block(self) -> int: ...
 
     def begin(self, request: BlockState) -> None:
         """Prepare a request's first proposal, also after a preemption."""
@@ -50,6 +55,10 @@ class FixedBlockPolicy:
     """A constant block size."""
 
     block_size: int
+
+    @property
+    def max_block(self) -> int:
+        return self.block_size
 
     def begin(self, request: BlockState) -> None:
         request.current_block_size = self.block_size

@@ -5,49 +5,56 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from legato_engine.config import SPECULATION_OFF, max_block_size
+from legato_engine.scheduler.runner import RowTokens
 from legato_engine.sequence import DraftStats, Sequence
 from legato_engine.speculative.block_policy import (
     INITIAL_RATE,
-    PRESSURE_RATIO,
     AdaptiveBlockPolicy,
     BlockPolicy,
     FixedBlockPolicy,
 )
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.costs import CostTable
+from legato_engine.speculative.costs import NO_COSTS, CostTable
 
 
 class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` over a block policy."""
+    """A `scheduler.block_sizes.BlockSizes` of a block policy that the device follows."""
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
-    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        records = [self._record(sequence, kv_use > PRESSURE_RATIO) for sequence in sequences]
-        self._policy.allot(records)
-        return [record.current_block_size for record in records]
+    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
+        """Under pressure the budget caps the launch's block, the adaptive rule the one after it."""
+        policy, most = self._policy, self._policy.max_block
+        if isinstance(policy, FixedBlockPolicy):
+            return [most] * len(sequences)
+        assert isinstance(policy, AdaptiveBlockPolicy | TokenBudgetPolicy)
+        few = min(policy.pressure_block, most)
+        if isinstance(policy, TokenBudgetPolicy):
+            return [few if under_pressure else most] * len(sequences)
+        bounds = []
+        for sequence in sequences:
+            stats = sequence.draft_stats
+            if stats is None:
+                stats = sequence.draft_stats = DraftStats(INITIAL_RATE)
+                stats.under_pressure = under_pressure
+            bounds.append(few if stats.under_pressure and under_pressure else most)
+            stats.under_pressure = under_pressure
+        return bounds
 
-    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
-        record = sequence.draft_stats
-        assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
-        record.block_size_history.append(num_drafted)
-        self._policy.update(record, num_accepted, num_drafted)
-
-    def _record(self, sequence: Sequence, under_pressure: bool) -> DraftStats:
-        record = sequence.draft_stats
-        is_first = record is None
-        if record is None:
-            record = sequence.draft_stats = DraftStats(ema_acceptance_rate=INITIAL_RATE)
-        record.under_pressure = under_pressure
-        record.num_left = sequence.task.max_tokens - sequence.progress.num_launched
-        if is_first:
-            self._policy.begin(record)
-        return record
+    def learn(self, sequence: Sequence, output: RowTokens) -> None:
+        stats, learnt = sequence.draft_stats, output.learnt
+        if stats is None:
+            stats = sequence.draft_stats = DraftStats(INITIAL_RATE)
+        stats.block_size_history.append(output.num_drafted)
+        assert learnt is not None, f"sequence {sequence.seq_id} drafted without a descriptor"
+        stats.accepted_weight, stats.tried_weight = learnt.accepted_weight, learnt.tried_weight
+        stats.ema_acceptance_rate = learnt.ema_acceptance_rate
+        stats.current_block_size, stats.idle_steps = learnt.current_block_size, learnt.idle_steps
 
 
-def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
-    """Block sizes for a `--speculation` setting; `budget` needs `costs`.
+def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | None:
+    """The policy of a `--speculation` setting; `budget` goes by `costs`.
 
     Raises:
         InvalidField: the setting is unknown.
@@ -56,8 +63,17 @@ def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | Non
     if setting == SPECULATION_OFF:
         return None
     if setting == "seed":
-        return PolicyBlockSizes(AdaptiveBlockPolicy(max_block=block))
+        return AdaptiveBlockPolicy(max_block=block)
     if setting == "budget":
-        assert costs is not None, "the budget policy needs the costs of steps"
-        return PolicyBlockSizes(TokenBudgetPolicy(costs, max_block=block))
-    return PolicyBlockSizes(FixedBlockPolicy(block))
+        return TokenBudgetPolicy(costs, max_block=block)
+    return FixedBlockPolicy(block)
+
+
+def block_sizes(setting: str) -> PolicyBlockSizes | None:
+    """The bounds of a `--speculation` setting.
+
+    Raises:
+        InvalidField: the setting is unknown.
+    """
+    policy = block_policy(setting)
+    return None if policy is None else PolicyBlockSizes(policy)

@@ -10,7 +10,9 @@ from legato_engine.speculative.costs import CostTable
 
 PRIOR_RATE = 0.8
 _PRIOR_WEIGHT = 16.0
-_LONGER = 1.02  # steps within this factor count as equally long
+PROBE_EVERY = 32
+LONGER = 1.02
+"""Steps within this factor count as equally long."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +47,7 @@ class TokenBudgetPolicy:
     decay: float = 0.97
     prior_weight: float = 8.0  # tokens
     common_decay: float = 0.999
-    probe_every: int = 32  # steps
+    probe_every: int = PROBE_EVERY  # steps
     worth: float = 0.01  # least relative gain that justifies a longer step
     overall: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
@@ -95,7 +97,7 @@ class TokenBudgetPolicy:
                 longest = depth
             seconds = self._step(num_rows + count) + propose * longest
             speed = committed / seconds
-            if speed > (best * better if seconds > best_seconds * _LONGER else best):
+            if speed > (best * better if seconds > best_seconds * LONGER else best):
                 best, best_seconds, best_count = speed, seconds, count
         return best_count
 

@@ -33,6 +33,9 @@ class CostTable:
         return y0 + (y1 - y0) * (positions - x0) / (x1 - x0)
 
 
+NO_COSTS = CostTable(steps=((1, 1.0), (2, 2.0)), prefill=0.0)
+"""Before any step is timed."""
+
 H200_MOONDREAM2 = CostTable(
     steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
 )

@@ -18,6 +18,8 @@ class LookupProposer:
     position.
     """
 
+    sequential = False
+
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
         assert 1 <= shortest <= longest, f"no n-grams of {shortest} to {longest}"
         self._shortest = shortest

@@ -38,6 +38,11 @@ class Proposer(Protocol):
     A wrong one costs time and never changes a result.
     """
 
+    @property
+    def sequential(self) -> bool:
+        """Whether each token of a block costs time, so that short blocks are proposed as such."""
+        ...
+
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """Write up to K draft tokens a row, `UNKNOWN` from the first missing one on.
 

@@ -39,6 +39,8 @@ def fill_info(
         message.image.CopyFrom(image_info(done.image))
     if stamp is not None:
         message.stamp.CopyFrom(stamp)
+    if done.resumptions:
+        message.resumptions = done.resumptions
     if done.tokens:
         fill_tokens(message.tokens, done.tokens)
 

@@ -7,6 +7,8 @@ import asyncio
 from legato_engine.errors import ImageUndecodable, InvalidRequest
 from legato_engine.images.decoding import ImageHeader, inspect
 
+from legato_service.images.pixel_quota import take_pixels
+
 FileFields = tuple[str, str]
 """The request's fields with the bytes of a file and with their stated type."""
 
@@ -23,6 +25,7 @@ async def file_type(
     Raises:
         ImageUndecodable: the header is malformed, or of another type than stated.
         ImageTooLarge: the file has too many bytes or pixels.
+        QuotaExceeded: the caller has sent too many pixels.
     """
     try:
         header = _prefix_header(data, max_bytes, max_pixels)
@@ -40,6 +43,7 @@ async def file_type(
             stated=stated,
             actual=header.mime_type,
         )
+    take_pixels(header.width, header.height)
     return header.mime_type
 
 

@@ -14,6 +14,7 @@ from legato_engine.shm.blob_store import BlobStore, BlobWriter
 from legato_service.errors import SharedMemoryRefused
 from legato_service.images.headers import file_type
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
+from legato_service.images.pixel_quota import take_pixels
 
 ImageFormat = str | Layout
 """The MIME type of a file, or the layout of raw pixels."""
@@ -85,6 +86,7 @@ class ImageIntake:
             InvalidField: a field is malformed.
             ImageUndecodable: the bytes are not an image of the stated form.
             ImageTooLarge: the image has too many bytes or pixels.
+            QuotaExceeded: the caller has sent too many pixels.
             SharedMemoryRefused: its region must not be read.
             SharedMemoryTorn: its slot was written meanwhile.
         """
@@ -132,4 +134,5 @@ class ImageIntake:
         check_size(layout.width * layout.height, self._max_pixels, "pixels", "image.raw")
         check_size(len(data), self._max_bytes, "bytes", "image.raw")
         check_complete(layout, len(data), "image.raw.data")
+        take_pixels(layout.width, layout.height)
         return InlineImage(data, layout)

@@ -24,6 +24,7 @@ from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.headers import file_type
 from legato_service.images.intake import ReadShared, StagedImage
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
+from legato_service.images.pixel_quota import take_pixels
 
 HEADER_SIZE = 64
 """Bytes of a slot's header, which precedes the content; content begins at a multiple of it."""
@@ -111,6 +112,7 @@ class SharedMemory:
         layout = read_layout(shared.layout, f"{_FIELD}.layout")
         check_size(layout.width * layout.height, self._max_pixels, "pixels", f"{_FIELD}.layout")
         check_complete(layout, shared.size_bytes, f"{_FIELD}.size_bytes")
+        take_pixels(layout.width, layout.height)
         return layout
 
     def _copy(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> None:

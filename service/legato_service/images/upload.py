@@ -15,6 +15,7 @@ from legato_engine.shm.blob_store import BlobStore, BlobWriter
 from legato_service.images.headers import file_type
 from legato_service.images.intake import ImageFormat
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
+from legato_service.images.pixel_quota import take_pixels
 
 CHUNK = "chunk"
 _INLINE_BYTES = 1024 * 1024  # up to here written on the event loop
@@ -47,6 +48,7 @@ def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits)
     Raises:
         InvalidField: it is not a header, or a field is malformed.
         ImageTooLarge: more bytes or pixels are announced than allowed.
+        QuotaExceeded: the caller has sent too many pixels.
     """
     if message is None or message.WhichOneof("part") != "header":
         raise InvalidField("the first message must be a header", field="header")
@@ -71,6 +73,7 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
     layout = read_layout(header.layout, "header.layout")
     check_size(layout.width * layout.height, limits.max_pixels, "pixels", "header.layout")
     check_size(layout.num_bytes, limits.max_bytes, "bytes", "header.layout")
+    take_pixels(layout.width, layout.height)
     return layout
 
 

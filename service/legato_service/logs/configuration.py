@@ -22,7 +22,9 @@ def configure(level: str, *, terminal: bool) -> None:
         _stamped,
     ]
     number = logging.getLevelNamesMapping()[level.upper()]
-    last: list[Processor] = [structlog.dev.ConsoleRenderer(), _bytes]
+    # The usual tracebacks show local variables, and with them prompts and credentials.
+    plain = structlog.dev.plain_traceback
+    last: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=plain), _bytes]
     report: Callable[[int], bytes] = _dropped_text
     wrapper: type[Any] = structlog.make_filtering_bound_logger(number)
     if not terminal:

@@ -126,8 +126,19 @@ class Dispatcher:
             )
         return model
 
-    def submit(self, request: core.Request, image: CheckedImage, active: ActiveRequest) -> Stream:
+    def submit(
+        self,
+        request: core.Request,
+        image: CheckedImage,
+        active: ActiveRequest,
+        *,
+        original: CheckedImage = None,
+        may_wait: bool = False,
+    ) -> Stream:
         """Submit the request, or one task of it; `active` owns the stream.
+
+        `original` has the bytes of an `image` that is named by its id. With `may_wait`, because the
+        call has begun already, the request waits for an engine.
 
         Nothing is awaited here, so no cancellation interrupts it. `active` ends with its asyncio
         task at the latest. A callback on the RPC's context would form a reference cycle, and keep
@@ -137,13 +148,17 @@ class Dispatcher:
             LegatoError: as `Engine.submit` raises.
         """
         rpc = call.current()
+        new = image if isinstance(image, NewImage) else original
+        restage = functools.partial(self.images.stage, new) if isinstance(new, NewImage) else None
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
                 image=None if image is None else self.images.stage(image),
                 deadline=active.deadline,
                 priority=rpc.priority,
-            )
+            ),
+            restage,
+            may_wait=may_wait,
         )
         field = image.field if isinstance(image, NewImage) else ""
         active.own(stream, self._deadlines, field)
@@ -209,4 +224,5 @@ def _record(done: Done) -> None:
     """An RPC may have several requests."""
     rpc = call.current()
     rpc.timings = done.timings
+    rpc.resumptions += done.resumptions
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

@@ -13,7 +13,10 @@ from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
-ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+from legato_service.access.identifiers import IDENTIFIER
+from legato_service.access.principal import Principal
+
+ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
 
 
@@ -32,7 +35,8 @@ class Call(msgspec.Struct, eq=False):
     request_id: str = msgspec.field(default_factory=_new_id)
     is_named: bool = False  # by the client or a proxy
     started: float = msgspec.field(default_factory=time.monotonic)
-    tenant: str = ""
+    principal: Principal | None = None  # None: without a credential
+    tenant: str = ""  # the principal's, if any; else as the caller says
     priority: int = 0
     client: str = ""  # name and version of its software
     trace_id: str = ""
@@ -42,6 +46,7 @@ class Call(msgspec.Struct, eq=False):
     reply: str = ""  # `joined` or `kept`: the reply of another call
     usage: core.Usage | None = None
     timings: core.Timings | None = None
+    resumptions: int = 0
 
     @property
     def key(self) -> RequestKey:

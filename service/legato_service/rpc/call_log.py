@@ -64,11 +64,13 @@ class _CallRecord(configuration.LogRecord, omit_defaults=True):
     output_tokens: int | None = None
     reason: str = ""
     tenant: str = ""
+    credential: str = ""  # its id
     priority: int = 0
     client: str = ""
     trace_id: str = ""
     previous_attempts: int = 0
     reply: str = ""
+    resumptions: int = 0
 
 
 def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _CallRecord:
@@ -93,11 +95,13 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
         None if usage is None else usage.output_tokens,
         reason,
         call.tenant,
+        "" if call.principal is None else call.principal.credential,
         call.priority,
         call.client,
         call.trace_id,
         call.previous_attempts,
         call.reply,
+        call.resumptions,
     )
 
 

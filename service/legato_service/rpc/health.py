@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -38,6 +39,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         if status == SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(  # noqa: N802 - named by grpc.health.v1
+        self, request: Any, context: Context
+    ) -> Any:  # types-grpcio-health-checking lacks the messages
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=self.status(service))
+            for service in (LIVENESS, *self._services)
+        }
+        messages: Any = health_pb2
+        return messages.HealthListResponse(statuses=statuses)
 
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from legato_engine.errors import InvalidField
 
+from legato_service.errors import Forbidden
 from legato_service.rpc import trace_context
 from legato_service.rpc.call import ID_FORM, Call
 
@@ -28,6 +29,7 @@ def read(call: Call) -> None:
 
     Raises:
         InvalidField: a key was sent twice, or its value is malformed.
+        Forbidden: another tenant is named than the credential's.
     """
     seen: list[str] = []
     metadata, call.metadata = call.metadata, ()
@@ -49,7 +51,11 @@ def _priority(call: Call, value: str) -> None:
 
 
 def _tenant(call: Call, value: str) -> None:
-    call.tenant = _identifier(TENANT, value)
+    """A credential has set its own tenant before, and permits no other."""
+    tenant = _identifier(TENANT, value)
+    if call.tenant and tenant != call.tenant:
+        raise Forbidden("the credential is of another tenant", field=f"metadata.{TENANT}")
+    call.tenant = tenant
 
 
 def _client(call: Call, value: str) -> None:

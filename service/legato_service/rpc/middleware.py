@@ -17,7 +17,9 @@ import structlog
 from google.protobuf.message import DecodeError
 from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, LegatoError
 
-from legato_service.errors import Failure, failure
+from legato_service.access.control import AccessControl
+from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
+from legato_service.errors import Failure, MethodUnknown, failure
 from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
@@ -36,14 +38,21 @@ class RpcMiddleware(grpc.GenericRpcHandler):
     """Wraps every handler that is added to it.
 
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
-    `expect` is called when a request for the engine arrives, before its message is read. The server
-    finds its handlers here, because an interceptor would cost every call one more coroutine.
+    `expect` is called when a request for the engine arrives, before its message is read. With
+    `access` every call needs a credential that allows it. The server finds its handlers here,
+    because an interceptor would cost every call one more coroutine.
     """
 
     def __init__(
-        self, stall_timeout: float, call_log: CallLog, expect: Callable[[], None] = lambda: None
+        self,
+        stall_timeout: float,
+        call_log: CallLog,
+        expect: Callable[[], None] = lambda: None,
+        access: AccessControl | None = None,
     ) -> None:
         self._expect = expect
+        self._access = access
+        self._unknown = self._wrap(_UNKNOWN)
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._added: list[grpc.GenericRpcHandler] = []
@@ -70,11 +79,15 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             found = (each.service(handler_call_details) for each in self._added)
             handler = next((each for each in found if each is not None), None)
             if handler is None:
-                return None
+                if self._access is None:
+                    return None
+                # Which methods there are is for callers with a credential.
+                CURRENT.set(Call(UNKNOWN_METHOD, metadata=_metadata_of(handler_call_details)))
+                return self._unknown
             wrapped = self._wrapped[method] = self._wrap(handler)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
-        CURRENT.set(Call(method, metadata=handler_call_details.invocation_metadata or ()))
+        CURRENT.set(Call(method, metadata=_metadata_of(handler_call_details)))
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
@@ -89,6 +102,17 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             return grpc.stream_unary_rpc_method_handler(one, None, None)
         return grpc.unary_unary_rpc_method_handler(one, None, None)
 
+    def _enter(self, call: Call, context: Context) -> None:
+        """Let the call in as its credential allows."""
+        assert self._access is not None, "only called with access control"
+        metadata_given, call.metadata = call.metadata, ()  # also a refused call forgets its secret
+        principal = self._access.authorize(call.method, metadata_given, context.auth_context)
+        call.metadata = metadata_given
+        call.principal = principal
+        # An operator names the tenant whose request is meant.
+        if principal is not None and NEEDS.get(call.method) is not Need.ADMIN:
+            call.tenant = principal.tenant
+
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
         """Serialize here, so that a failure is handled like any other."""
         inner, read = _behaviour(handler), _reader(handler)
@@ -97,6 +121,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
+                if self._access is not None:
+                    self._enter(call, context)
                 metadata.read(call)
                 if not streams:
                     call.received = received
@@ -121,6 +147,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
+                if self._access is not None:
+                    self._enter(call, context)
                 metadata.read(call)
                 async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
@@ -141,9 +169,11 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
         Before that, the client's own retry policy may still repeat the call.
         """
-        first = True
+        first, principal = True, call.principal
         with closing(ReusableTimeout()) as timeout:
             async for response in responses:
+                if principal is not None:
+                    principal.check()
                 if first:
                     await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
                     first = False
@@ -189,6 +219,17 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
     return context.abort(outcome.code, outcome.message, trailers)
 
 
+async def _unimplemented(received: Any, context: Context) -> NoReturn:
+    raise MethodUnknown("this server does not have the method")
+
+
+_UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
+
+
+def _metadata_of(details: grpc.HandlerCallDetails) -> Iterable[tuple[str, str | bytes]]:
+    return details.invocation_metadata or ()
+
+
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     behaviour: Any = (  # grpc types it for synchronous servers only
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
@@ -207,7 +248,10 @@ def _reader(handler: Handler) -> Callable[[Any], Any]:
             raise InvalidRequest("the request is not a valid protobuf message") from None
 
     async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        principal = CURRENT.get().principal
         async for data in received:
+            if principal is not None:
+                principal.check()
             yield message(data)
 
     return messages if handler.request_streaming else message

@@ -33,8 +33,8 @@ class Sessions(Protocol):
 
     def __len__(self) -> int: ...
 
-    def abort(self, session_id: str) -> bool:
-        """Return whether it was open."""
+    def abort(self, target: RequestKey) -> int:
+        """Return how many matching ones were open."""
         ...
 
     def abort_all(self) -> int:
@@ -90,10 +90,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """
         target = request.WhichOneof("target")
         if target == "session_id":
-            known = self._sessions.abort(_target_id(request, target))
-            return pb.AbortResponse(aborted=int(known))
+            return pb.AbortResponse(aborted=self._sessions.abort(_key(request, target)))
         if target == "request_id":
-            key = RequestKey(_target_id(request, target), call.current().tenant)
+            key = _key(request, target)
             aborted, ended = self._registry.stop(key)
             aborted += await self._elsewhere(key)
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
@@ -126,8 +125,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return _STATES[self._engine.state]
 
 
-def _target_id(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> str:
+def _key(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> RequestKey:
     target = request.session_id if field == "session_id" else request.request_id
     if not target:
         raise InvalidField("must not be empty", field=field)
-    return target
+    return RequestKey(target, call.current().tenant)

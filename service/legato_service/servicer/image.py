@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
-from legato_engine.core import RequestKey
+from legato_engine.core import EncodedImage, RawImage, RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -94,15 +94,20 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
         image_format = await upload.finish()
+
+        def restage() -> EncodedImage | RawImage:
+            return as_source(image_format, upload.writer.publish())
+
         command = HoldImage(
             request_id=key,
-            image=as_source(image_format, upload.writer.publish()),
+            image=restage(),
             owner=owner,
             ttl=header.ttl,
             sha256=header.sha256,
+            quota_bytes=_quota_bytes(),
         )
         try:
-            return await self._engine.hold(command)
+            return await self._engine.hold(command, restage)
         except (ImageUndecodable, ImageTooLarge) as error:
             error.metadata["field"] = CHUNK
             raise
@@ -143,6 +148,12 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 def _end_now(timeout: asyncio.Timeout) -> None:
     with suppress(RuntimeError):  # it has ended
         timeout.reschedule(asyncio.get_running_loop().time())
+
+
+def _quota_bytes() -> int:
+    """Of held images, by the call's credential; 0: the server's own."""
+    principal = call.current().principal
+    return 0 if principal is None else principal.quotas.image_bytes
 
 
 def _wall_time(monotonic: float) -> timestamp_pb2.Timestamp:

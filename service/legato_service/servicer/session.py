@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from legato.v1 import session_pb2 as pb
 from legato.v1 import session_pb2_grpc
@@ -34,18 +34,18 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         """Only a deadline of the client's limits a whole session."""
         rpc = call.current()
-        if rpc.request_id in self._registry:
+        if rpc.key in self._registry:
             rpc.rename()
-        session_id = rpc.request_id
+        key = rpc.key
         # None without a deadline, despite grpc's annotation.
         left: float | None = context.time_remaining()
         rpc.deadline = None if left is None else time.monotonic() + left
-        with self._registry.reserve(session_id):
+        with self._registry.reserve(key), _counted(rpc):
             opening = await self._opening(request_iterator)
             session = Session(
-                session_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
+                key.caller_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
             )
-            self._registry.opened(session_id, session)
+            self._registry.opened(key, session)
             async with aclosing(session.messages(request_iterator)) as messages:
                 async for message in messages:
                     yield message
@@ -60,3 +60,8 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise SessionProtocol("the first message must be `open`", field="open")
         return first.open
+
+
+def _counted(rpc: call.Call) -> AbstractContextManager[None]:
+    """Against the quota of the call's credential."""
+    return nullcontext() if rpc.principal is None else rpc.principal.session()

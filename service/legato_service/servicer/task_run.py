@@ -68,10 +68,13 @@ class TaskRun:
             LegatoError: a failure that all tasks share.
         """
         submitted: list[Stream | LegatoError] = []
+        original = image
         for index, request in enumerate(self._requests):
             try:
                 requests.check_image(self._message.image, request.task, f"tasks[{index}].query.")
-                stream = self._dispatcher.submit(request, image, active)
+                stream = self._dispatcher.submit(
+                    request, image, active, original=original, may_wait=index > 0
+                )
                 if isinstance(image, NewImage) and index + 1 < len(self._requests):
                     image = cached_image(await started(stream)) or image
             except SHARED_FAILURES:
@@ -102,6 +105,7 @@ class TaskRun:
         """The sum of usages, the longest image time, and the time of the whole call."""
         info.request_id = self._key.caller_id
         info.model = model.name
+        info.resumptions = max((each.resumptions for each in done), default=0)
         fill_usage(info.usage, call.total(each.usage for each in done))
         fill_duration(info.timings.image, max((each.timings.image for each in done), default=0.0))
         fill_duration(info.timings.total, time.monotonic() - call.current().started)

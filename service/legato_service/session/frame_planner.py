@@ -9,11 +9,12 @@ import msgspec
 from legato.v1 import inference_pb2, media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
 from legato_engine import core
-from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
+from legato_engine.errors import InvalidField, LegatoError, QuotaExceeded, SessionProtocol
 from legato_engine.ipc.messages import ModelInfo
 
 from legato_service.convert import requests
 from legato_service.requests.dispatcher import Dispatcher
+from legato_service.rpc import call
 from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.frame import Frame
 
@@ -70,13 +71,16 @@ class FramePlanner:
         if stamp.HasField("capture_time"):
             age = self._clock.age(stamp.capture_time.ToNanoseconds() / 1e9, wall_clock)
         tasks = self._tasks(message)
+        image: media_pb2.Image | None = message.image
+        if (refused := _over_quota()) is not None:
+            tasks, image = tuple(PlannedTask(task.task_id, refused) for task in tasks), None
         return FrameRequest(
             sequence=stamp.sequence,
             task_ids=tuple(task.task_id for task in tasks),
             captured_at=now - age,
             must_run=message.must_run,
             stamp=stamp,
-            image=message.image,
+            image=image,
             tasks=tasks,
         )
 
@@ -120,3 +124,14 @@ class FramePlanner:
         )
         self._dispatcher.check(request, path)
         return msgspec.structs.replace(request, cache_image=True)
+
+
+def _over_quota() -> QuotaExceeded | None:
+    """Count a frame as a request of the session's credential."""
+    principal = call.current().principal
+    try:
+        if principal is not None:
+            principal.take_request()
+    except QuotaExceeded as error:
+        return error
+    return None

@@ -161,6 +161,7 @@ class FrameRun:
     ) -> None:
         """The first task carries the image's bytes; the others refer to it."""
         last = len(self._frame.tasks) - 1
+        original = None if isinstance(image, LegatoError) else image
         for index, task in enumerate(self._frame.tasks):
             request = task.request
             if isinstance(request, LegatoError):
@@ -169,17 +170,22 @@ class FrameRun:
                 self._listener.ended(self._frame, index, _with_session_field(image))
             else:
                 cached: ImageResult = asyncio.get_running_loop().create_future()
-                group.create_task(self._run_task(index, request, image, cached))
+                group.create_task(self._run_task(index, request, image, cached, original))
                 if isinstance(image, NewImage) and index < last:
                     image = await cached or image
 
     async def _run_task(
-        self, index: int, request: core.Request, image: CheckedImage, cached: ImageResult
+        self,
+        index: int,
+        request: core.Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
     ) -> None:
         outcome: Outcome = None
         try:
             if index not in self._stopped:
-                outcome = await self._follow(index, request, image, cached)
+                outcome = await self._follow(index, request, image, cached, original)
         except LegatoError as error:
             outcome = _with_session_field(error)
         if not cached.done():
@@ -187,13 +193,20 @@ class FrameRun:
         self._listener.ended(self._frame, index, outcome)
 
     async def _follow(
-        self, index: int, request: core.Request, image: CheckedImage, cached: ImageResult
+        self,
+        index: int,
+        request: core.Request,
+        image: CheckedImage,
+        cached: ImageResult,
+        original: CheckedImage,
     ) -> Done:
         part = f"{self._key.part}.{index}"
         key = core.RequestKey(self._key.caller_id, call.current().tenant, part)
         request = msgspec.structs.replace(request, request_id=key)
         with ActiveRequest(self._deadline) as active:
-            stream = self._streams[index] = self._dispatcher.submit(request, image, active)
+            stream = self._streams[index] = self._dispatcher.submit(
+                request, image, active, original=original, may_wait=index > 0
+            )
             async with aclosing(follow(stream)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Done):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from legato_engine.core import RequestKey
 from legato_engine.errors import Draining, LegatoError, Preempted
 
 from legato_service.errors import SessionsFull
@@ -23,11 +24,14 @@ class OpenSession(Protocol):
 
 
 class SessionRegistry:
-    """At most `limit` sessions, including those that are being opened."""
+    """At most `limit` sessions by key, including those that are being opened.
+
+    Tenants may have sessions of the same id.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._sessions: dict[str, OpenSession | None] = {}  # None while being opened
+        self._sessions: dict[RequestKey, OpenSession | None] = {}  # None while being opened
         self._going_away: tuple[float, LegatoError | None] | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -35,11 +39,11 @@ class SessionRegistry:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._sessions
+    def __contains__(self, key: object) -> bool:
+        return key in self._sessions
 
     @contextmanager
-    def reserve(self, session_id: str) -> Iterator[None]:
+    def reserve(self, key: RequestKey) -> Iterator[None]:
         """Reserve a place for the length of the block.
 
         Raises:
@@ -52,30 +56,28 @@ class SessionRegistry:
             raise SessionsFull(
                 f"{self._limit} sessions are open, which is the limit", limit=self._limit
             )
-        self._sessions[session_id] = None
+        self._sessions[key] = None
         self._empty.clear()
         try:
             yield
         finally:
-            del self._sessions[session_id]
+            del self._sessions[key]
             if not self._sessions:
                 self._empty.set()
 
-    def opened(self, session_id: str, session: OpenSession) -> None:
+    def opened(self, key: RequestKey, session: OpenSession) -> None:
         """The session goes away at once if all have to."""
-        self._sessions[session_id] = session
+        self._sessions[key] = session
         if self._going_away is not None:
             session.go_away(*self._going_away)
 
-    def abort(self, session_id: str) -> bool:
-        """End one session with ABORTED PREEMPTED; return whether it was open."""
-        session = self._sessions.get(session_id)
-        if session is not None:
-            session.fail(Preempted("an operator stopped the session"))
-        return session is not None
+    def abort(self, target: RequestKey) -> int:
+        """End matching sessions with ABORTED PREEMPTED; return how many were open."""
+        matching = (each for key, each in self._sessions.items() if key.matches(target))
+        return _abort(matching)
 
     def abort_all(self) -> int:
-        return sum(self.abort(session_id) for session_id in list(self._sessions))
+        return _abort(self._sessions.values())
 
     def fail_all(self, error: LegatoError) -> None:
         """End them without the results of their frames."""
@@ -92,3 +94,10 @@ class SessionRegistry:
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
+
+
+def _abort(sessions: Iterable[OpenSession | None]) -> int:
+    opened = [session for session in sessions if session is not None]
+    for session in opened:
+        session.fail(Preempted("an operator stopped the session"))
+    return len(opened)

@@ -21,6 +21,7 @@ from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.log_sink import standard_error
 
+from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.peers import abort_elsewhere
@@ -76,7 +77,13 @@ async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.so
     """Serve until the first process orders a drain or is gone."""
     channel = await ControlChannel.over(connection)
     engine = EngineConnection(settings.namespace, policy, settings.number)
-    server = Server(settings.config, engine, engine.blobs, peers=_FirstProcess(channel, engine))
+    try:
+        server = Server(settings.config, engine, engine.blobs, peers=_FirstProcess(channel, engine))
+    except FileRejected as error:  # the files of credentials changed since the first process began
+        log.error("configuration_rejected", number=settings.number, reason=str(error))
+        await engine.close()
+        channel.close()
+        return 1
     listening = asyncio.create_task(_listen(channel, server))
     drained = asyncio.create_task(server.drained())
     announcing: asyncio.Task[None] | None = None

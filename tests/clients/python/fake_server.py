@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
@@ -111,13 +112,18 @@ class FakeServer(
     holds what was uploaded, `sessions` what was said in sessions.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.ServerInterceptor] = (),
+    ) -> None:
         self.script: dict[str, collections.deque[Any]] = collections.defaultdict(collections.deque)
         self.requests: list[tuple[str, Message, dict[str, str | bytes]]] = []
         self.stream_ended = threading.Event()
         self.num_completed = 0
         self._server = grpc.server(
             futures.ThreadPoolExecutor(4),
+            interceptors=list(interceptors),
             options=(("grpc.max_receive_message_length", 8 * 1024 * 1024),),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
@@ -126,7 +132,12 @@ class FakeServer(
         image_pb2_grpc.add_ImageServiceServicer_to_server(self.images, self._server)
         self.sessions = FakeSessions()
         session_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, self._server)
-        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        address = "127.0.0.1:0"
+        if credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
+        self.target = f"127.0.0.1:{port}"
 
     def __enter__(self) -> FakeServer:
         self._server.start()

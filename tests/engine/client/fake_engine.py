@@ -1,9 +1,10 @@
 """An engine process without a model: it speaks the protocol and does what a question tells it.
 
 Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
-exits at once, "freeze" stops the heartbeats and everything else, "stick" everything but the
-heartbeats. Model "broken" never gets ready, model "heavy" is silent for two seconds before, and so
-is "reader", which reads a file all the while.
+exits at once, "die as unservable" says that no engine can serve, "freeze" stops the heartbeats and
+everything else, "stick" everything but the heartbeats. "die once", "freeze once" and "pause" (after
+one delta) answer when an engine was lost before. Model "broken" never gets ready, model "heavy" is
+silent for two seconds before, and so is "reader", which reads a file all the while.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 import msgspec
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
+    CachedImage,
     FinishReason,
     ImageInfo,
     QueryResult,
@@ -69,25 +71,39 @@ def question_of(request: Request) -> str:
     return request.task.question
 
 
+def fail_as_asked(question, *, is_first):
+    """Die or stop; "once" is for requests that lost no engine."""
+    if question == "die" or (question == "die once" and is_first):
+        os._exit(3)
+    if question == "die as unservable":
+        os._exit(os.EX_CONFIG)
+    if question in ("freeze", "stick") or (question == "freeze once" and is_first):
+        time.sleep(3600)
+
+
 def run(connections, request, blobs):
     """Do what the question says."""
-    name = request.request_id
+    name, resumed = request.request_id, request.resumed
+    if isinstance(request.image, CachedImage):
+        connections.send(Failed(request_id=name, error=to_value(ImageNotFound("not cached"))))
+        return
     if request.image is not None:
         blobs.take(request.image.blob)
     connections.send(
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
     question = question_of(request)
-    if question == "die":
-        os._exit(3)
+    fail_as_asked(question, is_first=resumed is None)
     if question == "bad":
         connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
-    if question in ("freeze", "stick"):
-        time.sleep(3600)
     if question == "hang":
         return
-    for piece in ("a", "b", "c"):
-        connections.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
+    for index in range(0 if resumed is None else len(resumed.token_ids), 3):
+        if request.deltas:
+            event = TextDelta(text="abc"[index])
+            connections.send(Delta(request_id=name, events=(event,), token_ids=(index,)))
+        if question == "pause" and resumed is None:
+            return
     if question != "slow":
         connections.send(done(name, "abc", FinishReason.STOP))
 
@@ -186,7 +202,8 @@ def main():
                 continue
             assert isinstance(command, Submit)
             live.add(command.request.request_id)
-            if question_of(command.request) == "freeze":
+            question, resumed = question_of(command.request), command.request.resumed
+            if question == "freeze" or (question == "freeze once" and resumed is None):
                 frozen.set()
             run(connections, command.request, blobs)
 

@@ -10,7 +10,7 @@ from legato_engine.core import EncodedImage
 from legato_engine.engine import preprocessor
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.preprocessor import LoadedImage, PreprocessedImage, Preprocessor
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import content_key, decode_file, image_id, inspect
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.seen_images import SeenImages
@@ -37,7 +37,7 @@ class World:
         self.blobs = BlobStore(new_namespace())
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, Frontend()),
-            ImageCache[PreparedImage](1 << 20),
+            ImageCache[ImageKey, PreparedImage](1 << 20),
             blobs=BlobReader(self.blobs.namespace),
             max_pixels=10_000,
             threads=1,
@@ -48,13 +48,15 @@ class World:
     def find(self, data, mime_type="image/png"):
         """Put an image into a blob; return its source and what `find` returns in an idle engine."""
         source = EncodedImage(blob=self.blobs.put(data), mime_type=mime_type)
-        return source, self.preprocessor.find(source, may_hash=True)
+        return source, self.preprocessor.find(source, tenant="", may_hash=True)
 
     def start(self, data, *, inline, mime_type="image/png", prefetch=None):
         """Start to prepare a new image."""
         source, found = self.find(data, mime_type)
         assert isinstance(found, LoadedImage)
-        return self.preprocessor.start(source, found, keep=True, inline=inline, prefetch=prefetch)
+        return self.preprocessor.start(
+            source, found, tenant="", keep=True, inline=inline, prefetch=prefetch
+        )
 
     def prepare(self, data: bytes) -> PreprocessedImage:
         """Prepare a new image on a thread."""
@@ -176,5 +178,5 @@ def test_the_oldest_fingerprint_is_dropped_first(monkeypatch):
     seen = SeenImages()
     first, second, third = (memoryview(png(seed)) for seed in range(3))
     for each in (first, second, first, third):
-        seen.add(each)
-    assert [each in seen for each in (first, second, third)] == [True, False, True]
+        seen.add("", each)
+    assert [seen.has("", each) for each in (first, second, third)] == [True, False, True]

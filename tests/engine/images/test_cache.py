@@ -7,7 +7,7 @@ from legato_engine.images.cache import ImageCache
 
 def test_least_recently_used_goes_first():
     """The value used last stays longest."""
-    cache = ImageCache[str](20)
+    cache = ImageCache[str, str](20)
     cache.put("a", "A", 10)
     cache.put("b", "B", 10)
     assert cache.get("a") == "A"
@@ -17,7 +17,7 @@ def test_least_recently_used_goes_first():
 
 def test_too_large_a_value_is_not_kept():
     """A value over the capacity evicts no other."""
-    cache = ImageCache[str](20)
+    cache = ImageCache[str, str](20)
     cache.put("a", "A", 10)
     cache.put("b", "B", 21)
     assert len(cache) == 1
@@ -26,7 +26,7 @@ def test_too_large_a_value_is_not_kept():
 
 def test_pinned_values_stay():
     """A pinned value is never evicted; only `remove` frees it."""
-    cache = ImageCache[str](20)
+    cache = ImageCache[str, str](20)
     cache.put("a", "A", 10)
     cache.pin("a", "A2")
     cache.pin("large", "L")
@@ -44,7 +44,7 @@ def test_pinned_values_stay():
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=50))
 def test_bytes_stay_within_capacity(puts):
     """The byte count is the sum of the values, and never over the capacity."""
-    cache = ImageCache[int](40)
+    cache = ImageCache[str, int](40)
     sizes = {}
     for key, size in puts:
         cache.put(str(key), size, size)

@@ -13,7 +13,7 @@ from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import from_value
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.quota import ByteQuota
@@ -58,7 +58,7 @@ class World:
     def __init__(self):
         self.clock = FakeClock()
         self.blobs = BlobStore(new_namespace())
-        self.cache = ImageCache[PreparedImage](1000)
+        self.cache = ImageCache[ImageKey, PreparedImage](1000)
         self.frontend = PixelFrontend()
         self.outputs: list[Any] = []
         self.woken = threading.Event()
@@ -99,6 +99,10 @@ class World:
     def hold(self, data, owner="me", **fields):
         """Lease an image; return the output."""
         return self.answer(self.begin(data, owner, **fields))
+
+    def cached(self, image_id):
+        """Return the cached image, if any."""
+        return self.cache.get(ImageKey("", image_id))
 
     def drop(self, image_id, owner="me"):
         """Drop an image; return the output."""
@@ -149,7 +153,7 @@ def test_a_leased_image_is_sent_and_found(world):
     key = hashlib.sha256(RED).hexdigest()
     assert held.image == ImageInfo(image_id=f"img_{key[:32]}", width=8, height=6, cache_hit=False)
     assert held.until == world.clock.now() + 10
-    image = world.cache.get(held.image.image_id)
+    image = world.cached(held.image.image_id)
     assert image is not None
     assert (image.pixels == (255, 0, 0)).all()
 
@@ -158,12 +162,12 @@ def test_no_other_image_evicts_a_leased_one(world):
     """A leased image stays in the cache until its expiry, however many others pass."""
     held = world.hold(RED, ttl=10)
     for number in range(20):
-        world.cache.put(str(number), held, 900)
-    assert world.cache.get(held.image.image_id) is not None
+        world.cache.put(ImageKey("", str(number)), held, 900)
+    assert world.cached(held.image.image_id) is not None
     world.pass_time(9.9)
-    assert world.cache.get(held.image.image_id) is not None
+    assert world.cached(held.image.image_id) is not None
     world.pass_time(0.2)
-    assert world.cache.get(held.image.image_id) is None
+    assert world.cached(held.image.image_id) is None
     assert world.quota.num_bytes == 0
     assert kind(world.drop(held.image.image_id)) == "ImageNotFound"
 
@@ -177,9 +181,9 @@ def test_the_same_image_twice_is_leased_once_and_longer(world):
     assert world.quota.num_bytes == PREPARED
     assert len(world.frontend.prepared) == 1
     world.pass_time(29)
-    assert world.cache.get(first.image.image_id) is not None
+    assert world.cached(first.image.image_id) is not None
     world.pass_time(2)
-    assert world.cache.get(first.image.image_id) is None
+    assert world.cached(first.image.image_id) is None
 
 
 def test_each_owner_has_its_own_lease(world):
@@ -189,20 +193,20 @@ def test_each_owner_has_its_own_lease(world):
     world.hold(RED, "c", ttl=30)
     assert kind(world.drop(image_id, "a")) == "ImageDropped"
     assert kind(world.drop(image_id, "a")) == "ImageNotFound"
-    assert world.cache.get(image_id) is not None
+    assert world.cached(image_id) is not None
     world.pass_time(21)
     assert world.quota.reserved_by("b") == 0
-    assert world.cache.get(image_id) is not None
+    assert world.cached(image_id) is not None
     assert kind(world.drop(image_id, "c")) == "ImageDropped"
-    assert world.cache.get(image_id) is None
+    assert world.cached(image_id) is None
 
 
 def test_a_cached_image_can_be_dropped_too(world):
     """A cached image without a lease can be dropped by its id."""
     held = world.hold(RED)
-    image = world.cache.get(held.image.image_id)
+    image = world.cached(held.image.image_id)
     world.drop(held.image.image_id)
-    world.cache.put(held.image.image_id, image, PREPARED)
+    world.cache.put(ImageKey("", held.image.image_id), image, PREPARED)
     assert kind(world.drop(held.image.image_id)) == "ImageDropped"
     assert len(world.cache) == 0
 

@@ -53,3 +53,15 @@ def test_the_sum_is_what_callers_have(steps):
             has[caller] += num_bytes
         assert quota.reserved_by(caller) == has[caller] <= 10
         assert quota.num_bytes == sum(has.values()) <= 15
+
+
+def test_a_caller_may_have_a_limit_of_its_own():
+    """It replaces the common one, in both directions; the total stays."""
+    quota = ByteQuota("images", per_caller=10, total=30)
+    with pytest.raises(BytesExceeded) as caught:
+        quota.reserve("small", 6, 5)
+    assert caught.value.metadata["limit"] == "5"
+    quota.reserve("large", 20, 20)
+    quota.reserve("usual", 10)
+    with pytest.raises(BytesExceeded):
+        quota.reserve("large", 1, 100)

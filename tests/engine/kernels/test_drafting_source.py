@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import draft_layer
+from legato_engine.kernels.cuda import draft_layer, switch
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE
+from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE, RuleConstants
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import NO_COSTS
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import ARCHS, usages
@@ -17,13 +20,28 @@ pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("block", [1, 16])
-def test_drafting_compiles(block, arch):
-    """For the smallest and the largest block."""
-    found = usages(compile_source(SOURCE, {"BLOCK": block, "VOCAB": 51200}, arch))
-    assert set(found) == {"place", "settle"}
-    assert all(usage.stack == 0 for usage in found.values())
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FixedBlockPolicy(1),
+        FixedBlockPolicy(16),
+        AdaptiveBlockPolicy(),
+        TokenBudgetPolicy(NO_COSTS),
+    ],
+)
+def test_drafting_compiles(policy, arch):
+    """For every rule, and for the smallest and the largest block."""
+    sizes = {"ROWS": 32, "VOCAB": 51200, "GROUP": 8}
+    found = usages(compile_source(SOURCE, {**RuleConstants.of(policy).defines, **sizes}, arch))
+    assert set(found) == {"allot_blocks", "place", "settle"}
+    assert all(usage.stack <= 8 for usage in found.values())  # a barrier of diverged threads
     assert usages(compile_source(LOOKUP_SOURCE, {}, arch))["lookup"].stack == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_choice_of_a_graph_compiles(arch):
+    """Without a header: the driver provides the function that sets a conditional node."""
+    assert usages(compile_source(switch.SOURCE, {}, arch))["choose"].stack == 0
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,25 @@
 """Positions, draft tokens and acceptance of rows, with tensors alone."""
 
+import numpy as np
 import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState
+from legato_engine.runtime.draft_state import DraftState, Layout
+from legato_engine.runtime.request_descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
+from legato_engine.speculative.block_policy import FixedBlockPolicy
 from legato_engine.speculative.proposer import UNKNOWN
 
 ROWS, BLOCK, CONTEXT, VOCABULARY = 3, 3, 20, 50
+TOKENS = 8
 PROMPT = (11, 12, 13)
 START = 2  # positions of the prefix
 
 
 class Told:
     """A proposer with scripted draft tokens per row."""
+
+    sequential = False
 
     def __init__(self):
         self.says = torch.full((ROWS + 1, BLOCK), UNKNOWN)
@@ -31,6 +37,14 @@ def device():
     made.close()
 
 
+def descriptor_words(**fields):
+    """A descriptor of zeros but for some fields, as int64."""
+    made = np.zeros(1, DESCRIPTOR)
+    for name, value in fields.items():
+        made[name] = value
+    return torch.from_numpy(made.view(np.int64))
+
+
 class Rows:
     """A draft state over one slot, driven by hand."""
 
@@ -38,24 +52,26 @@ class Rows:
         self.told = Told()
         self.drafts = DraftState(
             self.told,
+            FixedBlockPolicy(BLOCK),
             num_rows=ROWS,
             max_context=CONTEXT,
             vocab_size=VOCABULARY,
             width=1,
-            max_block=BLOCK,
             dtype=torch.float32,
             device=device.torch_device,
         )
         self.slot = DecodeSlot(
             device,
-            max_rows=8,
+            max_rows=TOKENS,
             max_pages=2,
             max_prompt=CONTEXT,
             width=1,
             vocab_size=VOCABULARY,
             dtype=torch.float32,
-            speculates=True,
+            max_drafting=ROWS,
         )
+        self.drafts.lay_out([Layout(2, 1), Layout(4, 1), Layout(TOKENS, 1)], TOKENS)
+        self.table_RM = torch.zeros(ROWS + 1, 2, dtype=torch.int64)
         self.token_R = torch.zeros(ROWS + 1, dtype=torch.int64)
 
     def stage(self, **fields):
@@ -70,25 +86,30 @@ class Rows:
         prompt["history"].fill_(UNKNOWN)
         prompt["history"][0, START : START + len(PROMPT)] = torch.tensor(PROMPT)
         prompt["limit"].fill_(limit)
+        prompt["descriptor"].copy_(descriptor_words(flags=STARTS))
         self.drafts.admit(self.slot)
-        pads = [ROWS] * 7
-        self.stage(sample_row=[row, *pads], draft_index=[0] * 8)
-        self.stage(sample_position=[START + len(PROMPT), *[0] * 7])
-        self.settle([token, *[0] * 7])
+        self.stage(scheduled_row=[row, ROWS, ROWS], room=[NO_DRAFTS] * 3, start=[0], fed=[1])
+        self.stage(sample_position=[START + len(PROMPT)])
+        self.settle([token])
 
-    def place(self, tokens):
-        """Place tokens, given as (row, draft index); return what they feed."""
-        padded = [*tokens, *[(ROWS, 0)] * (8 - len(tokens))]
-        self.stage(row=[row for row, _ in padded], draft_index=[index for _, index in padded])
-        self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64), BLOCK)
+    def place(self, *rooms):
+        """Place rows, given as (row, most draft tokens); return what the tokens feed."""
+        padded = [*rooms, *[(ROWS, 0)] * (ROWS - len(rooms))]
+        self.stage(scheduled_row=[row for row, _ in padded], room=[room for _, room in padded])
+        self.drafts.allot(self.slot, self.table_RM)
+        self.drafts.propose(self.slot, self.table_RM, BLOCK)
+        self.drafts.place(self.slot)
         names = ("row", "source", "token", "position", "sample_position")
-        fields = [self.slot.staged.device[name][: len(tokens)].tolist() for name in names]
-        return list(zip(*fields, strict=True))
+        fields = [self.slot.staged.device[name].tolist() for name in names]
+        tokens = list(zip(*fields, strict=True))
+        fed = [each for each in tokens if each[0] != ROWS]
+        assert tokens == fed + [PADDING] * (TOKENS - len(fed)), "tokens are not adjacent"
+        return fed
 
     def settle(self, tokens):
-        """Settle sampled tokens; return counts and fed draft tokens of every token."""
+        """Settle sampled tokens; return the rows' counts, and of draft tokens that were fed."""
         self.slot.tokens_R[: len(tokens)] = torch.tensor(tokens)
-        self.drafts.settle(self.slot, 8, self.token_R)
+        self.drafts.settle(self.slot, TOKENS, self.token_R)
         outputs = self.slot.outputs.device
         return outputs["count"].tolist(), outputs["proposed"].tolist()
 
@@ -105,13 +126,11 @@ PREFIX = [UNKNOWN] * START
 
 
 def test_draft_tokens_follow_the_newest_token(device):
-    """Draft index 0 feeds the newest token, the others the draft tokens, one position after
-    another.
-    """
+    """A row feeds its newest token and then its draft tokens, one position after another."""
     rows = Rows(device)
     rows.admit(1, limit=17, token=20)
     rows.told.says[1] = torch.tensor([21, 22, 23])
-    assert rows.place([(1, 0), (1, 1), (1, 2), (1, 3)]) == [
+    assert rows.place((1, 3)) == [
         (1, 1, 0, 5, 6),
         (1, -1, 21, 6, 7),
         (1, -1, 22, 7, 8),
@@ -135,12 +154,12 @@ def test_accepted_tokens_are_what_was_sampled(device, sampled, accepted):
     rows = Rows(device)
     rows.admit(1, limit=17, token=20)
     rows.told.says[1] = torch.tensor([21, 22, 23])
-    rows.place([(1, 0), (1, 1), (1, 2), (1, 3)])
+    rows.place((1, 3))
     count, proposed = rows.settle([*sampled, 7, 7, 7, 7])
     assert (count[0], proposed[0]) == (len(accepted), 3)
     rows.told.says.fill_(UNKNOWN)
     newest = 5 + len(accepted)
-    (fed,) = rows.place([(1, 0)])
+    (fed,) = rows.place((1, 3))
     assert fed == (1, 1, 0, newest, newest + 1)
     assert rows.known(1) == [*PREFIX, *PROMPT, 20, *accepted]
     assert rows.token_R[1] == max(accepted[-1], 0)
@@ -152,11 +171,10 @@ def test_rows_are_settled_apart(device):
     for row in range(3):
         rows.admit(row, limit=17, token=20 + row)
     rows.told.says[:3] = torch.tensor([[30, 31, 32], [40, 41, 42], [45, 46, 47]])
-    rows.place([(2, 0), (2, 1), (0, 0), (0, 1), (0, 2)])
+    rows.place((2, 1), (0, 2))
     count, proposed = rows.settle([45, 9, 30, 8, 7, 0, 0, 0])
-    assert (count[0], count[2]) == (2, 2)
-    assert (proposed[0], proposed[2]) == (1, 2)
-    rows.place([(1, 0)])
+    assert (count, proposed) == ([2, 2, 0], [1, 2, 0])
+    rows.place((1, 0))
     known = [rows.known(row)[START + len(PROMPT) :] for row in range(3)]
     assert known == [[20, 30, 8], [21], [22, 45, 9]]
     assert rows.token_R.tolist()[:3] == [8, 21, 9]
@@ -167,33 +185,52 @@ def test_rows_are_settled_apart(device):
     [([21, UNKNOWN, 23], 1), ([UNKNOWN, 22, 23], 0), ([21, VOCABULARY, 23], 1), ([21, 22, -7], 2)],
 )
 def test_a_gap_ends_the_draft_tokens(device, says, fed):
-    """After the first entry that is no token, nothing is fed."""
+    """After the first entry that is no token, nothing is fed, and no token is wasted on it."""
     rows = Rows(device)
     rows.admit(0, limit=17, token=20)
     rows.told.says[0] = torch.tensor(says)
-    tokens = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert tokens[1 + fed :] == [PADDING] * (3 - fed)
-    assert [token for _, _, token, _, _ in tokens[1 : 1 + fed]] == says[:fed]
+    tokens = rows.place((0, 3))
+    assert [token for _, _, token, _, _ in tokens[1:]] == says[:fed]
     count, proposed = rows.settle([*says, 7, 0, 0, 0, 0])
     assert (count[0], proposed[0]) == (fed + 1, fed)
 
 
 def test_nothing_is_fed_after_the_last_position(device):
-    """A row never feeds a position after its limit, even if the host stages it."""
+    """A row never feeds a position after its limit, whatever room it has."""
     rows = Rows(device)
     rows.admit(0, limit=6, token=20)
     rows.told.says[0] = torch.tensor([21, 22, 23])
-    tokens = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
-    assert [token[3] for token in tokens] == [5, 6, 0, 0]
-    assert tokens[2:] == [PADDING] * 2
+    assert [token[3] for token in rows.place((0, 3))] == [5, 6]
     staged = rows.slot.staged.device
     assert (staged["fresh"] > staged["position"]).tolist() == [False, False, *[True] * 6]
     count, proposed = rows.settle([21, 22, 7, 7, 0, 0, 0, 0])
     assert (count[0], proposed[0]) == (2, 1)
-    assert rows.place([(0, 0), (0, 1)]) == [PADDING] * 2
+    assert rows.place((0, 1)) == []
     count, _ = rows.settle([7, 7, 0, 0, 0, 0, 0, 0])
     assert count[0] == 0
     assert rows.known(0) == [*PREFIX, *PROMPT, 20, 21, 22]
+
+
+def test_the_smallest_batch_is_chosen(device):
+    """By the tokens of all rows together; a launch without any takes the smallest."""
+    rows = Rows(device)
+    for row in range(3):
+        rows.admit(row, limit=17, token=20)
+    rows.told.says[:3] = 30
+    chosen = []
+    for rooms in ([(0, 0)], [(0, 1)], [(0, 2)], [(0, 1), (1, 1)], [(0, 2), (1, 1)], []):
+        rows.place(*rooms)
+        chosen.append(int(rows.drafts.choice))
+    assert chosen == [0, 0, 1, 1, 2, 0]
+
+
+def test_pages_that_begin_are_in_the_table(device):
+    """They are written before anything reads or writes at their positions."""
+    rows = Rows(device)
+    rows.admit(1, limit=17, token=20)
+    rows.stage(entry=[1 * 2 + 1, *[ROWS * 2] * 7], page=[9])
+    rows.place((1, 0))
+    assert rows.table_RM[1].tolist() == [0, 9]
 
 
 def test_a_row_forgets_its_last_sequence(device):
@@ -201,8 +238,8 @@ def test_a_row_forgets_its_last_sequence(device):
     rows = Rows(device)
     rows.admit(0, limit=17, token=20)
     rows.told.says[0] = torch.tensor([21, 22, 23])
-    rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
+    rows.place((0, 3))
     rows.settle([21, 22, 23, 24, 0, 0, 0, 0])
     rows.admit(0, limit=9, token=33)
-    rows.place([(0, 0)])
+    rows.place((0, 0))
     assert rows.known(0) == [*PREFIX, *PROMPT, 33]

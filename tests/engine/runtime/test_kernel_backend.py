@@ -126,9 +126,22 @@ class GreedySampler:
         pass
 
     def sample(
-        self, state, logits_BV, table_CV, constraint_B, row_B, position_B, out_B, *, overlap
+        self,
+        state,
+        logits_BV,
+        table_CV,
+        constraint_S,
+        row_B,
+        position_B,
+        out_B,
+        *,
+        entry_B,
+        overlap,
     ):
         """Choose the best token that the constraint allows."""
+        constraint_B = constraint_S[: len(out_B)]
+        if entry_B is not None:
+            constraint_B = constraint_S[entry_B[: len(out_B)]]
         out_B.copy_(greedy(logits_BV + table_CV[constraint_B]))
         state.token_R[row_B] = out_B
 

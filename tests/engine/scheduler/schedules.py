@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 from legato_engine.core import FinishReason, PromptToken, RequestKey
-from legato_engine.errors import InternalError, PromptTooLong
+from legato_engine.errors import InternalError, NumericError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.pipeline import Pipeline
@@ -235,7 +235,7 @@ class Schedule:
                 expected = expected[: len(tokens)]
             assert tokens == expected, "reads other tokens than alone"
             if isinstance(end, InternalError):
-                assert end.metadata == {"reason": "NUMERIC"}
+                assert isinstance(end, NumericError)
 
 
 def run_all(seeds: Iterable[int]) -> Totals:

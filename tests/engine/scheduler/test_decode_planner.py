@@ -7,6 +7,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.runner import RowTokens
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.planning import (
@@ -63,18 +64,18 @@ def test_a_stream_without_a_page_is_a_stream() -> None:
 
 
 class Blocks:
-    """Always the same block size; records its arguments."""
+    """A `BlockSizes` of one bound that records what it is asked."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.calls: list[tuple[list[int], float]] = []
+        self.calls: list[tuple[list[int], bool]] = []
 
-    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """Return the same size for each."""
-        self.calls.append(([sequence.seq_id for sequence in sequences], kv_use))
+    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
+        """Return the same bound for all."""
+        self.calls.append(([sequence.seq_id for sequence in sequences], under_pressure))
         return [self._size] * len(sequences)
 
-    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+    def learn(self, sequence: Sequence, output: RowTokens) -> None:
         """Ignore it."""
 
 
@@ -88,7 +89,7 @@ def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
     plan = speculating(blocks, long, boxes, near, outline, last).plan()
     assert plan is not None
     assert [row.num_drafts for row in plan.rows] == [4, 0, 2, 0, 0]
-    assert blocks.calls == [([0, 1, 2], 0.0)]
+    assert blocks.calls == [([0, 1, 2], False)]
 
 
 def test_a_scheduled_sequence_knows_the_last_position_it_may_write() -> None:
@@ -118,16 +119,13 @@ def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
 
 
 def test_draft_tokens_take_no_page_that_a_sequence_needs_to_grow() -> None:
-    """Without pages for all draft tokens a sequence has none and decodes one token."""
+    """A sequence may draft as many as it has pages for: all, a half, a quarter, or none."""
     manager = KVCacheManager(7, PAGE, 2)  # two of two pages each; two are free
     first, second = grown(0, manager), grown(1, manager)
     plan = speculating(Blocks(8), first, second, manager=manager).plan()
     assert plan is not None
-    assert [row.num_drafts for row in plan.rows] == [0, 0]
-    plan = speculating(Blocks(7), first, second, manager=manager).plan()
-    assert plan is not None
-    assert [row.num_drafts for row in plan.rows] == [7, 0]
-    assert manager.stats().draft == 1
+    assert [row.num_drafts for row in plan.rows] == [4, 2]
+    assert manager.stats().free == 1
 
 
 def test_a_sequence_that_may_exceed_its_pages_waits_for_its_launch() -> None:
@@ -143,10 +141,13 @@ def test_a_sequence_that_may_exceed_its_pages_waits_for_its_launch() -> None:
     assert planned(planner.plan()) == [0, 1]
 
 
-def test_kv_use_is_the_share_of_live_sequences() -> None:
-    """A policy receives the fraction of the pages in use."""
-    manager = KVCacheManager(17, PAGE, 8)
-    manager.admit(sized(0, 8 * PAGE))
-    blocks = Blocks(1)
-    speculating(blocks, running(1, launched=1), manager=manager).plan()
-    assert blocks.calls == [([1], 0.5)]
+def test_a_launch_is_under_pressure_above_a_share_of_the_pages() -> None:
+    """Bounds and the device are told alike."""
+    for pages, pressed in ((13, False), (14, True)):
+        manager = KVCacheManager(17, PAGE, 8)
+        manager.admit(sized(0, pages * PAGE))
+        blocks = Blocks(1)
+        plan = speculating(blocks, running(1, launched=1), manager=manager).plan()
+        assert plan is not None
+        assert plan.under_pressure is pressed
+        assert blocks.calls == [([1], pressed)]

@@ -2,7 +2,7 @@
 
 import pytest
 from legato_engine.core import FinishReason, RequestKey
-from legato_engine.errors import DeadlineExceeded, InternalError
+from legato_engine.errors import DeadlineExceeded, InternalError, NumericError
 
 from tests.engine.scheduler.tasks import LONG_SEED, long_task, stopping_task
 from tests.engine.scheduler.world import World
@@ -194,8 +194,7 @@ def test_non_finite_logits_fail_their_own_request_only() -> None:
     bad, good = world.submit(long_task()), world.submit(long_task())
     world.scheduler.drain()
     error = world.failure(bad)
-    assert isinstance(error, InternalError)
-    assert error.metadata == {"reason": "NUMERIC"}
+    assert isinstance(error, NumericError)
     assert world.tokens(bad) == long_task().expected_tokens(2)[:3]
     assert world.tokens(good) == long_task().expected_tokens(2)
     world.check_rest()

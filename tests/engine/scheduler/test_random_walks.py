@@ -17,7 +17,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from legato_engine.core import FinishReason
-from legato_engine.errors import Busy, DeadlineUnreachable, InternalError, PromptTooLong
+from legato_engine.errors import (
+    Busy,
+    DeadlineUnreachable,
+    InternalError,
+    NumericError,
+    PromptTooLong,
+)
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import RandomBlocks, World
@@ -58,7 +64,7 @@ def check_streams(world: World) -> None:
         whole = isinstance(ended, FinishReason) and ended is not FinishReason.CANCELLED
         assert tokens == (expected if whole else expected[: len(tokens)])
         if isinstance(ended, InternalError):
-            assert ended.metadata == {"reason": "NUMERIC"}
+            assert isinstance(ended, NumericError)
 
 
 def check_counts(world: World) -> None:

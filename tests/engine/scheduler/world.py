@@ -14,6 +14,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import BatchLimits, LaunchKind, Plan, Refinement
 from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.runner import RowTokens
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
@@ -33,21 +34,21 @@ def num_images(plan: Plan) -> int:
 
 
 class RandomBlocks:
-    """A `BlockSizes` that chooses at random and checks its arguments."""
+    """A `BlockSizes` of random bounds that checks its arguments."""
 
     def __init__(self, largest: int, seed: int = 0) -> None:
         self._largest = largest
         self._random = random.Random(seed)
         self.learnt: list[tuple[int, int, int]] = []  # sequence, accepted, drafted
 
-    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
+    def allot(self, sequences: Many[Sequence], *, under_pressure: bool) -> list[int]:
         """Return any sizes up to the largest."""
-        assert 0 <= kv_use <= 1
         assert all(sequence.may_draft and not sequence.finalized for sequence in sequences)
         return [self._random.randint(0, self._largest) for _ in sequences]
 
-    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+    def learn(self, sequence: Sequence, output: RowTokens) -> None:
         """Record it."""
+        num_accepted, num_drafted = len(output.tokens) - 1, output.num_drafted
         assert 0 <= num_accepted <= num_drafted <= self._largest
         assert not sequence.finalized
         self.learnt.append((sequence.seq_id, num_accepted, num_drafted))

@@ -1,20 +1,42 @@
-"""The specification's policies decide in the engine as they do in the simulator."""
+"""The kernels decide as the specification's policies do, and the engine bounds and records it."""
 
+import dataclasses
+import random
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
-from legato_engine.speculative.block_policy import AdaptiveBlockPolicy
-from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.runtime.request_descriptors import STARTS, Descriptor
+from legato_engine.scheduler.runner import RowTokens
+from legato_engine.speculative.block_policy import (
+    INITIAL_RATE,
+    AdaptiveBlockPolicy,
+    FixedBlockPolicy,
+)
+from legato_engine.speculative.block_sizes import block_policy, block_sizes
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import CostTable
+from legato_engine.tasks import SampledToken
 
+from tests.engine.speculative.policy_source import COMPILER, PolicySource, expected_layout
 from tests.fakes import FakeTask, make_sequence
 
 COSTS = CostTable(steps=((8, 1.0), (64, 2.0)), prefill=0.0)
-CALM, FULL = 0.85, 0.86
+ROWS = 5
+MAX_TOKENS = 10_000
+
+compiles = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+
+def bounds(setting):
+    """Those of a setting that drafts."""
+    sizes = block_sizes(setting)
+    assert sizes is not None
+    return sizes
 
 
 def sequence(max_tokens=100):
@@ -30,7 +52,9 @@ def sequence(max_tokens=100):
 def test_settings(setting, block):
     """Every setting says how much room a row needs, and off decides nothing."""
     assert max_block_size(setting) == block
-    assert (block_sizes(setting, COSTS) is None) == (setting == "off")
+    assert (block_sizes(setting) is None) == (setting == "off")
+    policy = block_policy(setting)
+    assert (0 if policy is None else policy.max_block) == block
 
 
 @pytest.mark.parametrize(
@@ -43,48 +67,161 @@ def test_other_settings_are_refused(setting):
     assert caught.value.metadata["field"] == "speculation"
 
 
-def test_a_fixed_block_stays():
-    """Whatever is accepted."""
-    sizes, one = block_sizes("fixed:5", None), sequence()
-    assert sizes is not None
-    for accepted in (0, 5, 0):
-        assert sizes.allot([one], kv_use=0.0) == [5]
-        sizes.learn(one, accepted, 5)
+# ---------------------------------------------------------------- what the host bounds
 
 
-outcomes = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.booleans()), max_size=40)
+def test_a_fixed_block_has_room_always():
+    """Whatever the pressure."""
+    sizes, one = bounds("fixed:5"), sequence()
+    assert [sizes.allot([one], under_pressure=pressed) for pressed in (False, True)] == [[5], [5]]
 
 
-@given(outcomes=outcomes, setting=st.sampled_from(["seed", "budget"]))
-def test_a_sequence_learns_as_a_descriptor_does(outcomes, setting):
-    """Over any outcomes, pressure and all, both hold the same numbers bit for bit."""
-    sizes, one = block_sizes(setting, COSTS), sequence(max_tokens=1000)
-    assert sizes is not None
-    policy = AdaptiveBlockPolicy() if setting == "seed" else TokenBudgetPolicy(COSTS)
-    request = RequestDescriptor(0, prompt=(1,), max_tokens=999)
-    for step, (accepted, rejected, pressed) in enumerate(outcomes):
-        proposed = accepted + rejected
-        request.set_flag(Flag.KV_PRESSURE, on=pressed)
-        if step == 0:
-            policy.begin(request)
-        policy.allot([request])
-        assert sizes.allot([one], kv_use=FULL if pressed else CALM) == [request.current_block_size]
-        request.block_size_history.append(proposed)
-        policy.update(request, accepted, proposed)
-        sizes.learn(one, accepted, proposed)
-        record = one.draft_stats
-        assert record.ema_acceptance_rate == request.ema_acceptance_rate
-        assert (record.accepted_weight, record.tried_weight) == (
-            request.accepted_weight,
-            request.tried_weight,
-        )
-        assert record.block_size_history == request.block_size_history
+def test_the_budget_has_little_room_under_pressure():
+    """Its block of the same launch is capped."""
+    sizes, one = bounds("budget"), sequence()
+    assert sizes.allot([one], under_pressure=False) == [8]
+    assert sizes.allot([one], under_pressure=True) == [2]
 
 
-def test_the_budget_sees_what_is_left():
-    """Nothing is proposed beyond the last token that could still be launched."""
-    sizes, one = block_sizes("budget", COSTS), sequence(max_tokens=4)
-    assert sizes is not None
-    assert sizes.allot([one], kv_use=0.0) == [2]
-    one.progress.num_launched = 3
-    assert sizes.allot([one], kv_use=0.0) == [0]
+def test_the_seed_has_little_room_after_a_launch_under_pressure():
+    """The launch in which the pressure begins drafts what the launch before it chose."""
+    sizes, one = bounds("seed"), sequence()
+    pressed = (False, True, True, True, False, False)
+    rooms = [sizes.allot([one], under_pressure=each) for each in pressed]
+    assert rooms == [[8], [8], [2], [2], [8], [8]]
+
+
+def test_a_commit_keeps_what_the_device_learnt():
+    """The numbers as they are, and one more block of its history."""
+    sizes, one = bounds("budget"), sequence()
+    learnt = Descriptor(3.5, 4.0, 0.875, 6, 0, 0)
+    for drafted in (3, 0):
+        sizes.learn(one, RowTokens((SampledToken(1, (0.0, 0.0)),), drafted, learnt))
+    stats = one.draft_stats
+    assert (stats.accepted_weight, stats.tried_weight, stats.current_block_size) == (3.5, 4.0, 6)
+    assert (stats.ema_acceptance_rate, stats.block_size_history) == (0.875, [3, 0])
+
+
+# ---------------------------------------------------------------- what the device decides
+
+
+@dataclasses.dataclass
+class Step:
+    """One launch: its pressure and, by row, its room and a rate of right draft tokens."""
+
+    pressed: bool
+    rooms: list[int | None]  # None: the row is not in the launch
+    luck: list[int]
+
+
+rooms = st.one_of(st.none(), st.just(8), st.integers(-1, 8))
+steps = st.builds(
+    Step,
+    st.booleans(),
+    st.lists(rooms, min_size=ROWS, max_size=ROWS),
+    st.lists(st.integers(0, 9), min_size=ROWS, max_size=ROWS),
+)
+tables = st.lists(st.floats(1e-4, 1e-2), min_size=2, max_size=6).map(
+    lambda seconds: CostTable(
+        tuple((8 * (index + 1), each) for index, each in enumerate(sorted(seconds))),
+        prefill=0.0,
+        propose=seconds[0] / 50,
+    )
+)
+policies = st.one_of(
+    st.just(AdaptiveBlockPolicy()),
+    st.just(FixedBlockPolicy(5)),
+    tables.map(TokenBudgetPolicy),
+)
+
+
+class BothSides:
+    """The specification over descriptors, and the kernels' source, given the same launches."""
+
+    def __init__(self, policy, folder):
+        self.policy = policy
+        self.source = PolicySource(policy, ROWS, folder)
+        self.asked = [RequestDescriptor(row, (1,), MAX_TOKENS) for row in range(ROWS)]
+        self.source.requests["flags"] = STARTS
+        self.source.requests["ema_acceptance_rate"] = INITIAL_RATE
+        self.begun = set()
+        if isinstance(policy, TokenBudgetPolicy):
+            count = len(self.source.seconds)
+            self.source.seconds[:] = [policy.costs.step(each) for each in range(count)]
+            counts = policy.overall
+            self.source.overall[:] = counts.accepted_weight, counts.tried_weight
+
+    def launch(self, step):
+        """Run one launch on both; every decision and number must agree."""
+        rows = [row for row, room in enumerate(step.rooms) if room is not None]
+        self.source.allot([(row, step.rooms[row]) for row in rows], under_pressure=step.pressed)
+        drafting = [row for row in rows if step.rooms[row] >= 0]
+        for row in drafting:
+            request = self.asked[row]
+            request.set_flag(Flag.KV_PRESSURE, on=step.pressed)
+            request.max_tokens = step.rooms[row] + 1
+            if row not in self.begun:
+                self.begun.add(row)
+                self.policy.begin(request)
+        if drafting:
+            self.policy.allot([self.asked[row] for row in drafting])
+        self.compare()
+        for row in drafting:
+            request = self.asked[row]
+            proposed = min(request.current_block_size, step.rooms[row])
+            accepted = min(proposed, step.luck[row])
+            request.block_size_history.append(proposed)
+            self.policy.update(request, accepted, proposed)
+            self.source.update(row, accepted, proposed)
+        self.compare()
+
+    def compare(self):
+        """Bit for bit."""
+        is_budget = isinstance(self.policy, TokenBudgetPolicy)
+        for row in self.begun:
+            mine, its = self.asked[row], self.source.requests[row]
+            assert its["current_block_size"] == mine.current_block_size
+            assert its["accepted_weight"] == mine.accepted_weight
+            assert its["tried_weight"] == mine.tried_weight
+            assert its["ema_acceptance_rate"] == np.float32(mine.ema_acceptance_rate)
+        if is_budget:
+            counts = self.policy.overall
+            assert self.source.overall.tolist() == [counts.accepted_weight, counts.tried_weight]
+
+
+@compiles
+@pytest.mark.parametrize(
+    "policy", [FixedBlockPolicy(3), AdaptiveBlockPolicy(), TokenBudgetPolicy(COSTS)]
+)
+def test_host_and_device_have_one_descriptor(policy, tmp_path_factory):
+    """Offsets, sizes and flags."""
+    source = PolicySource(policy, 3, tmp_path_factory.getbasetemp())
+    assert source.layout() == expected_layout(policy)
+
+
+@compiles
+@settings(deadline=None)
+@given(policy=policies, launches=st.lists(steps, max_size=60))
+def test_the_source_of_the_kernels_decides_as_the_specification(policy, launches, tmp_path_factory):
+    """Over any launches: rows come and go, pressure, little room, any costs."""
+    fresh = policy
+    if isinstance(policy, TokenBudgetPolicy):
+        fresh = TokenBudgetPolicy(policy.costs)
+    sides = BothSides(fresh, tmp_path_factory.getbasetemp())
+    for step in launches:
+        sides.launch(step)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["seed", "budget"])
+def test_ten_thousand_launches_stay_together(name, tmp_path_factory):
+    """Rates of acceptance that drift, so that all sizes and the probes occur."""
+    policy = AdaptiveBlockPolicy() if name == "seed" else TokenBudgetPolicy(COSTS)
+    sides = BothSides(policy, tmp_path_factory.getbasetemp())
+    draw, seen = random.Random(name), set[int]()
+    for step in range(10_000):
+        rate = 0.0 if step % 500 < 100 else draw.random()
+        luck = [sum(draw.random() < rate for _ in range(8)) for _ in range(ROWS)]
+        sides.launch(Step(step % 700 > 650, [8] * ROWS, luck))
+        seen.update(request.current_block_size for request in sides.asked)
+    assert seen >= ({1, 2, 4, 8} if name == "seed" else {0, 1, 2, 8})

@@ -65,3 +65,11 @@ async def test_watches_end_with_the_server():
         while (response := await call.read()) is not grpc.aio.EOF:
             assert response.status == NOT_SERVING
         assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_all_statuses_are_listed():
+    """Of every service, and of the process itself."""
+    async with running() as server:
+        listed = await server.health.List(health_pb2.HealthListRequest())
+        assert listed.statuses[""].status == health_pb2.HealthCheckResponse.SERVING
+        assert "legato.v1.InferenceService" in listed.statuses

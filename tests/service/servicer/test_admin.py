@@ -264,11 +264,11 @@ class FakeSessions:
     def __len__(self):
         return len(self.ids)
 
-    def abort(self, session_id):
+    def abort(self, target):
         """End one."""
-        known = session_id in self.ids
-        self.ids.discard(session_id)
-        return known
+        known = target.caller_id in self.ids
+        self.ids.discard(target.caller_id)
+        return int(known)
 
     def abort_all(self):
         """End all."""

@@ -1,6 +1,7 @@
 """Listeners of AdminService: the main one, its own, or none."""
 
 import os
+import socket
 import stat
 from typing import Any
 
@@ -41,14 +42,79 @@ async def unimplemented(channel):
     return failed.code is grpc.StatusCode.UNIMPLEMENTED and ADMIN not in await listed(channel)
 
 
-async def test_by_default_it_is_on_the_main_listener():
-    """That one is reachable from this machine only; the capability is announced."""
-    async with running() as server:
+@pytest.fixture
+def runtime_folder(tmp_path, monkeypatch):
+    """The folder for this user's sockets."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+async def test_by_default_it_is_on_a_socket_of_this_user(runtime_folder):
+    """The main listener has it not, although only this machine reaches that."""
+    async with running(admin_listen="") as server:
+        assert await unimplemented(server.channel)
+        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+        assert "admin" not in info.capabilities
+        path = runtime_folder / "legato" / f"admin-{server.port}.sock"
+        assert server.server.admin_address == f"unix:{path}"
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+            assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
+    assert not path.exists(), "a closed listener leaves no socket"
+
+
+async def test_the_socket_of_a_server_that_died_is_replaced(runtime_folder):
+    """Its file is still there, and nothing listens on it."""
+    async with running(admin_listen="") as server:
+        port, path = server.port, server.server.admin_address.removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(path)
+    async with (
+        running(admin_listen="", listen=f"127.0.0.1:{port}") as server,
+        grpc.aio.insecure_channel(server.server.admin_address) as channel,
+    ):
+        assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
+
+
+async def test_the_socket_of_a_running_server_is_not_taken(tmp_path):
+    """GRPC itself would unlink it."""
+    place = f"unix:{tmp_path}/admin.sock"
+    async with running(admin_listen=place) as server:
+        with pytest.raises(OSError, match="another server"):
+            async with running(admin_listen=place):
+                pass
+        async with grpc.aio.insecure_channel(server.server.admin_address) as channel:
+            assert await admin_pb2_grpc.AdminServiceStub(channel).GetLoad(ASK) is not None
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o705, 0o777])
+async def test_a_folder_that_others_can_enter_has_no_socket(runtime_folder, mode):
+    """The server serves without AdminService and can say why."""
+    folder = runtime_folder / "legato"
+    folder.mkdir()
+    folder.chmod(mode)
+    async with running(admin_listen="") as server:
+        assert server.server.admin_address == ""
+        assert "others can enter" in server.server.listeners.admin_problem
+        assert (await server.inference.Query(QUESTION)).answer
+
+
+async def test_it_is_on_the_main_listener_if_asked_for():
+    """The capability is announced."""
+    async with running(admin_listen="same") as server:
         assert await server.admin.GetLoad(ASK) is not None
         assert {ADMIN, INFERENCE} <= await listed(server.channel)
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
         assert "admin" in info.capabilities
         assert server.server.admin_address == f"127.0.0.1:{server.port}"
+
+
+async def test_it_can_be_off():
+    """No listener has it."""
+    async with running(admin_listen="off") as server:
+        assert await unimplemented(server.channel)
+        assert server.server.admin_address == ""
 
 
 async def test_its_own_listener_has_it_alone(place):
@@ -72,16 +138,6 @@ async def test_its_own_listener_has_it_alone(place):
             assert failed.code is grpc.StatusCode.UNIMPLEMENTED
             failed = await refusal(stub.Abort(admin_pb2.AbortRequest()))
             assert failed.reason == "INVALID_FIELD", "errors are typed here as well"
-
-
-async def test_a_listener_that_others_reach_has_no_admin():
-    """With --insecure and no listener of its own, AdminService is on none."""
-    async with running(listen="0.0.0.0:0", insecure=True) as server:
-        assert await unimplemented(server.channel)
-        assert (await server.inference.Query(QUESTION)).answer
-        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
-        assert "admin" not in info.capabilities
-        assert server.server.admin_address == ""
 
 
 async def test_a_listener_of_its_own_serves_beside_an_open_one(place):
@@ -112,24 +168,43 @@ async def test_a_taken_admin_address_is_an_error():
                 pass
 
 
+TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+TOKENS = {"tokens": "tokens.toml"}
+
+
 @pytest.mark.parametrize(
-    ("listen", "admin_listen", "insecure", "accepted"),
+    ("settings", "accepted"),
     [
-        ("127.0.0.1:0", "127.0.0.1:0", False, True),
-        ("127.0.0.1:0", "unix:/run/legato.sock", False, True),
-        ("127.0.0.1:0", "0.0.0.0:0", False, False),
-        ("0.0.0.0:0", "127.0.0.1:0", False, False),
-        ("0.0.0.0:0", "127.0.0.1:0", True, True),
-        ("127.0.0.1:0", "0.0.0.0:0", True, True),
-        ("127.0.0.1:0", "nowhere", True, False),
-        ("unix:/run/legato.sock", "", False, False),
+        ({"admin_listen": "127.0.0.1:0"}, True),
+        ({"admin_listen": "unix:/run/legato.sock"}, True),
+        ({"admin_listen": "same"}, True),
+        ({"admin_listen": "off"}, True),
+        ({"admin_listen": "nowhere", "insecure": True}, False),
+        ({"admin_listen": "0.0.0.0:0"}, False),
+        ({"admin_listen": "0.0.0.0:0", "insecure": True}, True),
+        ({"admin_listen": "0.0.0.0:0", **TLS, **TOKENS}, True),
+        ({"listen": "unix:/run/legato.sock"}, False),
+        ({"listen": "0.0.0.0:0"}, False),
+        ({"listen": "0.0.0.0:0", "insecure": True}, True),
+        ({"listen": "0.0.0.0:0", "insecure": True, "admin_listen": "same"}, False),
+        ({"listen": "0.0.0.0:0", **TLS}, False),
+        ({"listen": "0.0.0.0:0", **TOKENS}, False),
+        ({"listen": "0.0.0.0:0", **TOKENS, "insecure": True}, True),
+        ({"listen": "0.0.0.0:0", **TLS, **TOKENS}, True),
+        ({"listen": "0.0.0.0:0", **TLS, **TOKENS, "admin_listen": "same"}, True),
+        ({"listen": "0.0.0.0:0", **TLS, "tls_client_ca": "ca.pem"}, True),
+        ({"tls_cert": "cert.pem"}, False),
+        ({"tls_key": "key.pem"}, False),
+        ({"tls_client_ca": "ca.pem"}, False),
+        ({"health_listen": "0.0.0.0:0"}, True),
+        ({"health_listen": "nowhere"}, False),
     ],
 )
-def test_an_open_listener_is_asked_for_by_name(listen, admin_listen, insecure, accepted):
-    """A listener that other machines reach needs --insecure; every address must be valid."""
-    config = ServiceConfig(listen=listen, admin_listen=admin_listen, insecure=insecure)
+def test_an_unprotected_listener_is_asked_for_by_name(settings, accepted):
+    """A listener that other machines reach has TLS and credentials, or needs --insecure."""
+    config = ServiceConfig(**{"listen": "127.0.0.1:0", **settings})
     if accepted:
         check(config)
     else:
-        with pytest.raises(ValueError, match=r"--listen|--admin-listen|--insecure"):
+        with pytest.raises(ValueError, match=r"--[a-z-]+"):
             check(config)

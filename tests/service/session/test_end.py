@@ -6,6 +6,7 @@ from collections import Counter
 import grpc
 import pytest
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
+from legato_engine.core import RequestKey
 from legato_service.arguments import parse
 from legato_service.session.frame_runner import FrameRunner
 from legato_service.session.session import Session
@@ -152,12 +153,12 @@ async def test_an_operator_ends_a_session():
             await one.frame(1)
             await begun(server)
             registry = server.server.sessions
-            assert registry.abort(one.opened.session_id)
+            assert registry.abort(RequestKey(one.opened.session_id))
             failed = await one.failure()
             assert failed.code is grpc.StatusCode.ABORTED
             assert failed.reason == "PREEMPTED"
             await until(lambda: not server.engine.streams)
-            assert not registry.abort(one.opened.session_id)
+            assert not registry.abort(RequestKey(one.opened.session_id))
             assert registry.abort_all() == 2
             for each in (two, three):
                 assert (await each.failure()).reason == "PREEMPTED"

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from legato_client._errors import from_rpc_error
 from legato_client._transport.async_status import ServerStatus
 from legato_client._transport.methods import Method
-from legato_client._transport.settings import Settings
+from legato_client._transport.settings import CallMetadata, Settings
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -24,10 +24,15 @@ class AsyncTransport:
     """Over a `grpc.aio` channel, which opens at the first call, in its loop."""
 
     def __init__(self, settings: Settings) -> None:
-        self.metadata = grpc.aio.Metadata(*settings.metadata)  # else it is made for every call
+        # Else gRPC makes it for every call.
+        self._metadata = CallMetadata(settings, lambda own: grpc.aio.Metadata(*own))
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
         self._starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+
+    @property
+    def metadata(self) -> grpc.aio.Metadata:
+        return self._metadata.current()
 
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
@@ -87,7 +92,7 @@ class AsyncTransport:
     def channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             target, options = self._settings.target, self._settings.channel_options
-            credentials = self._settings.credentials
+            credentials = self._settings.security.credentials
             if credentials is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)
             else:

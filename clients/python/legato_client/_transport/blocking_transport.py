@@ -11,8 +11,9 @@ import grpc
 from google.protobuf.message import Message
 
 from legato_client._errors import from_rpc_error
+from legato_client._transport.channel import Metadata
 from legato_client._transport.methods import Method
-from legato_client._transport.settings import Settings
+from legato_client._transport.settings import CallMetadata, Settings
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -33,13 +34,18 @@ class BlockingTransport:
     """Over a `grpc` channel; every method does its work before it returns."""
 
     def __init__(self, settings: Settings) -> None:
-        self.metadata = settings.metadata
+        self._metadata = CallMetadata(settings, lambda own: own)
         self._starts: dict[str, grpc.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
         target, options = settings.target, settings.channel_options
-        if settings.credentials is None:
+        credentials = settings.security.credentials
+        if credentials is None:
             self.channel = grpc.insecure_channel(target, options=options)
         else:
-            self.channel = grpc.secure_channel(target, settings.credentials, options=options)
+            self.channel = grpc.secure_channel(target, credentials, options=options)
+
+    @property
+    def metadata(self) -> Metadata:
+        return self._metadata.current()
 
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float

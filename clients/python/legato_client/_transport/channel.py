@@ -44,13 +44,9 @@ def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
     )
 
 
-def call_metadata(
-    token: str | None, priority: int | None, tenant: str | None, extra: Metadata
-) -> Metadata:
+def call_metadata(priority: int | None, tenant: str | None, extra: Metadata) -> Metadata:
     """Keys are in lower case, as gRPC demands."""
     own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
-    if token:
-        own += (("authorization", f"Bearer {token}"),)
     if priority is not None:
         own += (("legato-priority", str(priority)),)
     if tenant is not None:

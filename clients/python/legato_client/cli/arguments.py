@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from legato_client import Client, Options, Sampling
+from legato_client._transport import security
 from legato_client._transport.channel import DEFAULT_TIMEOUT, default_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
@@ -29,6 +33,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         default=default_target(),
         help="default: %(default)s, or the environment variable LEGATO_SERVER",
     )
+    add_security_options(group)
     group.add_argument(
         "--timeout",
         type=_positive,
@@ -37,6 +42,23 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="deadline of the call, default %(default)g",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, errors too")
+
+
+def add_security_options(group: Any) -> None:
+    group.add_argument(
+        "--tls", action="store_true", help="encrypt; implied by --ca and --cert, needed for a token"
+    )
+    group.add_argument(
+        "--ca", metavar="PEM", help="authorities of the server's certificate, default: gRPC's own"
+    )
+    group.add_argument("--cert", metavar="PEM", help="this client's certificate")
+    group.add_argument("--key", metavar="PEM", help="the private key of --cert")
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with the token; default: the environment variable LEGATO_TOKEN",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +74,42 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    return Client(args.server, timeout=args.timeout, stream_timeout=args.timeout)
+    """Raises CommandError for security options that make no connection."""
+    with readable_options():
+        return Client(
+            args.server,
+            timeout=args.timeout,
+            stream_timeout=args.timeout,
+            tls=args.tls or None,
+            ca=args.ca,
+            cert=args.cert,
+            key=args.key,
+            token=args.token_file,
+        )
+
+
+def security_of(args: argparse.Namespace) -> security.Security:
+    """Raises as `connect`."""
+    with readable_options():
+        return security.of(
+            args.server,
+            tls=args.tls or None,
+            ca=args.ca,
+            cert=args.cert,
+            key=args.key,
+            token=args.token_file,
+        )
+
+
+@contextlib.contextmanager
+def readable_options() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot read {error.filename}: {error.strerror}"
+        raise CommandError(problem, ExitCode.USAGE) from None
+    except ValueError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from None
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:

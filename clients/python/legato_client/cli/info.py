@@ -17,9 +17,11 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    security = arguments.security_of(args)
     with arguments.connect(args) as client:
         server, models = client.server_info(), client.models()
     terminal.heading(f"{server.name} {server.version} at {args.server}")
+    terminal.line(f"connection: {security.describe()}")
     terminal.line(
         f"contract revision {server.contract_revision}, "
         f"capabilities: {', '.join(server.capabilities) or 'none'}"
@@ -33,6 +35,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.document(
         {
             "server": dataclasses.asdict(server),
+            "connection": security.summary(),
             "models": [dataclasses.asdict(model) for model in models],
         }
     )

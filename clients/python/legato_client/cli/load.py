@@ -68,6 +68,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     path, request = _request(args, task, image)
     return Plan(
         target=args.server,
+        security=arguments.security_of(args),
         kind=args.kind,
         path=path,
         request=to_bytes(request),
@@ -146,9 +147,12 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
 
 
 def _described(plan: Plan) -> dict[str, object]:
-    """Bytes are shown as their number."""
-    values = dataclasses.asdict(plan).items()
-    return {name: len(value) if isinstance(value, bytes) else value for name, value in values}
+    """Bytes are shown as their number, and nothing is shown of a token."""
+    values = {each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)}
+    values["security"] = plan.security.summary()
+    return {
+        name: len(value) if isinstance(value, bytes) else value for name, value in values.items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md")
     load = parser.add_argument_group("load")
     load.add_argument("--server", metavar="HOST:PORT", default=default_target())
+    arguments.add_security_options(load)
     load.add_argument("--kind", choices=KINDS, default="unary")
     load.add_argument("--rate", type=_positive, default=100.0, help="requests a second, in all")
     load.add_argument("--arrivals", choices=ARRIVALS, default=ARRIVALS[0])

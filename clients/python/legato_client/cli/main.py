@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from legato_client import LegatoError
 from legato_client._version import version
-from legato_client.cli import arguments, demo, forward, info, load, tasks
+from legato_client.cli import arguments, demo, forward, info, load, tasks, token
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_command(commands)
     tasks.add_commands(commands)
     info.add_command(commands)
+    token.add_command(commands)
     for name, (module, purpose) in forward.MODULES.items():
         commands.add_parser(name, help=f"{purpose} (options: those of python -m {module})")
     commands.add_parser(f"bench {load.FLAG}", help="load on a running server")

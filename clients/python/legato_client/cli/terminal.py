@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from legato_client import _errors
 from legato_client.cli.exits import CommandError, ExitCode, exit_code_of
+from legato_client.cli.hints import hint_of
 
 _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
@@ -72,7 +73,7 @@ class Terminal:
             hint = ""
         else:
             code, report = exit_code_of(error), _report(error)
-            hint = _hint(error)
+            hint = hint_of(error)
         if self.json_output:
             json.dump({"error": {"exit_code": int(code), **report}}, self._err, ensure_ascii=False)
             self._err.write("\n")
@@ -113,12 +114,3 @@ def _report(error: _errors.LegatoError) -> dict[str, Any]:
         "field_violations": [dataclasses.asdict(v) for v in error.field_violations],
         "retry_after": error.retry_after,
     }
-
-
-def _hint(error: _errors.LegatoError) -> str:
-    parts = [f"\n  {v.field}: {v.description}" for v in error.field_violations]
-    if error.retry_after is not None:
-        parts.append(f"\n  try again in {error.retry_after:g} s")
-    if isinstance(error, _errors.Unavailable) and not error.reason:
-        parts.append("\n  is the server running? start one with `legato serve`")
-    return "".join(parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from legato_client._transport.security import OPEN, Security
+
 Kind = Literal["unary", "stream", "session"]
 KINDS: tuple[Kind, ...] = ("unary", "stream", "session")
 
@@ -34,6 +36,7 @@ class Plan:
     sessions: int = 1
     senders: int = 1
     seed: int = 0
+    security: Security = OPEN
 
     @property
     def window(self) -> float:

@@ -8,7 +8,7 @@ import time
 
 import grpc
 
-from legato_client._transport.channel import MAX_MESSAGE_BYTES
+from legato_client._transport.channel import MAX_MESSAGE_BYTES, ChannelOptions
 from legato_client.load.plan import Plan
 from legato_client.load.record import Record
 from legato_client.load.recorder import Meter, Watch
@@ -16,7 +16,7 @@ from legato_client.load.schedule import due_times
 from legato_client.load.targets import LoadTarget, Refused, make_target, reason_of
 
 MAX_PENDING = 20_000  # of one sender; beyond them requests count as NOT_SENT
-_CHANNEL = (
+_CHANNEL: ChannelOptions = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
 )
@@ -36,7 +36,7 @@ def send(plan: Plan, share: int, start: float) -> Record:
 
 async def _send(plan: Plan, share: int, start: float) -> Record:
     meter = Meter(start + plan.warm_up, start + plan.seconds)
-    async with grpc.aio.insecure_channel(plan.target, options=_CHANNEL) as channel:
+    async with _channel(plan) as channel:
         target = make_target(channel, plan, share)
         await target.open()
         try:
@@ -51,6 +51,14 @@ async def _send(plan: Plan, share: int, start: float) -> Record:
         finally:
             await target.close()
     return meter.record
+
+
+def _channel(plan: Plan) -> grpc.aio.Channel:
+    credentials = plan.security.credentials
+    options = _CHANNEL + plan.security.channel_options
+    if credentials is None:
+        return grpc.aio.insecure_channel(plan.target, options=options)
+    return grpc.aio.secure_channel(plan.target, credentials, options=options)
 
 
 async def _open_loop(

@@ -57,7 +57,11 @@ class UnaryTarget:
         pass
 
     async def send(self, watch: Watch) -> None:
-        await self._call(self._plan.request, timeout=self._plan.timeout)
+        await self._call(
+            self._plan.request,
+            timeout=self._plan.timeout,
+            metadata=self._plan.security.metadata(),
+        )
         watch.message(answers=True)
 
     async def close(self) -> None:
@@ -76,7 +80,12 @@ class StreamTarget:
         pass
 
     async def send(self, watch: Watch) -> None:
-        async for response in self._call(self._plan.request, timeout=self._plan.timeout):
+        call = self._call(
+            self._plan.request,
+            timeout=self._plan.timeout,
+            metadata=self._plan.security.metadata(),
+        )
+        async for response in call:
             watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
 
     async def close(self) -> None:
@@ -120,7 +129,7 @@ class _Session:
         self._reader: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        self._call = self._start()
+        self._call = self._start(metadata=self._plan.security.metadata())
         await self._call.write(self._plan.request)
         opened = await self._call.read()
         if opened is grpc.aio.EOF:

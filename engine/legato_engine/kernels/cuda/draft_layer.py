@@ -77,6 +77,8 @@ def supported(
 class DraftLayerKernels:
     """A `Proposer` of the likeliest tokens; one call at a time, because calls share buffers."""
 
+    sequential = True
+
     def __init__(
         self,
         sizes: DraftSizes,

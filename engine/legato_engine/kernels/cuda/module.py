@@ -47,15 +47,15 @@ class Module:
         self.can_overlap = (major, minor) >= _OVERLAPS
         arch = f"sm_{major}{minor}{'a' if own else ''}"
         self._code = compile_source(name, defines, arch, folder=folder)
-        self._module = _checked(driver.cuModuleLoadData(self._code))
+        self._module = checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
         from cuda.bindings import driver
 
-        function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
         if shared:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(function, limit, shared))
+            checked(driver.cuFuncSetAttribute(function, limit, shared))
         return Kernel(self, function, shared)
 
 
@@ -94,14 +94,14 @@ class Kernel:
         attributes = _attributes(cluster, overlap and self._module.can_overlap)
         config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*map(_parameter, arguments), strict=True)
-        _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+        checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
     def per_processor(self, threads: int) -> int:
         """Thread blocks, without clusters, that a multiprocessor runs at once."""
         from cuda.bindings import driver
 
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return int(_checked(count(self._function, threads, self._shared)))
+        return int(checked(count(self._function, threads, self._shared)))
 
 
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
@@ -115,7 +115,7 @@ def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
     swizzle = driver.CUtensorMapSwizzle
     width = {128: swizzle.CU_TENSOR_MAP_SWIZZLE_128B, 32: swizzle.CU_TENSOR_MAP_SWIZZLE_32B}
     strides = [stride * x.element_size() for stride in reversed(x.stride()[:-1])]
-    encoded = _checked(
+    encoded = checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             x.dim(),
@@ -165,10 +165,15 @@ def _parameter(argument: Argument) -> tuple[Any, Any]:
     return argument, ctypes.c_float
 
 
-def _checked(answer: tuple[Any, ...]) -> Any:
+def checked(answer: tuple[Any, ...]) -> Any:
+    """The driver's answer: nothing, a value, or a tuple of several.
+
+    Raises:
+        InternalError: it is a failure.
+    """
     from cuda.bindings import driver
 
     result, *values = answer
     if result != driver.CUresult.CUDA_SUCCESS:
         raise InternalError(f"CUDA driver: {result.name}")
-    return values[0] if values else None
+    return tuple(values) if len(values) > 1 else values[0] if values else None

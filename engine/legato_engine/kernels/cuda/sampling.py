@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from legato_engine.errors import InternalError
-from legato_engine.kernels.cuda.module import Module
+from legato_engine.kernels.cuda.module import Argument, Module
 
 MAX_VOCAB = 1 << 16  # the kernel keeps a token id in 16 bits
 
@@ -52,19 +52,21 @@ class Sampler:
         state: RowTensors,
         logits_BV: torch.Tensor,
         constraints_CV: torch.Tensor,
-        constraint_B: torch.Tensor,
+        constraint_S: torch.Tensor,
         row_B: torch.Tensor,
         position_B: torch.Tensor,
         tokens_B: torch.Tensor,
         *,
+        entry_B: torch.Tensor | None = None,
         overlap: bool = True,
     ) -> None:
         """Write `tokens_B` and the rows' `token_R`: -1 and 0 where the logits are not finite.
 
-        Logits and constraints are float32, the others int64; all are contiguous. Padding
-        (`scratch_row`) gets token 0.
+        A token's constraint is at its index, or at `entry_B` of it. Logits and constraints are
+        float32, the others int64; all are contiguous. Padding (`scratch_row`) gets token 0.
         """
-        arguments = [logits_BV, constraints_CV, constraint_B, row_B, position_B]
+        arguments: list[Argument] = [logits_BV, constraints_CV, constraint_S, entry_B]
+        arguments += [row_B, position_B]
         arguments += [state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R]
         self._kernel.launch(
             (len(tokens_B) * self._cluster, 1, 1),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from legato_engine.core import QueryTask
 from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 
 _PLACEHOLDER = "\ue000{}\ue000"  # private-use characters, in no template
 _PLACEHOLDERS = re.compile("\ue000(\\d+)\ue000")
 
-Message = dict[str, str]
 Render = Callable[[Sequence[Message], str], str]
 """Renders messages; errors name the given field."""
 
@@ -34,7 +33,7 @@ class Plain:
 
 
 class ChatTemplate:
-    """A chat template in jinja's sandbox, with thinking turned off.
+    """A chat template in jinja's sandbox and a process of its own, with thinking turned off.
 
     `variables`: special tokens by the names that templates use.
     """
@@ -43,7 +42,7 @@ class ChatTemplate:
         self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
     ) -> None:
         """Compile and try the template."""
-        self._render = _compiled(template, variables)
+        self._render = _renderer(template, variables)
         self._tokenizer = tokenizer
         self._render(_messages(QueryTask(question="?")), "weights")
 
@@ -93,24 +92,11 @@ def _messages(task: QueryTask) -> list[Message]:
     return [{"role": role, "content": content} for role, content in said]
 
 
-def _compiled(template: str, variables: Mapping[str, str]) -> Render:
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    names: Mapping[str, Any] = variables
-
+def _renderer(template: str, variables: Mapping[str, str]) -> Render:
     def render(messages: Sequence[Message], field: str) -> str:
         try:
-            rendered: Any = render_jinja_template(
-                [list(messages)],
-                chat_template=template,
-                add_generation_prompt=True,
-                enable_thinking=False,
-                **names,
-            )
-        except jinja2.TemplateError as error:
+            return templates.render(template, variables, messages)
+        except TemplateRefused as error:
             raise InvalidField(f"the chat template: {error}", field=field) from None
-        text: str = rendered[0][0]  # of one conversation
-        return text
 
     return render

@@ -65,6 +65,8 @@ class DraftLayer(nn.Module):
 class DraftProposer:
     """A `Proposer` by a `DraftLayer`, token by token."""
 
+    sequential = True
+
     def __init__(self, draft: DraftLayer, text: Text, kv: KVCache, layer: int) -> None:
         self._draft = draft
         self._text = text

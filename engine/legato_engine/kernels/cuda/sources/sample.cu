@@ -220,10 +220,11 @@ __device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 k
   return best;
 }
 
-// row_token [R] and tokens [B] are 0 and -1 where a logit is not finite, or none is left once divided by the
+// `constraint` is by token, or by entry[token] with an `entry`. row_token [R] and tokens [B] are 0 and -1 where a logit is not finite, or none is left once divided by the
 // temperature. The state's `scratch` row gets 0.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
-    const float* logits, const float* constraints, const i64* constraint, const i64* rows, const i64* position,
+    const float* logits, const float* constraints, const i64* constraint, const i64* entry, const i64* rows,
+    const i64* position,
     const float* row_temperature, const float* row_top_p, const i64* row_top_k, const i64* row_seed, i64* row_token,
     i64* tokens, int scratch) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -238,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     if (writes) row_token[row] = tokens[batch] = 0;
     return;
   }
-  const float* allowed = constraints + load_fresh_i64(constraint + batch) * VOCAB;
+  const float* allowed = constraints + load_fresh_i64(constraint + (entry ? load_fresh_i64(entry + batch) : batch)) * VOCAB;
   logits += (i64)batch * VOCAB;
   const float temperature = load_fresh_f32(row_temperature + row);
   const bool greedy = temperature <= GREEDY_TEMPERATURE;

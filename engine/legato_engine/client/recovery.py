@@ -1,0 +1,92 @@
+"""What becomes of the open requests when the engine is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import structlog
+
+from legato_engine.client.refused_requests import RefusedRequests, poisoned
+from legato_engine.client.request_stream import RequestStream
+from legato_engine.core import WITH_BLOB, Request
+from legato_engine.errors import EngineLost, LegatoError
+from legato_engine.ipc.messages import RunningAlone
+from legato_engine.shm.blob_store import BlobStore
+
+MAX_RESUMPTIONS = 3
+"""A request fails when it loses one engine more."""
+
+_SUSPECT = 2  # engines lost with a request, after which it runs alone
+_log = structlog.get_logger()
+
+
+class Recovery:
+    """Blames requests for the end of an engine and prepares the others for the next.
+
+    An engine's end counts against all requests that it had, unless it ran one alone: then against
+    that one only.
+    """
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._alone: RunningAlone | None = None
+        self.refused = RefusedRequests(blobs)
+        self.num_resumptions = 0  # since the start
+        self.num_poisoned = 0
+
+    def running_alone(self, message: RunningAlone) -> None:
+        self._alone = None if message.request_id is None else message
+
+    def lost(
+        self, streams: Iterable[RequestStream], error: EngineLost
+    ) -> Iterator[tuple[RequestStream, LegatoError]]:
+        """Count the end of an engine that was ready; yield the requests that end with it."""
+        alone, self._alone = self._alone, None
+        if alone is not None and alone.fingerprint:
+            self.refused.add(alone.fingerprint)
+        for stream in streams:
+            if isinstance(stream.request.image, WITH_BLOB):
+                self._blobs.discard(stream.request.image.blob)
+            was_sent, stream.is_sent = stream.is_sent, False
+            if not was_sent:
+                continue
+            if alone is None:
+                stream.resumptions += 1
+            elif stream.request_id == alone.request_id:
+                self.num_poisoned += 1
+                _log.error("request_poisoned", request_id=stream.request_id.name)
+                yield stream, poisoned()
+            if stream.resumptions > MAX_RESUMPTIONS or not _can_resume(stream):
+                yield stream, error
+
+    def renew(self, stream: RequestStream) -> Request:
+        """Return an open request for the next engine, its image in a new blob.
+
+        Raises:
+            QueueFull: shared memory is full.
+        """
+        image = stream.request.image if stream.restage is None else stream.restage()
+        if not stream.resumptions:  # no engine had it
+            return msgspec.structs.replace(stream.request, image=image)
+        alone = stream.resumptions >= _SUSPECT
+        request = stream.resumed(image, alone=alone)
+        resumed = request.resumed
+        assert resumed is not None
+        if alone:
+            fingerprint = self.refused.fingerprint(request)
+            resumed = msgspec.structs.replace(resumed, fingerprint=fingerprint)
+            request = msgspec.structs.replace(request, resumed=resumed)
+        self.num_resumptions += 1
+        _log.info(
+            "request_resumed",
+            request_id=stream.request_id.name,
+            resumptions=stream.resumptions,
+            tokens=len(resumed.token_ids),
+            alone=alone,
+        )
+        return request
+
+
+def _can_resume(stream: RequestStream) -> bool:
+    return stream.restage is not None or not isinstance(stream.request.image, WITH_BLOB)

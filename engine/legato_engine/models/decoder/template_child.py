@@ -1,0 +1,141 @@
+"""The process that renders chat templates, run as a file by `template_process`.
+
+It forks a worker that renders, and another one when that is killed by a limit. The worker can open
+no file, start no process and take little memory, because a template is a program from a stranger:
+jinja's sandbox keeps it from Python's internals, but bounds neither its time nor its memory.
+
+A message is its size in 4 bytes, big-endian, and JSON. This file imports nothing of Legato's: it
+starts without its packages.
+"""
+
+import json
+import mmap
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+CPU_SECONDS = 0.5
+MEMORY_BYTES = 256 << 20
+MAX_CHARACTERS = 4 << 20
+
+_MAX_MESSAGE = 500  # characters of a template's own error
+_RENDERING = b"\x01"
+
+Render = Callable[..., Any]
+
+
+def receive(file: int) -> Any:
+    """None at the end of the input."""
+    head = _read(file, 4)
+    return None if head is None else json.loads(_read(file, int.from_bytes(head)) or b"null")
+
+
+def send(file: int, message: Any) -> None:
+    data = json.dumps(message).encode()
+    view = memoryview(len(data).to_bytes(4) + data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _read(file: int, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = os.read(file, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def main() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _warm_up(render_jinja_template)
+    rendering = mmap.mmap(-1, 1)  # shared with the workers: whether a request is in work
+    send(1, {"ready": True})
+    while True:
+        worker = os.fork()
+        if worker == 0:
+            _limit()
+            _work(render_jinja_template, rendering)
+            os._exit(0)
+        _, status = os.waitpid(worker, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            return
+        if rendering[:1] == _RENDERING:
+            rendering[:1] = b"\x00"
+            killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            reason = f"it takes more than {CPU_SECONDS:g} s of processor time"
+            send(1, {"refused": reason if killed else "it ends the process that renders it"})
+
+
+def _warm_up(render: Render) -> None:
+    """Load whatever is loaded at the first use: a worker cannot."""
+    for template in ("{{ messages | tojson }}{{ strftime_now('%Y') }}", "{{ raise_exception(1) }}"):
+        _render(render, {"template": template, "messages": [], "variables": {}})
+    time.localtime()
+
+
+def _limit() -> None:
+    size = int(_first_word("/proc/self/statm")) * resource.getpagesize()
+    limits = {
+        resource.RLIMIT_AS: size + MEMORY_BYTES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_NOFILE: 3,
+    }
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (bound, bound))
+
+
+def _first_word(path: str) -> str:
+    with open(path) as file:
+        return file.read().split()[0]
+
+
+def _work(render: Render, rendering: mmap.mmap) -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while (request := receive(0)) is not None:
+        rendering[:1] = _RENDERING
+        # Without a handler the signal ends the process, also within one long operation.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        reply = _render(render, request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(1, reply)
+        rendering[:1] = b"\x00"
+
+
+def _render(render: Render, request: Any) -> dict[str, str]:
+    import jinja2
+
+    try:
+        texts, _ = render(
+            [request["messages"]],
+            chat_template=request["template"],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            **request["variables"],
+        )
+    except jinja2.TemplateError as error:
+        return {"refused": str(error)[:_MAX_MESSAGE]}
+    except MemoryError:
+        return {"refused": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        return {"refused": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]}
+    text = texts[0]
+    if len(text) > MAX_CHARACTERS:
+        return {"refused": f"it makes more than {MAX_CHARACTERS} characters"}
+    return {"text": text}
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(1000)
+    main()

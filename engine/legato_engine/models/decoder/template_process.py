@@ -1,0 +1,141 @@
+"""Renders chat templates in a process of their own, which bounds what a hostile one can do."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from legato_engine.errors import InternalError
+
+_CHILD = Path(__file__).with_name("template_child.py")
+_START_SECONDS = 120.0  # to load the libraries
+_REPLY_SECONDS = 10.0  # for the child, whose own limit is of processor time
+_ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
+
+Message = dict[str, str]
+
+
+class TemplateRefused(Exception):
+    """A template failed, or exceeded a limit; the message is for the operator."""
+
+
+class TemplateProcess:
+    """One process for all templates; thread-safe. It starts with the first one.
+
+    It ends with this process, however that ends: its input is closed then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self, template: str, variables: Mapping[str, str], messages: Sequence[Message]
+    ) -> str:
+        """Render a conversation.
+
+        Raises:
+            TemplateRefused: the template fails, or takes too much time, memory or text.
+            InternalError: the process cannot be started.
+        """
+        request = {"template": template, "variables": dict(variables), "messages": list(messages)}
+        with self._lock:
+            reply = self._ask(msgspec.json.encode(request))
+        if "text" in reply:
+            text: str = reply["text"]
+            return text
+        raise TemplateRefused(reply["refused"])
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        child = self._running()
+        try:
+            _send(child, request)
+            return _receive(child, _REPLY_SECONDS)
+        except (OSError, TimeoutError) as error:
+            self._end()
+            raise TemplateRefused(f"the process that renders it ended: {error}") from None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+                | {"HF_HUB_OFFLINE": "1"},
+                start_new_session=True,  # an interrupt of the terminal is for the server
+            )
+            try:
+                _receive(child, _START_SECONDS)
+            except (OSError, TimeoutError):
+                self._end()
+                raise InternalError(
+                    "the process that renders chat templates did not start"
+                ) from None
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with its worker
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        child.wait()
+
+
+def _send(child: subprocess.Popen[bytes], message: bytes) -> None:
+    assert child.stdin is not None
+    view = memoryview(len(message).to_bytes(4) + message)
+    while view:
+        view = view[os.write(child.stdin.fileno(), view) :]
+
+
+def _receive(child: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    assert child.stdout is not None
+    file, end = child.stdout.fileno(), time.monotonic() + seconds
+    head = _read(file, 4, end)
+    reply: dict[str, Any] = json.loads(_read(file, int.from_bytes(head), end))
+    return reply
+
+
+def _read(file: int, size: int, end: float) -> bytes:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    parts = []
+    while size:
+        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+            raise TimeoutError("it did not reply in time")
+        part = os.read(file, size)
+        if not part:
+            raise OSError("it died")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+templates = TemplateProcess()
+"""Of this process."""
+
+atexit.register(templates.close)

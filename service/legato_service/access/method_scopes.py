@@ -1,0 +1,56 @@
+"""What a caller needs for each method. A method without an entry is refused to everyone."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class Need(enum.StrEnum):
+    """The scope that a method needs; `NOTHING` and `CREDENTIAL` are no scopes of a credential."""
+
+    NOTHING = "nothing"  # open to all
+    CREDENTIAL = "credential"  # any that is valid
+    INFER = "infer"
+    UPLOAD = "upload"
+    ADMIN = "admin"
+    REFUSED = "refused"  # to all
+
+
+UNKNOWN_METHOD = "(unknown)"
+"""Stands for all methods that this server lacks: their callers learn so with any credential."""
+
+_INFERENCE = ("Query", "Caption", "Detect", "Point", "Segment", "RunTasks", "Generate")
+
+_NEEDS: dict[str, Mapping[str, Need]] = {
+    "legato.v1.InferenceService": dict.fromkeys(_INFERENCE, Need.INFER),
+    "legato.v1.SessionService": {"Session": Need.INFER},
+    "legato.v1.ImageService": {"PutImage": Need.UPLOAD, "DeleteImage": Need.UPLOAD},
+    "legato.v1.ServerService": {
+        "GetServerInfo": Need.CREDENTIAL,
+        "ListModels": Need.CREDENTIAL,
+    },
+    "legato.v1.AdminService": {
+        "GetLoad": Need.ADMIN,
+        "Abort": Need.ADMIN,
+        "Drain": Need.ADMIN,
+    },
+    # Load balancers probe without credentials, and learn no more than that the server serves.
+    "grpc.health.v1.Health": {
+        "Check": Need.NOTHING,
+        "List": Need.NOTHING,
+        "Watch": Need.NOTHING,
+    },
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": Need.CREDENTIAL},
+    "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": Need.CREDENTIAL},
+}
+
+NEEDS = {
+    f"/{service}/{method}": need
+    for service, methods in _NEEDS.items()
+    for method, need in methods.items()
+} | {UNKNOWN_METHOD: Need.CREDENTIAL}
+"""By the path of a method."""
+
+COUNTED = frozenset({Need.INFER, Need.UPLOAD})
+"""Methods with these needs count against the requests of a credential."""

@@ -1,0 +1,175 @@
+"""The listeners of a service process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from legato_service import addresses
+from legato_service.access.admin_socket import admin_socket
+from legato_service.access.control import AccessControl
+from legato_service.access.tls import ServerCertificate
+from legato_service.config import ServiceConfig
+from legato_service.rpc.call_log import CallLog
+from legato_service.rpc.grpc_options import server_options
+from legato_service.rpc.health import HealthServicer
+from legato_service.rpc.middleware import RpcMiddleware
+from legato_service.rpc.reflection import Descriptors, Reflection
+
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class Listener:
+    """One gRPC server. Without `certificate` it has no TLS, without `access` it is open."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        call_log: CallLog,
+        health: HealthServicer,
+        *,
+        shared: bool = False,
+        expect: Callable[[], None] = lambda: None,
+        certificate: ServerCertificate | None = None,
+        access: AccessControl | None = None,
+    ) -> None:
+        self._grpc = grpc.aio.server(options=server_options(config, shared=shared))
+        self.certificate = certificate
+        self._middleware = RpcMiddleware(config.stall_timeout, call_log, expect, access)
+        self._grpc.add_generic_rpc_handlers((self._middleware,))
+        health_pb2_grpc.add_HealthServicer_to_server(health, self.as_server)
+        self._address = ""
+
+    @property
+    def as_server(self) -> grpc.aio.Server:
+        """Takes servicers."""
+        return self._middleware.as_server
+
+    def reflect(self, services: Sequence[str]) -> None:
+        reflection = Reflection((*services, _HEALTH), Descriptors.of_contract())
+        self._middleware.add_generic_rpc_handlers(reflection.handlers())
+
+    async def start(self, address: str) -> str:
+        """Listen; return the address with its real port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        certificate = self.certificate
+        credentials = None if certificate is None else certificate.credentials()
+        self._address = addresses.bind(self._grpc, address, credentials)
+        await self._grpc.start()
+        return self._address
+
+    async def stop(self, grace: float) -> None:
+        await self._grpc.stop(grace)
+        addresses.remove_socket(self._address)
+
+
+class Listeners:
+    """The main listener, the operator's and that of health checks.
+
+    The last two belong to the first process. A unix socket is protected by its folder and mode,
+    and has neither TLS nor credentials. Files of credentials and certificates are read again when
+    they change.
+
+    Raises:
+        FileRejected: a file of credentials or certificates cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        call_log: CallLog,
+        health: HealthServicer,
+        expect: Callable[[], None],
+        *,
+        is_first: bool,
+    ) -> None:
+        self._config = config
+        self.certificate = (
+            ServerCertificate(config.tls_cert, config.tls_key, config.tls_client_ca)
+            if config.tls_cert
+            else None
+        )
+        self.access = AccessControl(config) if config.has_credentials else None
+        self.main = Listener(
+            config,
+            call_log,
+            health,
+            shared=config.processes > 1,
+            expect=expect,
+            certificate=self.certificate,
+            access=self.access,
+        )
+        self.admin: Listener | None = None
+        if config.has_own_admin and is_first:
+            by_network = bool(config.admin_listen) and not config.admin_listen.startswith(
+                addresses.UNIX
+            )
+            self.admin = Listener(
+                config,
+                call_log,
+                health,
+                certificate=self.certificate if by_network else None,
+                access=self.access if by_network else None,
+            )
+        self._health = (
+            Listener(config, call_log, health) if config.health_listen and is_first else None
+        )
+        self.admin_address = ""  # empty: AdminService is off
+        self.admin_problem = "--admin-listen off"
+        self.health_address = ""
+        self._reloading: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Return the main port.
+
+        Raises:
+            OSError: an address cannot be bound; no listener is left open.
+        """
+        try:
+            return await self._start()
+        except OSError:
+            await self.stop(0)
+            raise
+
+    async def _start(self) -> int:
+        address = await self.main.start(self._config.listen)
+        port = int(address.rpartition(":")[2])
+        if self._config.admin_on_main:
+            self.admin_address = address
+        if self.admin is not None:
+            await self._start_admin(self.admin, port)
+        if self._health is not None:
+            self.health_address = await self._health.start(self._config.health_listen)
+        if self.access is not None or self.certificate is not None:
+            self._reloading = asyncio.create_task(self._keep_reloading(), name="access files")
+        return port
+
+    async def _start_admin(self, admin: Listener, main_port: int) -> None:
+        if self._config.admin_listen:
+            self.admin_address = await admin.start(self._config.admin_listen)
+            return
+        try:  # a server without a folder for its socket still serves
+            self.admin_address = await admin.start(admin_socket(main_port))
+        except OSError as error:
+            self.admin_problem = str(error)
+
+    async def _keep_reloading(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.access_interval)
+            if self.certificate is not None:
+                self.certificate.reload_changed()
+            if self.access is not None:
+                self.access.reload_changed()
+
+    async def stop(self, grace: float) -> None:
+        """Idempotent."""
+        if self._reloading is not None:
+            self._reloading.cancel()
+        listeners = (self.main, self.admin, self._health)
+        await asyncio.gather(*(each.stop(grace) for each in listeners if each is not None))

@@ -1,0 +1,142 @@
+"""A request that goes on in another engine ends as if nothing had happened."""
+
+import time
+
+import msgspec
+import pytest
+from legato_engine.client.request_stream import RequestStream, merge_events
+from legato_engine.core import (
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    Resumed,
+    SamplingParams,
+    SegmentTask,
+)
+from legato_engine.engine.assembly import assemble
+from legato_engine.ipc.messages import Delta, Done, Started
+
+from tests.engine.engine.core.world import CONFIG, World, png
+
+WILD = SamplingParams(temperature=2.0, top_p=1.0, max_tokens=14, seed=5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
+KEY = RequestKey("r")
+
+
+def case(task, sampling=GREEDY, image=True, **fields):
+    """A request without its image, and whether it has one."""
+    return Request(request_id=KEY, task=task, sampling=sampling, **fields), image
+
+
+CASES = {
+    "query": case(QueryTask(question="hello"), image=False),
+    "query of an image": case(QueryTask(question="hello"), WILD),
+    "reasoning": case(QueryTask(question="hello", reasoning=True), WILD),
+    "caption": case(CaptionTask(), WILD, return_tokens=True),
+    "logprobs": case(QueryTask(question="hello"), WILD, return_tokens=True, logprobs=True),
+    "detect": case(DetectTask(object="cat"), return_tokens=True, logprobs=True),
+    "detect, sampled": case(DetectTask(object="cat"), WILD),
+    "point": case(PointTask(object="cat")),
+    "segment": case(SegmentTask(object="cat"), WILD),
+}
+
+
+@pytest.fixture(scope="module", params=["random-tiny", "random-tiny3", "fixed:3"])
+def assembly(request):
+    """Models with and without experts, and one that speculates."""
+    changes = {"model": request.param}
+    if request.param.startswith("fixed"):
+        changes = {"speculation": request.param, "draft": "lookup"}
+    made = assemble(msgspec.structs.replace(CONFIG, **changes))
+    yield made
+    made.device.close()
+
+
+def run(world, request, has_image):
+    """Return the outputs of a request that runs to its end."""
+    if has_image:
+        request = msgspec.structs.replace(request, image=world.encoded(png()))
+    world.outputs.clear()
+    world.core.submit(request)
+    world.run("r")
+    return world.of("r")
+
+
+def resumed_after(request, outputs):
+    """The request after these outputs, by the stream that a service process has of it."""
+    stream = RequestStream(request, lambda _: None, lambda _: None)
+    for output in outputs:
+        stream.feed(output)
+    return stream.resumed(None)
+
+
+def said(outputs):
+    """What outputs say, without what it cost."""
+    events = [event for each in outputs if isinstance(each, Delta) for event in each.events]
+    done = outputs[-1]
+    assert isinstance(done, Done)
+    usage = msgspec.structs.replace(done.usage, cached_tokens=0)
+    return merge_events(events), done.result, done.finish_reason, usage, done.tokens
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_moment(assembly, name):
+    """After any of its deltas, the rest and the result are those of the first engine."""
+    request, has_image = CASES[name]
+    request = msgspec.structs.replace(request, cache_image=False)  # nothing is shared
+    world = World(assembly)
+    whole = run(world, request, has_image)
+    deltas = [each for each in whole if isinstance(each, Delta)]
+    for count in range(len(deltas) + 1):
+        told = [Started(request_id=KEY, model="", input_tokens=0, cached_tokens=0, queue_time=0.0)]
+        told += deltas[:count]
+        rest = run(world, resumed_after(request, told), has_image)
+        assert said(told + rest) == said(whole), f"after {count} of {len(deltas)} deltas"
+    world.close()
+
+
+@pytest.mark.parametrize("name", ["detect, sampled", "query of an image"])
+def test_another_engine(assembly, name):
+    """An engine that knows neither the image nor the prompt goes on with the same tokens."""
+    request, has_image = CASES[name]
+    first = World(assembly)
+    whole = run(first, request, has_image)
+    half = whole[: len(whole) // 2]
+    first.close()
+    second = World(assembly)
+    rest = run(second, resumed_after(request, half), has_image)
+    assert said(half + rest) == said(whole)
+    second.close()
+
+
+def test_tokens_without_text_are_told_with_the_next_delta(assembly):
+    """Deltas hold every committed token once, in order, but those after the last text."""
+    world = World(assembly)
+    request, _ = CASES["logprobs"]
+    request = msgspec.structs.replace(request, return_tokens=False, logprobs=False)
+    outputs = run(world, request, has_image=False)
+    told = [each for out in outputs if isinstance(out, Delta) for each in out.token_ids]
+    request = msgspec.structs.replace(request, return_tokens=True)
+    sampled = [each.token_id for each in run(world, request, has_image=False)[-1].tokens]
+    assert told == sampled[: len(told)]
+    assert 0 < len(told) <= len(sampled)
+    world.close()
+
+
+def test_a_full_queue_takes_a_resumed_request(assembly):
+    """It was admitted before; others are refused, and it goes before them."""
+    world = World(assembly, max_waiting=1)
+    world.submit("waiting", QueryTask(question="hello"))
+    world.submit("refused", QueryTask(question="hello"))
+    assert type(world.error("refused")).__name__ == "QueueFull"
+    arrival = time.monotonic() - 10
+    world.submit("again", QueryTask(question="hello"), resumed=Resumed(arrival=arrival))
+    world.run("waiting", "again")
+    order = [each.request_id.caller_id for each in world.outputs if isinstance(each, Started)]
+    assert order == ["again", "waiting"]
+    (done,) = world.of("again", Done)
+    assert done.timings.total > 10
+    world.close()

@@ -1,0 +1,75 @@
+"""Random load and faults on the engine and its connections: `python -m tests.simulation` has more.
+
+Every history is checked: one end, no token lost, doubled or changed, all resources given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from legato_engine.engine.engine_core import EngineCore
+
+from tests.simulation.run import Totals, run, run_all
+from tests.simulation.virtual_time import NothingLeft, virtual_time
+
+SEEDS = 10_000
+PART = 1_000
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+def test_histories(first):
+    totals = run_all(range(first, first + PART))
+    assert totals.runs == PART
+    assert totals.kills > PART / 4, "hardly an engine died"
+    rare = {"stop", "length", "cancelled", "aborted", "QueueFull", "DeadlineExceeded", "Poisoned"}
+    assert rare <= set(totals.ends), f"these never happened: {rare - set(totals.ends)}"
+
+
+def test_a_seed_repeats_its_history():
+    assert run(11) == run(11)
+
+
+def test_a_lost_token_is_found(monkeypatch):
+    """The positive control: a resumed request that forgets its last token has another answer."""
+    submit = EngineCore.submit
+
+    def forgetful(self, request):
+        resumed = request.resumed
+        if resumed is not None and len(resumed.token_ids) > 1:
+            import msgspec
+
+            short = msgspec.structs.replace(
+                resumed, token_ids=resumed.token_ids[:-1], payloads=resumed.payloads[:-1]
+            )
+            request = msgspec.structs.replace(request, resumed=short)
+        submit(self, request)
+
+    monkeypatch.setattr(EngineCore, "submit", forgetful)
+    with pytest.raises(AssertionError) as caught:
+        run_all(range(300))
+    assert any("seed" in note for note in caught.value.__notes__)
+
+
+def test_the_clock_jumps():
+    start = time.perf_counter()
+    with virtual_time() as loop:
+        before = time.monotonic()
+        loop.run_until_complete(asyncio.sleep(3600))
+        assert time.monotonic() - before == pytest.approx(3600)
+    assert time.perf_counter() - start < 60
+
+
+def test_a_standstill_is_an_error():
+    with virtual_time() as loop, pytest.raises(NothingLeft):
+        loop.run_until_complete(asyncio.Event().wait())
+
+
+def test_totals_add_up():
+    both = Totals()
+    both.join(run(1))
+    both.join(run(2))
+    assert both.runs == 2
+    assert both.calls == sum(both.ends.values())
