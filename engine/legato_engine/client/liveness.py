@@ -36,10 +36,11 @@ class Liveness:
         self.silent += passed
         self.unmoved += passed
 
-    def heard(self, beat: Heartbeat) -> None:
+    def heard(self, beat: Heartbeat, *, has_requests: bool = False) -> None:
+        """`has_requests`: this process waits for some, which a hung engine may not have counted."""
         self.silent = 0.0
         load = beat.load
-        idle = load.running + load.waiting + load.inflight == 0
+        idle = not has_requests and load.running + load.waiting + load.inflight == 0
         if idle or beat.step != self._step:
             self._step = beat.step
             self.unmoved = 0.0

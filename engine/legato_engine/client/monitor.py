@@ -85,6 +85,11 @@ class EngineMonitor:
         if self.state is EngineState.HUNG:
             raise EngineLost("the engine does not respond")
 
+    @property
+    def num_open(self) -> int:
+        """Requests that this process waits for."""
+        return 0
+
     # ------------------------------------------------------------ hangs
 
     def _watch_liveness(self) -> None:
@@ -122,7 +127,7 @@ class EngineMonitor:
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         self.last_heartbeat = time.monotonic()
-        self._liveness.heard(beat)
+        self._liveness.heard(beat, has_requests=self.num_open > 0)
         if self.state is EngineState.HUNG:
             self._judge()
         self.step = beat.step
