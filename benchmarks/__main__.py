@@ -16,6 +16,7 @@ EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
 TOOLS = {"pack": "provenance", "publish": "publish", "summary": "summary"}  # write no record
 BENCHMARKS = (
     *EVERYWHERE,
+    "access",
     "adapters",
     "e2e",
     "fp8",
@@ -25,10 +26,12 @@ BENCHMARKS = (
     "kernels",
     "kv",
     "lone",
+    "memory",
     "peers",
     "reference",
     "serve",
     "speculation",
+    "telemetry",
 )
 
 

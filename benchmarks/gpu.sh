@@ -4,7 +4,7 @@
 # logs) and summary.json.
 #
 #   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e lone e2e_photos lone_photos hop image
-#                        fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers
+#                        fp8 e2e_fp8 adapters decode_moondream3 speculation kv memory reference peers
 #   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
 #   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
 #                        all of this without a GPU, at sizes that mean nothing
@@ -15,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
-parts=${PARTS:-tests kernels decode tick e2e lone e2e_photos lone_photos hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers}
+parts=${PARTS:-tests kernels decode tick e2e lone e2e_photos lone_photos hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv memory reference peers}
 results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
 budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -80,8 +80,9 @@ bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
 [[ $device == cpu ]] || part decode_moondream3 60 "$python" -m benchmarks decode --name decode_moondream3 \
   --device "$device" --model moondream3 --random-weights --max-context 4096 --streams 1,8,32 "${decode[@]}"
 bench speculation 110 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fixed:7,seed,budget \
-  --workloads "0.4,0.6,0.8,structured,creative,near the end,under pressure" "${rates[@]}"
+  --workloads "0.4,0.6,0.8,mixed,structured,creative,near the end,under pressure" "${rates[@]}"
 bench kv 40 "${large[@]}"
+[[ $device == cpu ]] || bench memory 60 "${large[@]}"
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && bench reference 120 --checkout "$MOONDREAM_REFERENCE" --device "$device" \
   --runs full/f32 full/bf16 --full-sizes 22 --max-tokens 12 --layers 2 4
 left=$((budget - SECONDS)) # includes time that the parts above did not use; 15 s of it are for the record

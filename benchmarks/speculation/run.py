@@ -168,11 +168,11 @@ class Run(SilentSink):
         self._kv_use.append((now, load.pages_used / load.pages_total))
         for row in record.launch.plan.rows:
             drafting = row.sequence.draft_stats
-            if drafting is None:
+            if drafting is None or drafting.learnt is None:
                 continue
             averages = self._averages.setdefault(row.sequence.request.request_id, [])
             if len(averages) < len(drafting.block_size_history):
-                averages.append((now, drafting.ema_acceptance_rate))
+                averages.append((now, drafting.learnt.ema_acceptance_rate))
 
     @property
     def tokens(self) -> list[list[int]]:

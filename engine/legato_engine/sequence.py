@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Protocol
 
 from legato_engine.core import PromptToken, Request
 from legato_engine.tasks import Task
@@ -65,6 +65,7 @@ class SequencePages:
     cached_tokens: int = 0  # `cached_length` of the first admission
     num_preemptions: int = 0
     refused_at: int = 0  # pages available when the sequence last did not fit
+    num_staged: int = 0  # of `ids`, in the device's page table; written by the runner too
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,15 +81,30 @@ class Progress:
     inflight_drafts: int = 0
 
 
+class Learnt(Protocol):
+    """What the device has learnt of a sequence's draft tokens, and the block that it chose."""
+
+    @property
+    def accepted_weight(self) -> float: ...  # tokens, older ones counting less
+
+    @property
+    def tried_weight(self) -> float: ...
+
+    @property
+    def ema_acceptance_rate(self) -> float: ...
+
+    @property
+    def current_block_size(self) -> int: ...
+
+    @property
+    def idle_steps(self) -> int: ...  # verifications without draft tokens in a row
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
     """Acceptance of draft tokens, as the device had it at the latest commit."""
 
-    ema_acceptance_rate: float
-    accepted_weight: float = 0.0  # tokens, older ones counting less
-    tried_weight: float = 0.0
-    current_block_size: int = 0  # that the device chose
-    idle_steps: int = 0  # verifications without draft tokens in a row
+    learnt: Learnt | None = None  # None before the first
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
     under_pressure: bool = False  # at the latest plan
 
@@ -161,6 +177,28 @@ class Sequence:
     def image_prefix_length(self) -> int:
         """Positions with bidirectional attention, shared only together."""
         return self.prefix_length if self.prefix_length > 1 else 0
+
+    @property
+    def arrival(self) -> float:
+        return self.timing.arrival
+
+    @property
+    def adapter_key(self) -> str:
+        return self.adapter.key
+
+    @property
+    def max_cost(self) -> int:
+        """Positions of the prompt and of the longest output."""
+        return self.prompt_length + self.task.max_tokens
+
+    @property
+    def cost(self) -> int:
+        """Positions of the prompt and of the output so far."""
+        return self.length
+
+    @property
+    def was_started(self) -> bool:
+        return self.pages.num_preemptions > 0 or self.request.resumed is not None
 
     @property
     def may_draft(self) -> bool:

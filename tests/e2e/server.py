@@ -38,6 +38,7 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    `environment` has variables to add.
     Another `program` than the service takes the same options.
     """
 
@@ -47,11 +48,14 @@ class Server:
         *options: str,
         program: Sequence[str] = ("-m", "legato_service"),
         environment: Mapping[str, str] | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        """`credentials` are those of the test's own channel, to a server with TLS."""
         self._log = folder / "server.log"
         self._options = options
         self._program = program
         self._environment = {**ENVIRONMENT, **(environment or {})}
+        self._credentials = credentials
         self.address = ""
 
     def __enter__(self) -> Server:
@@ -66,7 +70,10 @@ class Server:
             )
         self.address = self._wait_for_address()
         # No retry policy: the tests see the first answer of the server, whatever it is.
-        self.channel = grpc.insecure_channel(self.address)
+        if self._credentials is None:
+            self.channel = grpc.insecure_channel(self.address)
+        else:
+            self.channel = grpc.secure_channel(self.address, self._credentials)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -320,7 +320,7 @@ def test_ten_thousand_decisions_of_a_gpu_are_the_specifications(name):
 
 
 def test_a_switch_runs_the_graph_that_the_device_chooses():
-    """Inside a captured graph and outside, with graphs that allocate; none other runs."""
+    """Inside a captured graph and outside, with graphs that allocate; no other runs, or none."""
     device = CudaDevice(0)
     on = device.torch_device
     index = torch.zeros(1, dtype=torch.int32, device=on)
@@ -345,7 +345,7 @@ def test_a_switch_runs_the_graph_that_the_device_chooses():
         runs.zero_()
         captured = device.capture(chosen)
         runs.zero_()
-        for which in (3, 0, 3, 4, 1, 3):
+        for which in (3, 0, 3, 5, 4, 1, 3):
             wanted.fill_(which)
             captured()
         assert runs.tolist() == [1, 1, 0, 3, 1]

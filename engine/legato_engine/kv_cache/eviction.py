@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+UNKNOWN_RATE = 0.8
+"""Of requests that verified no draft tokens: what the block policies begin with."""
+
 Rank = tuple[int, float, int, int]
 
 

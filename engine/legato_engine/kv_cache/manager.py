@@ -204,11 +204,11 @@ class KVCacheManager:
 
         They evict cached pages, but leave a page to each sequence that still grows.
         """
-        max_length = sequence.max_length
-        assert length <= max_length, f"{length} positions of at most {max_length}"
         missing = self._budget.pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
+        max_length = sequence.max_length
+        assert length <= max_length, f"{length} positions of at most {max_length}"
         if missing + self._num_growing(besides=sequence) > self._budget.num_available:
             return False
         pages = self._budget.allocate(missing)
@@ -234,6 +234,9 @@ class KVCacheManager:
             self.grow(sequence)
         num_kept = max(num_committed + num_accepted, self._budget.pages_for(reserved))
         rejected = pages.ids[num_kept:]
+        if not rejected:
+            return
+        pages.num_staged = min(pages.num_staged, num_kept)
         pages.ids = pages.ids[:num_kept]
         del draft[len(draft) - len(rejected) :]
         self._pool.free(rejected)

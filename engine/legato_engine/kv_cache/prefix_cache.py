@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from legato_engine.kv_cache.eviction import UNKNOWN_RATE
 from legato_engine.kv_cache.page_ownership import PageOwnership
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.radix_tree import Match, Namespace, Node, RadixTree
@@ -135,13 +136,19 @@ class PrefixCache:
         self.publish(sequence, ownership, partial=True)
         for node in (ownership.source, ownership.node):
             if node is not None:
-                self._tree.release(node, sequence.request.priority)
+                self._tree.release(node, sequence.request.priority, _acceptance(sequence))
 
     def _replace_page(self, ownership: PageOwnership, node: Node, page: int) -> None:
         """Swap the tree's page for the sequence's, with the same content."""
         ownership.private.remove(page)
         self._pool.free(node.pages)
         node.pages = (page,)
+
+
+def _acceptance(sequence: Sequence) -> float:
+    stats = sequence.draft_stats
+    learnt = None if stats is None else stats.learnt
+    return UNKNOWN_RATE if learnt is None else learnt.ema_acceptance_rate
 
 
 def _namespace(sequence: Sequence) -> Namespace:

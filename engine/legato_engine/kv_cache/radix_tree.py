@@ -7,7 +7,12 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from legato_engine.kv_cache.eviction import EvictionCandidate, Rank, eviction_rank
+from legato_engine.kv_cache.eviction import (
+    UNKNOWN_RATE,
+    EvictionCandidate,
+    Rank,
+    eviction_rank,
+)
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.sequence import Keys, Sequence
 
@@ -41,6 +46,7 @@ class Node:
     """
 
     __slots__ = (
+        "acceptance",
         "attached",
         "children",
         "keys",
@@ -73,6 +79,7 @@ class Node:
         self.children: dict[Keys, Node] = {}
         self.ref_count = 0
         self.priority = 0
+        self.acceptance = UNKNOWN_RATE
         self.last_used = 0
         self.ready = True
         self.attached = True
@@ -187,17 +194,18 @@ class RadixTree:
                 self.shared_pages += len(each.pages)
             each.ref_count += 1
 
-    def release(self, node: Node, priority: int) -> None:
+    def release(self, node: Node, priority: int, acceptance: float = UNKNOWN_RATE) -> None:
         """Unreference a node and its ancestors.
 
-        An unreferenced node stays, with its last user's priority, unless detached or never
-        computed.
+        An unreferenced node stays, with its last user's priority and rate of accepted draft tokens,
+        unless detached or never computed.
         """
         self._time += 1
         for each in node.path:
             assert each.ref_count > 0, f"node {each.node_id} is released without a reference"
             each.ref_count -= 1
             each.priority, each.last_used = priority, self._time
+            each.acceptance = acceptance
             if each.ref_count == 1:
                 self.shared_pages -= len(each.pages)
             elif each.ref_count == 0:
@@ -283,5 +291,6 @@ def _is_current(leaf: _IdleLeaf) -> bool:
 
 
 def _rank(node: Node) -> Rank:
-    """Cached nodes draft nothing: their acceptance rate is 0."""
-    return eviction_rank(EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used))
+    return eviction_rank(
+        EvictionCandidate(node.node_id, node.priority, node.acceptance, node.last_used)
+    )

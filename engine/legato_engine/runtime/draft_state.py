@@ -96,7 +96,9 @@ class DraftState:
         self.operations.set_costs(policy)
 
     def proposal_for(self, count: int) -> int:
-        """The index of the shortest proposal with so many draft tokens."""
+        """The index of the shortest proposal with so many draft tokens; none has 0."""
+        if not count:
+            return len(self.blocks)
         return next(index for index, block in enumerate(self.blocks) if block >= count)
 
     def forget(self) -> None:
@@ -133,8 +135,6 @@ class DraftState:
     def propose(self, slot: DecodeSlot, page_table_RM: torch.Tensor, block: int) -> None:
         """Fill `block` draft tokens a row; on the CPU, of staged rows only."""
         state = (self._row_R, self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
-        if not block:
-            return
         if self.draft_RK.device.type != "cpu":
             self._proposer.propose(RowHistory(*state), self.draft_RK[:, :block])
             return
@@ -167,9 +167,8 @@ class DraftState:
 
 
 def _blocks(limit: int) -> tuple[int, ...]:
-    """0, the powers of two below `limit`, and `limit`."""
-    powers = {1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit}
-    return tuple(sorted({0, *powers, limit}))
+    """The powers of two below `limit`, and `limit`."""
+    return (*(1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit), limit)
 
 
 def _choice(layouts: Sequence[Layout], tokens: int, groups: int) -> int:

@@ -32,15 +32,17 @@ class GraphRunner:
     ) -> Work:
         """Work that runs `make(*shapes[index])`, chosen on the device when it runs.
 
-        `index` is an int32 [1] on the device. The work may be part of captured work, and has no
-        choice to make between equal shapes or one.
+        `index` is an int32 [1] on the device; beyond the shapes nothing runs, but a single shape
+        always does. The work may be part of captured work.
         """
-        works = [self._work(make, *shape) for shape in shapes]
-        if len(works) == 1:
+        if len(shapes) == 1:
             return make(*shapes[0])
+        works = [self._work(make, *shape) for shape in shapes]
 
         def chosen() -> None:
-            works[int(index)]()
+            which = int(index)
+            if which < len(works):
+                works[which]()
 
         return captured_switch(index, works) or chosen
 

@@ -213,21 +213,35 @@ class ModelRunner:
         if not rows:
             return []
         outputs = self._slots[launch.slot].outputs.host
-        count = len(rows)
         if self._drafts is not None:
-            counts = outputs["count"][:count].tolist()
-            proposed = outputs["proposed"][:count].tolist()
-            descriptors = self._descriptors[launch.slot][:count].tolist()
-            count = sum(proposed) + len(rows) - counts.count(0)
+            return self._drafted(launch.slot, len(rows), logprobs=events.logprobs)
+        count = len(rows)
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
             outputs["logprob"][:count].tolist() if events.logprobs else repeat(None),
         ]
         tokens = map(SampledToken._make, zip(*fields, strict=False))
-        if self._drafts is None:
-            return [RowTokens((token,)) for token in tokens]
-        return _by_row(tuple(tokens), counts, proposed, descriptors)
+        return [RowTokens((token,)) for token in tokens]
+
+    def _drafted(self, slot: int, num_rows: int, *, logprobs: bool) -> list[RowTokens]:
+        """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
+        outputs = self._slots[slot].outputs.host
+        counts = outputs["count"][:num_rows].tolist()
+        proposed = outputs["proposed"][:num_rows].tolist()
+        end = sum(proposed) + num_rows
+        tokens, payloads = (outputs[name][:end].tolist() for name in ("token", "payload"))
+        likely = outputs["logprob"][:end].tolist() if logprobs else [None] * end
+        rows, first = [], 0
+        descriptors = map(Descriptor._make, self._descriptors[slot][:num_rows].tolist())
+        for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
+            accepted = tuple(
+                SampledToken(tokens[index], tuple(payloads[index]), likely[index])
+                for index in range(first, first + count)
+            )
+            rows.append(RowTokens(accepted, drafted, learnt))
+            first += 1 + drafted if count else 0
+        return rows
 
     def times(self, launch: Launch) -> LaunchTimes:
         events = self._events[launch.slot]
@@ -251,21 +265,6 @@ class ModelRunner:
 
 def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
-
-
-def _by_row(
-    tokens: tuple[SampledToken, ...],
-    counts: Sequence[int],
-    proposed: Sequence[int],
-    descriptors: Sequence[tuple[float, ...]],
-) -> list[RowTokens]:
-    """Split the accepted tokens of rows that are adjacent; one without a token has none."""
-    outputs, first = [], 0
-    for count, drafted, fields in zip(counts, proposed, descriptors, strict=True):
-        learnt = Descriptor._make(fields)
-        outputs.append(RowTokens(tokens[first : first + count], drafted, learnt))
-        first += 1 + drafted if count else 0
-    return outputs
 
 
 def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:

@@ -5,6 +5,7 @@ A pass over tens of tokens takes hardly longer than over one, and results are ba
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence as Many
 from typing import NamedTuple
@@ -35,7 +36,8 @@ class ScheduledPrompt(NamedTuple):
 
 
 def bucket_for(buckets: Many[int], num_tokens: int) -> int:
-    return next(bucket for bucket in buckets if bucket >= num_tokens)
+    """The smallest of ascending `buckets` with so many tokens."""
+    return buckets[bisect.bisect_left(buckets, num_tokens)]
 
 
 def cut_passes(

@@ -51,6 +51,7 @@ def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: 
         staged["temperature"][index] = sampling.temperature or 0.0
         staged["top_p"][index] = 1.0 if sampling.top_p is None else sampling.top_p
         if slot.speculates:
+            sequence.pages.num_staged = len(sequence.pages.ids)
             _stage_history(slot, index, sequence)
 
 

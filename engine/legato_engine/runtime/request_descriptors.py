@@ -55,13 +55,14 @@ class Descriptor(NamedTuple):
 def initial_descriptor(sequence: Sequence, initial_rate: float) -> Descriptor:
     """Of a sequence that is admitted, also after a preemption."""
     stats = sequence.draft_stats
-    if stats is None:
+    if stats is None or stats.learnt is None:
         return Descriptor(0.0, 0.0, initial_rate, 0, 0, STARTS)
+    learnt = stats.learnt
     return Descriptor(
-        stats.accepted_weight,
-        stats.tried_weight,
-        stats.ema_acceptance_rate,
-        stats.current_block_size,
-        stats.idle_steps,
-        STARTS | (VERIFIED if stats.block_size_history else 0),
+        learnt.accepted_weight,
+        learnt.tried_weight,
+        learnt.ema_acceptance_rate,
+        learnt.current_block_size,
+        learnt.idle_steps,
+        STARTS | VERIFIED,
     )

@@ -91,7 +91,16 @@ class StepStaging:
         staged["scheduled_row"][count:] = self._scratch_row
         staged["room"][:count] = room_S
         staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
-        size = self._page_size
-        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
-        self._stage_grown(staged, grown)
+        self._stage_grown(staged, self._unstaged(rows))
         return self.bucket(most)
+
+    def _unstaged(self, rows: Sequence[ScheduledSequence]) -> Sequence[tuple[EngineSequence, int]]:
+        """The indices of pages that the device does not have yet."""
+        unstaged: list[tuple[EngineSequence, int]] = []
+        for row in rows:
+            pages = row.sequence.pages
+            count = len(pages.ids)
+            if count > pages.num_staged:
+                unstaged += [(row.sequence, page) for page in range(pages.num_staged, count)]
+                pages.num_staged = count
+        return unstaged

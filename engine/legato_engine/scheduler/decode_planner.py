@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from itertools import repeat
 
@@ -81,37 +81,29 @@ class DecodePlanner:
     ) -> tuple[ScheduledSequence, ...]:
         """Reserve pages for the most draft tokens: the device chooses how many it drafts."""
         rows = []
-        counts = self._draft_counts(batch, block_sizes, under_pressure)
-        for sequence, num_drafts in zip(batch, counts, strict=False):
-            progress = sequence.progress
-            row = self._with_pages(
-                ScheduledSequence(
-                    sequence,
-                    progress.last_position,
-                    num_drafts=num_drafts,
-                    slack=progress.inflight_drafts,
-                )
-            )
-            if row is not None:
-                rows.append(row)
+        for sequence, bound in zip(batch, _bounds(batch, block_sizes, under_pressure), strict=True):
+            progress, max_length = sequence.progress, sequence.max_length
+            start = progress.last_position + progress.inflight_drafts
+            most = min(bound, sequence.task.max_tokens - progress.num_launched - 1)
+            while not self._manager.reserve_draft(sequence, min(start + 1 + most, max_length)):
+                most = most // 2 if most else -1  # halved until there are pages for them
+                if most < 0:
+                    break
+            else:
+                fields = (sequence, progress.last_position, 1, NO_PREFILL_WORK, most)
+                rows.append(ScheduledSequence._make((*fields, progress.inflight_drafts)))
         return tuple(rows)
 
-    def _draft_counts(
-        self, batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool
-    ) -> Iterator[int]:
-        drafting = [sequence for sequence in batch if sequence.may_draft]
-        if not drafting:
-            return repeat(0)
-        sizes = iter(block_sizes.allot(drafting, under_pressure=under_pressure))
-        return (min(next(sizes), _max_drafts(each)) if each.may_draft else 0 for each in batch)
 
-    def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
-        """Halve the draft tokens until there are pages for them."""
-        while not self._manager.reserve_draft(row.sequence, row.end):
-            if not row.num_drafts:
-                return None
-            row = row._replace(num_drafts=row.num_drafts // 2)
-        return row
+def _bounds(batch: Many[Sequence], block_sizes: BlockSizes, under_pressure: bool) -> Iterable[int]:
+    """The most draft tokens of each sequence."""
+    drafting = [sequence for sequence in batch if sequence.may_draft]
+    if len(drafting) == len(batch):
+        return block_sizes.allot(batch, under_pressure=under_pressure)
+    if not drafting:
+        return repeat(0, len(batch))
+    bounds = iter(block_sizes.allot(drafting, under_pressure=under_pressure))
+    return (next(bounds) if sequence.may_draft else 0 for sequence in batch)
 
 
 def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
@@ -119,7 +111,3 @@ def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
     # Runs in every step: `_make` takes half the time of a call that fills in defaults.
     fields = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
     return tuple(map(ScheduledSequence._make, fields))
-
-
-def _max_drafts(sequence: Sequence) -> int:
-    return sequence.task.max_tokens - sequence.progress.num_launched - 1

@@ -31,7 +31,7 @@ class OutputProcessor:
     def __init__(
         self,
         manager: KVCacheManager,
-        admission: Admission,
+        admission: Admission[Sequence],
         clock: Clock,
         sink: Sink,
         block_sizes: BlockSizes | None,
@@ -57,6 +57,7 @@ class OutputProcessor:
 
     def process_block(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
         """Commit a decode's accepted draft tokens, its own token and their pages."""
+        pressed = record.launch.plan.under_pressure
         sequence, num_accepted = row.sequence, len(output.tokens) - 1
         assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
         record.drafted += output.num_drafted
@@ -71,6 +72,8 @@ class OutputProcessor:
                 break
         end = sequence.progress.last_position
         reserved = end + sequence.progress.inflight_drafts  # the next launch may write up to here
+        if not pressed:  # nor are the pages of the launch after it worth freeing
+            reserved += 1 + row.num_drafts
         self._manager.commit_to(sequence, end, reserved=reserved)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
@@ -100,5 +103,5 @@ class OutputProcessor:
         if sequence.finalized:  # aborted by the sink, during `delta`
             return
         self._finalize(sequence)
-        self._admission.completed(sequence)
+        self._admission.completed(self._clock.now() - sequence.timing.prefill_start)
         self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from legato_engine.scheduler.launch import Launch
+from legato_engine.sequence import Learnt
 from legato_engine.tasks import SampledToken
 
 
@@ -19,25 +20,6 @@ class LaunchTimes:
     sample_start: int
     sample_end: int
     copy_end: int
-
-
-class Learnt(Protocol):
-    """What the device has learnt of a sequence's draft tokens, and the block that it chose."""
-
-    @property
-    def accepted_weight(self) -> float: ...
-
-    @property
-    def tried_weight(self) -> float: ...
-
-    @property
-    def ema_acceptance_rate(self) -> float: ...
-
-    @property
-    def current_block_size(self) -> int: ...
-
-    @property
-    def idle_steps(self) -> int: ...
 
 
 class RowTokens(NamedTuple):

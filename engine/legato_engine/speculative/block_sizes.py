@@ -8,7 +8,6 @@ from legato_engine.config import SPECULATION_OFF, max_block_size
 from legato_engine.scheduler.runner import RowTokens
 from legato_engine.sequence import DraftStats, Sequence
 from legato_engine.speculative.block_policy import (
-    INITIAL_RATE,
     AdaptiveBlockPolicy,
     BlockPolicy,
     FixedBlockPolicy,
@@ -36,21 +35,18 @@ class PolicyBlockSizes:
         for sequence in sequences:
             stats = sequence.draft_stats
             if stats is None:
-                stats = sequence.draft_stats = DraftStats(INITIAL_RATE)
+                stats = sequence.draft_stats = DraftStats()
                 stats.under_pressure = under_pressure
             bounds.append(few if stats.under_pressure and under_pressure else most)
             stats.under_pressure = under_pressure
         return bounds
 
     def learn(self, sequence: Sequence, output: RowTokens) -> None:
-        stats, learnt = sequence.draft_stats, output.learnt
+        stats = sequence.draft_stats
         if stats is None:
-            stats = sequence.draft_stats = DraftStats(INITIAL_RATE)
+            stats = sequence.draft_stats = DraftStats()
         stats.block_size_history.append(output.num_drafted)
-        assert learnt is not None, f"sequence {sequence.seq_id} drafted without a descriptor"
-        stats.accepted_weight, stats.tried_weight = learnt.accepted_weight, learnt.tried_weight
-        stats.ema_acceptance_rate = learnt.ema_acceptance_rate
-        stats.current_block_size, stats.idle_steps = learnt.current_block_size, learnt.idle_steps
+        stats.learnt = output.learnt
 
 
 def block_policy(setting: str, costs: CostTable = NO_COSTS) -> BlockPolicy | None:

@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 import pytest
+from legato_engine import failpoints
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
@@ -219,4 +220,19 @@ async def test_scheduling_policy_with_and_without_a_device(model, then):
         assert policies(client._process.pid) == {then}
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        await client.close()
+
+
+async def test_a_slow_image_does_not_make_the_engine_look_stuck(monkeypatch):
+    """An image that takes longer than a step may is prepared, not mistaken for a stuck step."""
+    monkeypatch.setenv(failpoints.VARIABLE, "decode.begin=sleep(8)@1")
+    client = EngineClient(CONFIG, limits=EngineLimits(backoff_first=0.05, stuck=5))
+    await client.start()
+    try:
+        await client.wait_ready()
+        done = [output async for output in client.submit(ask("a", image(client)))][-1]
+        assert isinstance(done, Done)
+        assert done.timings.image > 7
+        assert client.restarts == 0
+    finally:
         await client.close()

@@ -1,7 +1,8 @@
 """Eviction of cached pages when pages run out."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.sequence import Sequence
+from legato_engine.runtime.request_descriptors import Descriptor
+from legato_engine.sequence import DraftStats, Sequence
 
 from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 from tests.fakes import FakeTask, make_sequence
@@ -55,6 +56,26 @@ def test_the_lowest_priority_goes_first_then_the_least_recently_used() -> None:
         return admitted_length(manager, sequence(5, 1, key, prompt=8, max_tokens=1))
 
     assert [cached_of(key) for key in "abc"] == [8, 8, 0]
+
+
+def test_pages_of_requests_whose_draft_tokens_fail_go_before_older_ones() -> None:
+    """Of one priority, the rate of accepted draft tokens comes before the last use."""
+    manager = KVCacheManager(9, PAGE, 2)
+    for seq_id, (key, rate) in enumerate((("old", 0.9), ("poor", 0.3), ("none", None))):
+        cached = sequence(seq_id, 1, key, prompt=7, max_tokens=1)
+        admit(manager, cached)
+        if rate is not None:
+            cached.draft_stats = DraftStats(Descriptor(0.0, 0.0, rate, 0, 0, 0))
+        release(manager, cached)
+    assert manager.prefix_pages == 6
+    large = sequence(4, 1, None, prompt=15, max_tokens=1)  # 4 pages, 2 are free
+    admit(manager, large)
+    release(manager, large)
+    found = [
+        admitted_length(manager, sequence(5, 1, key, prompt=8, max_tokens=1))
+        for key in ("old", "poor", "none")
+    ]
+    assert found == [8, 0, 8]
 
 
 def admitted_length(manager: KVCacheManager, admitted: Sequence) -> int:

@@ -63,9 +63,10 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
         for _ in range(draw.randrange(12)):
             again = draw.choice(cached)
             tree.acquire(again)
-            tree.release(again, draw.randrange(3))
+            tree.release(again, draw.randrange(3), draw.choice((0.2, 0.5, 0.8)))
         order = eviction_order(
-            EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used) for node in cached
+            EvictionCandidate(node.node_id, node.priority, node.acceptance, node.last_used)
+            for node in cached
         )
         left = [candidate.candidate_id for candidate in order]
         for count in range(1, 9):

@@ -103,3 +103,17 @@ def test_a_proposer_knows_what_was_found(assembly):
     assert run.answers["again"] == run.answers["first"] == plain.answers["first"]
     accepted = [record.accepted for record in run.records]
     assert accepted[: len(accepted) // 2] == accepted[len(accepted) // 2 :]
+
+
+def test_pages_are_cached_with_the_rate_that_the_device_learnt(assembly):
+    """Eviction knows whose draft tokens were right."""
+    names = ("good", "poor")
+    plain = asked(Run(assembly, max_tokens=40), names)
+    changed = speculating(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    run = asked(Run(changed, max_tokens=40), names)
+    assert run.answers == plain.answers
+    learnt = [run.sequences[name].draft_stats.learnt.ema_acceptance_rate for name in names]
+    assert learnt[0] > 0.8 > 0.5 > learnt[1]
+    tree = run.scheduler._manager._tree
+    leaves = {node.acceptance for node in tree.nodes() if node.pages and not node.children}
+    assert leaves == set(learnt)

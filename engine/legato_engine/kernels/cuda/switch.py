@@ -14,7 +14,7 @@ _WORD = 1 << 32
 
 
 class Switch:
-    """Runs `graphs[index]`, with an index that earlier work of the stream has written.
+    """Runs `graphs[index]`, if there is one, with an index that earlier work has written.
 
     In captured work it becomes a conditional node whose branches are copies of the graphs, so the
     host neither waits nor knows the choice. Outside it waits for the index.
@@ -31,7 +31,9 @@ class Switch:
         if torch.cuda.is_current_stream_capturing():
             self._add_node()
         else:
-            self._graphs[int(self._index)].replay()
+            which = int(self._index)
+            if which < len(self._graphs):
+                self._graphs[which].replay()
 
     def _add_node(self) -> None:
         from cuda.bindings import driver

@@ -1,0 +1,75 @@
+"""Device memory of a runner: what a second launch in flight costs, captured graphs included.
+
+Runners of one slot and of five are compared, because memory is taken in blocks of megabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.runtime import model_runner
+
+from benchmarks import record
+
+_MIB = 2**20
+_SLOTS = (1, 5)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure runners of few and of many slots, and record the difference."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="memory", help="of the record")
+    parser.add_argument("--streams", default="8,32", help="largest batches")
+    parser.add_argument("--settings", default="off,seed", help="of --speculation")
+    arguments = parser.parse_args(argv)
+    rows = []
+    alive: list[Assembly] = []  # the driver keeps memory of graphs that are destroyed
+    for streams in map(int, arguments.streams.split(",")):
+        config = msgspec.structs.replace(model_config(arguments), max_running=streams)
+        assembly = assemble(config)
+        for setting in arguments.settings.split(","):
+            _used(assembly, setting, 1, alive)  # what the process takes once
+            few, many = (_used(assembly, setting, slots, alive) for slots in _SLOTS)
+            rows.append(
+                {
+                    "streams": streams,
+                    "setting": setting,
+                    "runner_mib": few / _MIB,
+                    "slot_mib": (many - few) / (_SLOTS[1] - _SLOTS[0]) / _MIB,
+                }
+            )
+        assembly.device.close()
+    heads = ("largest batch", "speculation", "runner of one slot, MiB", "each further slot, MiB")
+    cells = [
+        [row["streams"], row["setting"], f"{row['runner_mib']:.0f}", f"{row['slot_mib']:.1f}"]
+        for row in rows
+    ]
+    title = "Device memory of a runner: packed weights, scratch memory, slots and graphs"
+    record.write(arguments.name, title, {"rows": rows}, [record.table(heads, cells)])
+    return 0
+
+
+def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
+    """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
+    before, usual = _free(), model_runner.NUM_SLOTS
+    model_runner.NUM_SLOTS = slots
+    try:
+        alive.append(speculating(assembly, setting))
+    finally:
+        model_runner.NUM_SLOTS = usual
+    return before - _free()
+
+
+def _free() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free

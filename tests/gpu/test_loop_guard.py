@@ -1,0 +1,178 @@
+"""On a GPU: a warm loop neither synchronises nor allocates, whatever rows carry."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from cuda.bindings import driver, runtime
+from legato_engine.bench.workload import fixed_length
+from legato_engine.config import EngineConfig
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.models.moondream.presets import moondream2_config
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.step_record import StepRecord
+
+from tests.adapters import random_adapter, safetensors_file
+from tests.engine.models import hub_folder
+from tests.gpu.guard import GuardViolation, guarded
+
+ROWS = 4
+RANKS = {"x": 8, "y": 64}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_the_guard_notices() -> None:
+    """Synchronisation and allocation by torch, by the driver and by the runtime, and a copy that
+    waits because its memory is pageable; a copy to page-locked memory passes.
+    """
+    on_device, stream = torch.ones(4, device="cuda"), torch.cuda.current_stream().cuda_stream
+    pageable, pinned = torch.ones(4), torch.ones(4, pin_memory=True)
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+    def copied_to(host: torch.Tensor) -> None:
+        runtime.cudaMemcpyAsync(host.data_ptr(), on_device.data_ptr(), 16, kind, stream)
+
+    def synchronised() -> None:
+        runtime.cudaDeviceSynchronize()
+
+    def mapped() -> None:
+        kept.append(driver.cuMemAlloc(1 << 24)[1])
+
+    kept: list[object] = []
+    for offence in (
+        lambda: on_device.sum().item(),
+        lambda: torch.ones(4, device="cuda"),
+        lambda: driver.cuStreamSynchronize(stream),
+        synchronised,
+        mapped,
+        lambda: copied_to(pageable),
+    ):
+        with pytest.raises((RuntimeError, GuardViolation)), guarded():
+            offence()
+    allocate = driver.cuMemAlloc
+    with pytest.raises(GuardViolation, match="bytes of device memory"), guarded():
+        kept.append(allocate(1 << 26)[1])  # as a library would, behind the bindings
+    with guarded():
+        copied_to(pinned)
+    torch.cuda.synchronize()
+    assert pinned.tolist() == [1.0] * 4
+    for address in kept:
+        driver.cuMemFree(address)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
+    """Moondream 2's shape with random weights and two adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        data = safetensors_file(random_adapter(moondream2_config().text, rank, seed))
+        (folder / f"{name}.safetensors").write_bytes(data)
+    config = EngineConfig(
+        model="moondream2",
+        random_weights=True,
+        device="cuda",
+        max_running=ROWS,
+        adapters=str(folder),
+        kv_memory_fraction=0.2,
+    )
+    assembly = assemble(config)
+    yield assembly
+    close(assembly)
+
+
+def close(assembly: Assembly) -> None:
+    """Give its memory back."""
+    assembly.device.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Decodes(SilentSink):
+    """Counts committed launches by kind, and draft tokens."""
+
+    def __init__(self) -> None:
+        self.kinds: list[LaunchKind] = []
+        self.drafted = 0
+
+    def committed(self, record: StepRecord) -> None:
+        """Count it."""
+        self.kinds.append(record.launch.plan.kind)
+        self.drafted += record.drafted
+
+
+def decoding(
+    assembly: Assembly, seen: Decodes, *, length: int, adapters: tuple[str, ...] = ()
+) -> Scheduler:
+    """Return a scheduler whose rows all decode, and have answers of `length` tokens."""
+    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
+    frontend, support = assembly.frontend, assembly.model.capabilities.adapters
+    for index in range(ROWS):
+        request = Request(
+            request_id=RequestKey(str(index)),
+            task=QueryTask(question="What? " * 3),
+            sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
+        )
+        adapter = None
+        if index < len(adapters):
+            assert support is not None
+            name = adapters[index]
+            data = (Path(assembly.config.adapters) / f"{name}.safetensors").read_bytes()
+            adapter = support.read_adapter(data, name, max(RANKS.values()))
+        sequence = make_sequence(frontend, request, None, adapter)
+        constraints = range(len(frontend.constraints))
+        scheduler.submit(fixed_length(sequence, length, 0, constraints))
+    for _ in range(2 * ROWS + 4):
+        scheduler.step()
+    assert scheduler.load().running == ROWS
+    return scheduler
+
+
+@pytest.mark.parametrize("adapters", [(), ("x", "y")])
+@pytest.mark.parametrize("setting", ["off", "fixed:3", "seed", "budget"])
+def test_a_warm_decode_loop_is_quiet(
+    large: Assembly, setting: str, adapters: tuple[str, ...]
+) -> None:
+    """Plain and with speculation, with rows of adapters and without."""
+    assembly = large if setting == "off" else speculating(large, setting)
+    seen = Decodes()
+    scheduler = decoding(assembly, seen, length=500, adapters=adapters)
+    before = len(seen.kinds)
+    with guarded():
+        for _ in range(40):
+            scheduler.step()
+    assert seen.kinds[before:] == [LaunchKind.DECODE] * 40
+    assert scheduler.load().running == ROWS
+    for index in range(ROWS):
+        scheduler.abort(RequestKey(str(index)))
+    scheduler.drain()
+
+
+@pytest.mark.parametrize("setting", ["off", "seed"])
+def test_the_draft_layer_and_text_models_are_quiet(setting: str, tmp_path: Path) -> None:
+    """Legato-tiny with its own draft, whose proposals depend on the block, and a Phi by torch."""
+    hub_folder.write(tmp_path, hub_folder.phi())
+    for model, weights in (("legato-tiny", ""), ("phi", str(tmp_path))):
+        config = EngineConfig(
+            model=model, weights=weights, device="cuda", max_running=ROWS, num_pages=1024
+        )
+        assembly = assemble(msgspec.structs.replace(config, speculation=setting))
+        seen = Decodes()
+        scheduler = decoding(assembly, seen, length=200)
+        with guarded():
+            for _ in range(8):
+                scheduler.step()
+        assert seen.kinds[-8:] == [LaunchKind.DECODE] * 8
+        close(assembly)
