@@ -3,6 +3,7 @@
 import collections
 import functools
 import signal
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -67,8 +68,9 @@ def test_calls_that_a_drain_cuts_are_told_so(tmp_path, ended_by, processes):
         until(lambda: server.events("drain_begun"))
         if ended_by == "second signal":
             server.process.send_signal(signal.SIGTERM)
-        reads = (functools.partial(collections.deque, stream) for stream in streams)
-        for read in (*reads, *(call.result for call in unary)):
+        reads: list[Callable[[], object]] = [call.result for call in unary]
+        reads += [functools.partial(collections.deque, stream) for stream in streams]
+        for read in reads:
             failed = failure_of(read)
             assert failed.code is grpc.StatusCode.UNAVAILABLE
             assert failed.reason == "DRAINING"
