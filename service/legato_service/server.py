@@ -17,10 +17,12 @@ from legato.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from legato_engine.images.quota import ByteQuota
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
 from legato_service.engine import Engine
+from legato_service.images.held_uploads import HeldUploads
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import CUT_WRITES, LAST_WRITES, Drain
@@ -98,6 +100,12 @@ class Server:
         serves_metrics = bool(config.metrics_listen) and number == 0
         self._scrapes = MetricsListener(self.metrics.exposition) if serves_metrics else None
         self.metrics_address = ""  # empty: there is no listener
+        self._upload_quota = ByteQuota(
+            "uploads",
+            per_caller=config.engine.image_quota_bytes,
+            total=config.engine.image_hold_bytes,
+        )
+        self.held_uploads = HeldUploads(engine, self._upload_quota)
         self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
@@ -126,7 +134,7 @@ class Server:
         engine.subscribe(self._health.update)
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.images, self._requests)
+        dispatcher = Dispatcher(self._engine, self.images, self._requests, self.held_uploads)
         main = self.listeners.main
         inference = InferenceServicer(
             dispatcher,
@@ -139,7 +147,15 @@ class Server:
             SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
-            ImageServicer(self._config, self._engine, blobs, self._requests), main.as_server
+            ImageServicer(
+                self._config,
+                self._engine,
+                blobs,
+                self._requests,
+                self.held_uploads,
+                self._upload_quota,
+            ),
+            main.as_server,
         )
         admin_here = self._config.admin_on_main
         capabilities = ("admin",) if admin_here else ()
@@ -234,6 +250,7 @@ class Server:
         if self._engine_drain is not None:
             self._engine_drain.cancel()
         self.metrics.close()
+        self.held_uploads.close()
         grace = LAST_WRITES
         if len(self._requests) + len(self.sessions):
             grace = CUT_WRITES

@@ -14,8 +14,9 @@ from legato.v1 import image_pb2, image_pb2_grpc, inference_pb2, media_pb2
 from legato_client._images.shared_frames import SharedFrames
 from PIL import Image
 
-from tests.e2e.scenes import overlap, two_shapes
+from tests.e2e.scenes import long_stream, overlap, two_shapes
 from tests.e2e.server import Server, failure_of, until
+from tests.service.harness import read_refusal
 
 SCENE = two_shapes(offset=31)
 PIXELS = np.asarray(SCENE.image)
@@ -202,12 +203,66 @@ def test_the_quota_is_of_what_is_held(sharing):
         delete(sharing, image_id)
 
 
-def test_a_lost_engine_holds_nothing(sharing):
-    """Images go with the engine; its successor says so, and takes them again."""
-    image = media_pb2.Image(image_id=put(sharing, SCENE.file()).image.image_id)
-    boxes(sharing, image)
-    sharing.kill_engine()
-    until(lambda: not sharing.is_serving())
-    until(sharing.is_serving)
-    assert failure_of(lambda: boxes(sharing, image)).reason == "IMAGE_NOT_FOUND"
-    assert put(sharing, SCENE.file()).image.image_id == image.image_id
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose engine may be killed."""
+    program = ("-m", "tests.e2e.quick_service")
+    with Server(tmp_path_factory.mktemp("mortal"), program=program) as running:
+        yield running
+
+
+def lose_engine(server: Server) -> None:
+    """Return once the next engine serves."""
+    server.kill_engine()
+    until(lambda: not server.is_serving())
+    until(server.is_serving)
+
+
+def test_an_upload_outlives_its_engine(mortal):
+    """It answers by its id as before, is deleted once, and then is unknown."""
+    expected, _ = boxes(mortal, SCENE.message())
+    image = media_pb2.Image(image_id=put(mortal, SCENE.file()).image.image_id)
+    for _ in range(2):
+        lose_engine(mortal)
+        by_id, info = boxes(mortal, image)
+        assert by_id == expected
+        assert info.image_id == image.image_id
+    lose_engine(mortal)
+    delete(mortal, image.image_id)
+    for ask in (lambda: boxes(mortal, image), lambda: delete(mortal, image.image_id)):
+        assert failure_of(ask).reason == "IMAGE_NOT_FOUND"
+    mortal.settle()
+
+
+def test_a_request_that_names_an_upload_outlives_its_engine(mortal):
+    """A stream that began with the lost engine goes on with the next one."""
+    image = media_pb2.Image(image_id=put(mortal, SCENE.file()).image.image_id)
+    calm = list(mortal.inference.Generate(long_stream(60, image=image)))
+    stream = mortal.inference.Generate(long_stream(60, image=image))
+    first = [next(stream) for _ in range(5)]
+    mortal.kill_engine()
+    rest = list(stream)
+    texts = "".join(each.text.text for each in (*first, *rest))
+    assert texts == "".join(each.text.text for each in calm)
+    assert rest[-1].finished.info.resumptions == 1
+    delete(mortal, image.image_id)
+
+
+def test_a_hold_ends_with_its_time_whatever_engine_holds_it(mortal):
+    file = two_shapes(offset=21).file()
+    image_id = put(mortal, file, ttl=duration_pb2.Duration(seconds=3)).image.image_id
+    lose_engine(mortal)
+    image = media_pb2.Image(image_id=image_id)
+    until(lambda: reason_against(mortal, image) == "IMAGE_NOT_FOUND")
+    mortal.settle()
+
+
+def reason_against(server: Server, image: media_pb2.Image) -> str | None:
+    """Why the image gives no answer; not cached, so that only a hold can have it."""
+    options = inference_pb2.RequestOptions(cache_image=False)
+    request = inference_pb2.DetectRequest(image=image, object=NOUN, options=options)
+    try:
+        server.inference.Detect(request)
+    except grpc.RpcError as error:
+        return read_refusal(error).reason
+    return None

@@ -205,6 +205,10 @@ class BlobWriter:
         """Make a blob of the bytes written so far."""
         return self._store.link(self._name, self.size)
 
+    def keep(self) -> KeptBlob:
+        """Keep the bytes written so far beyond the writer's end, without a descriptor."""
+        return KeptBlob(self._store, self._name, self.size)
+
     def close(self) -> None:
         """Delete the bytes; published blobs stay. Idempotent."""
         with self._lock:
@@ -217,6 +221,29 @@ class BlobWriter:
             count = append()
             self.size += count
             return count
+
+
+class KeptBlob:
+    """A file of complete bytes that is no blob itself; `publish` makes blobs of it."""
+
+    def __init__(self, store: BlobStore, name: str, size: int) -> None:
+        """Share the bytes of the file `name` in the store's folder."""
+        self._store = store
+        self._path = private_path(store.namespace, secrets.token_hex(8))
+        self._end = weakref.finalize(self, self._path.unlink, missing_ok=True)
+        os.link(blob_folder() / name, self._path)
+        self.size = size
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+    def publish(self) -> BlobRef:
+        return self._store.link(self._path.name, self.size)
+
+    def close(self) -> None:
+        """Delete the bytes; published blobs stay. Idempotent."""
+        self._end()
 
 
 def _close_file(store: BlobStore, name: str, descriptor: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from legato.v1 import image_pb2
 from legato_engine.errors import ImageUndecodable, InvalidField
 from legato_engine.images.quota import ByteQuota
-from legato_engine.shm.blob_store import BlobStore, BlobWriter
+from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
 
 from legato_service.images.headers import file_type
 from legato_service.images.intake import ImageFormat
@@ -116,6 +116,11 @@ class Upload:
                 yield upload
             finally:
                 quota.release(owner, upload._taken)
+
+    def keep(self) -> KeptBlob:
+        """Return the bytes; the quota for them is left to the caller."""
+        self._taken -= self.writer.size
+        return self.writer.keep()
 
     async def add(self, message: image_pb2.PutImageRequest) -> None:
         """Append the chunk of the next message.

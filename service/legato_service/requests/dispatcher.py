@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamOutput
+from legato_engine.client.request_stream import Restage, StreamOutput
 from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
@@ -27,6 +27,7 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import Done, ModelInfo, Started
 
 from legato_service.engine import Engine, Stream
+from legato_service.images.held_uploads import HeldUploads
 from legato_service.images.intake import CheckedImage, ImageIntake, NewImage
 from legato_service.requests.deadlines import Deadlines
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
@@ -45,8 +46,15 @@ class CallContext(Protocol):
 class Dispatcher:
     """Submits the requests of all RPCs to the engine."""
 
-    def __init__(self, engine: Engine, images: ImageIntake, registry: RequestRegistry) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        images: ImageIntake,
+        registry: RequestRegistry,
+        held: HeldUploads,
+    ) -> None:
         self.images = images
+        self._held = held
         self._engine = engine
         self._registry = registry
         self._deadlines = Deadlines()
@@ -153,7 +161,11 @@ class Dispatcher:
         if rpc.place is not None:
             rpc.place.submitted()
         new = image if isinstance(image, NewImage) else original
-        restage = functools.partial(self.images.stage, new) if isinstance(new, NewImage) else None
+        restage: Restage | None = None
+        if isinstance(new, NewImage):
+            restage = functools.partial(self.images.stage, new)
+        elif isinstance(image, core.CachedImage):
+            restage = self._held.restage(request.tenant, image.image_id)
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,

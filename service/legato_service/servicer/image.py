@@ -15,6 +15,7 @@ from legato_engine.core import EncodedImage, RawImage, RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
+    ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
     InvalidField,
@@ -27,6 +28,7 @@ from legato_engine.shm.blob_store import BlobStore
 from legato_service.config import ServiceConfig
 from legato_service.convert.response_info import image_info
 from legato_service.engine import Engine
+from legato_service.images.held_uploads import HeldUploads
 from legato_service.images.intake import as_source
 from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
@@ -38,11 +40,18 @@ from legato_service.rpc.quota_owner import quota_owner
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     """Receives uploads; only the engine knows what is held.
 
-    Uploads in progress have a quota of their own, as large as that of held images.
+    The bytes of uploads, in progress and held, have a quota of their own, as large as that of held
+    images.
     """
 
     def __init__(
-        self, config: ServiceConfig, engine: Engine, blobs: BlobStore, registry: RequestRegistry
+        self,
+        config: ServiceConfig,
+        engine: Engine,
+        blobs: BlobStore,
+        registry: RequestRegistry,
+        held: HeldUploads,
+        quota: ByteQuota,
     ) -> None:
         self._engine = engine
         self._blobs = blobs
@@ -53,11 +62,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             ttl=config.image_ttl,
             max_ttl=config.image_max_ttl,
         )
-        self._quota = ByteQuota(
-            "uploads",
-            per_caller=config.engine.image_quota_bytes,
-            total=config.engine.image_hold_bytes,
-        )
+        self._held = held
+        self._quota = quota
         self._deadline = config.unary_deadline
         self._stall_timeout = config.stall_timeout
 
@@ -87,9 +93,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         key = self._key()
         with self._registry.admit(key) as active, self._timeout(context, active) as timeout:
             async with timeout:
-                await self._engine.drop(
-                    DropImage(request_id=key, image_id=request.image_id, owner=quota_owner(context))
-                )
+                await self._drop(key, request.image_id, quota_owner(context))
         return pb.DeleteImageResponse()
 
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
@@ -107,13 +111,24 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             quota_bytes=_quota_bytes(),
         )
         try:
-            return await self._engine.hold(command, restage)
+            held = await self._engine.hold(command, restage)
+            kept_as = (key.tenant, held.image.image_id, owner)
+            self._held.keep(upload.keep(), image_format, command, kept_as)
+            return held
         except (ImageUndecodable, ImageTooLarge) as error:
             error.metadata["field"] = CHUNK
             raise
         except InvalidRequest as error:
             error.metadata["field"] = f"header.{error.metadata.get('field', '')}"
             raise
+
+    async def _drop(self, key: RequestKey, image_id: str, owner: str) -> None:
+        was_lost = self._held.drop((key.tenant, image_id, owner))
+        try:
+            await self._engine.drop(DropImage(request_id=key, image_id=image_id, owner=owner))
+        except ImageNotFound:
+            if not was_lost:
+                raise
 
     def _key(self) -> RequestKey:
         return call.current().avoid(self._registry)

@@ -1,0 +1,134 @@
+"""The bytes of uploads that the engine holds, for the next engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import secrets
+
+import structlog
+from legato_engine import core
+from legato_engine.client.engine_client import EngineState
+from legato_engine.errors import ImageNotFound, LegatoError, Unavailable
+from legato_engine.images.quota import ByteQuota
+from legato_engine.ipc.messages import HoldImage
+from legato_engine.shm.blob_store import KeptBlob
+
+from legato_service.engine import Engine
+from legato_service.images.intake import ImageFormat, as_source
+
+log = structlog.get_logger("legato.service")
+
+Key = tuple[str, str, str]
+"""Tenant, image id, owner."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _HeldUpload:
+    """`engine_pid` is of the engine that holds the image; a later one does not."""
+
+    blob: KeptBlob
+    format: ImageFormat
+    quota_bytes: int
+    engine_pid: int
+    end: asyncio.TimerHandle
+
+
+class HeldUploads:
+    """Keeps what this process uploaded for the length of its hold. Belongs to one event loop.
+
+    Holds end with the engine. The next engine is asked to hold the images again, one after another,
+    and requests that name one meanwhile bring its bytes. The bytes count against `quota`, as those
+    of uploads in progress.
+    """
+
+    def __init__(self, engine: Engine, quota: ByteQuota) -> None:
+        self._engine = engine
+        self._quota = quota
+        self._held: dict[Key, _HeldUpload] = {}
+        self._owners: dict[tuple[str, str], set[Key]] = {}  # by tenant and image id
+        self._holding: asyncio.Task[None] | None = None
+        engine.subscribe(self._on_state)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def keep(self, blob: KeptBlob, image_format: ImageFormat, command: HoldImage, key: Key) -> None:
+        """Take over the blob and its quota; `command` has begun the hold."""
+        self.drop(key)
+        end = asyncio.get_running_loop().call_later(command.ttl, self.drop, key)
+        held = _HeldUpload(blob, image_format, command.quota_bytes, self._engine.pid, end)
+        self._held[key] = held
+        self._owners.setdefault(key[:2], set()).add(key)
+
+    def drop(self, key: Key) -> bool:
+        """Return whether it was kept for an engine that is gone."""
+        held = self._held.pop(key, None)
+        if held is None:
+            return False
+        owners = self._owners[key[:2]]
+        owners.remove(key)
+        if not owners:
+            del self._owners[key[:2]]
+        held.end.cancel()
+        held.blob.close()
+        self._quota.release(key[2], held.blob.size)
+        return self._is_lost(held)
+
+    def restage(self, tenant: str, image_id: str) -> functools.partial[core.ImageSource] | None:
+        """Return a function that stages the bytes of an image for an engine without it.
+
+        It raises `ImageNotFound` while the engine that held the image runs: then the hold has
+        ended.
+        """
+        key = next(iter(self._owners.get((tenant, image_id), ())), None)
+        return None if key is None else functools.partial(self._stage, self._held[key], image_id)
+
+    def close(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+        for key in list(self._held):
+            self.drop(key)
+
+    def _stage(self, held: _HeldUpload, image_id: str) -> core.ImageSource:
+        if not self._is_lost(held) or held.blob.closed:
+            raise ImageNotFound("no image with this id is held", resource=image_id)
+        return as_source(held.format, held.blob.publish())
+
+    def _is_lost(self, held: _HeldUpload) -> bool:
+        return held.engine_pid != self._engine.pid
+
+    # ------------------------------------------------------------ the next engine
+
+    def _on_state(self, state: EngineState) -> None:
+        lost = any(map(self._is_lost, self._held.values()))
+        idle = self._holding is None or self._holding.done()
+        if state is EngineState.READY and lost and idle:
+            self._holding = asyncio.create_task(self._hold_again(), name="hold again")
+
+    async def _hold_again(self) -> None:
+        for key, held in list(self._held.items()):
+            if self._held.get(key) is not held or not self._is_lost(held):
+                continue
+            pid = self._engine.pid
+            try:
+                await self._engine.hold(self._command(key, held))
+            except Unavailable:
+                return  # the next `READY` begins again
+            except LegatoError as error:
+                log.warning("upload_not_held_again", image_id=key[1], reason=str(error))
+                self.drop(key)
+            else:
+                held.engine_pid = pid
+
+    def _command(self, key: Key, held: _HeldUpload) -> HoldImage:
+        tenant, _, owner = key
+        left = held.end.when() - asyncio.get_running_loop().time()
+        return HoldImage(
+            request_id=core.RequestKey(f"!{secrets.token_hex(8)}", tenant),  # no caller's id
+            image=as_source(held.format, held.blob.publish()),
+            owner=owner,
+            ttl=max(left, 0.0),
+            quota_bytes=held.quota_bytes,
+        )
