@@ -29,7 +29,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak simulate soak-service test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -112,6 +112,15 @@ test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
+
+fuzz: | $(STAMP) ## coverage-guided fuzzing, two minutes each of images and messages (ARGS="wire -max_total_time=600" for one)
+	@$(PY) -c "import atheris" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[fuzz]"
+ifdef ARGS
+	@$(PY) -m tests.fuzz.coverage_guided $(ARGS)
+else
+	@$(PY) -m tests.fuzz.coverage_guided images -max_total_time=120 -rss_limit_mb=4096
+	@$(PY) -m tests.fuzz.coverage_guided wire -max_total_time=120 -rss_limit_mb=4096
+endif
 
 simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")
 	@$(PY) -m tests.simulation $(ARGS)

@@ -16,6 +16,7 @@ EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
 TOOLS = {"pack": "provenance", "publish": "publish", "summary": "summary"}  # write no record
 BENCHMARKS = (
     *EVERYWHERE,
+    "access",
     "adapters",
     "e2e",
     "fp8",
@@ -30,6 +31,7 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
+    "telemetry",
 )
 
 

@@ -17,10 +17,11 @@ import uvloop
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
+from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
 from legato_engine.null import engine as null_engine
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
@@ -39,10 +40,13 @@ class InsideEngine:
     state = EngineState.READY
     load = Load()
     estimated_wait = 0.0
+    step_totals, image_totals = StepTotals(), ImageTotals()
+    pid = restarts = resumptions = num_poisoned = 0
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())
         self.model = null_engine.info(CONFIG)
+        self.timeline = TimelineWatch(lambda _: None)
         self._streams: dict[str, RequestStream] = {}
         self._engine = NullEngine(
             CONFIG, blobs=BlobReader(self.blobs.namespace), send=self._on_report

@@ -220,6 +220,7 @@ class Resumed(Value, frozen=True):
     logprobs: tuple[float, ...] = ()
     alone: bool = False
     fingerprint: str = ""  # of its content, if `alone`
+    is_last: bool = False  # it is not resumed once more
 
 
 class Request(Value, frozen=True):

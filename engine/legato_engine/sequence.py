@@ -179,6 +179,28 @@ class Sequence:
         return self.prefix_length if self.prefix_length > 1 else 0
 
     @property
+    def arrival(self) -> float:
+        return self.timing.arrival
+
+    @property
+    def adapter_key(self) -> str:
+        return self.adapter.key
+
+    @property
+    def max_cost(self) -> int:
+        """Positions of the prompt and of the longest output."""
+        return self.prompt_length + self.task.max_tokens
+
+    @property
+    def cost(self) -> int:
+        """Positions of the prompt and of the output so far."""
+        return self.length
+
+    @property
+    def was_started(self) -> bool:
+        return self.pages.num_preemptions > 0 or self.request.resumed is not None
+
+    @property
     def may_draft(self) -> bool:
         """No constraint from the host, no payloads."""
         return not (self.task.constrained or self.task.has_payload)

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_adapters(parser.add_argument, engine)
     _add_queue(parser.add_argument, engine)
     _add_limits(parser.add_argument, engine, service)
+    _add_telemetry(parser.add_argument, service)
     _add_null(parser, engine)
     parser.add_argument(
         "--latency-policy",
@@ -313,6 +314,44 @@ def _add_limits(add: _Add, engine: EngineConfig, service: ServiceConfig) -> None
     )
 
 
+def _add_telemetry(add: _Add, service: ServiceConfig) -> None:
+    add(
+        "--metrics-listen",
+        metavar="HOST:PORT",
+        default=service.metrics_listen,
+        help="where Prometheus scrapes /metrics over HTTP, without TLS; by default nowhere",
+    )
+    add(
+        "--metrics",
+        action="store_true",
+        help="record metrics of calls for AdminService.GetMetrics; --metrics-listen implies it",
+    )
+    add(
+        "--metrics-tenants",
+        type=_whole,
+        default=service.metrics_tenants,
+        help="tenants with a label of their own, the first that come; the others are `other`",
+    )
+    add(
+        "--no-vllm-metrics",
+        dest="vllm_metrics",
+        action="store_false",
+        help="without the metrics that repeat others under vLLM's names",
+    )
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        default=service.otlp_endpoint,
+        help="OpenTelemetry collector that gets spans of calls by gRPC; by default none",
+    )
+    add(
+        "--trace-ratio",
+        type=_share,
+        default=service.trace_ratio,
+        help="share of calls that are traced; a call with a traceparent brings its own decision",
+    )
+
+
 def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     null = parser.add_argument_group("with --model null")
     null.add_argument(
@@ -320,7 +359,7 @@ def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         metavar="MS",
         type=_not_negative,
         default=engine.null_step_ms,
-        help="time between two tokens; 0: all results at once",
+        help="time between two tokens; 0: as short as can be",
     )
     null.add_argument(
         "--null-objects",
@@ -343,6 +382,13 @@ def _fraction(text: str) -> float:
     number = float(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError("must be above 0 and below 1")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError("must be from 0 to 1")
     return number
 
 

@@ -30,6 +30,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"  # host:port; port 0: any free port
     admin_listen: str = ""  # host:port, unix:path, "same" or "off"; empty: this user's socket
     health_listen: str = ""  # host:port for health alone, without TLS; empty: none
+    metrics_listen: str = ""  # host:port of HTTP scrapes; empty: none
+    metrics: bool = False  # record those of RPCs also without `metrics_listen`
+    metrics_tenants: int = 10  # tenants with a label of their own
+    vllm_metrics: bool = True  # repeat metrics under vLLM's names
+    otlp_endpoint: str = ""  # URL of a collector for spans; empty: none are made
+    trace_ratio: float = 1.0  # of the calls that bring no decision of their own
     tls_cert: str = ""  # file of the certificate chain; empty: no TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # file of the authority that client certificates must have
@@ -62,6 +68,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
+    def records_metrics(self) -> bool:
+        return self.metrics or bool(self.metrics_listen)
+
+    @property
     def has_credentials(self) -> bool:
         """Whether callers need a credential."""
         return bool(self.tokens or self.tls_client_ca)
@@ -84,6 +94,8 @@ def check(config: ServiceConfig) -> None:
         ValueError: a setting is out of range or unsafe.
     """
     _check_listeners(config)
+    if config.metrics_listen:  # nothing but counts; a scraper is mostly another machine
+        addresses.check("--metrics-listen", config.metrics_listen, unix=False)
     for name in _POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")

@@ -8,8 +8,18 @@ from typing import Protocol
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import Restage, StreamOutput
+from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
+from legato_engine.ipc.messages import (
+    Done,
+    DropImage,
+    HoldImage,
+    ImageHeld,
+    ImageTotals,
+    Load,
+    ModelInfo,
+    StepTotals,
+)
 
 
 class Stream(Protocol):
@@ -52,6 +62,35 @@ class Engine(Protocol):
         ...
 
     @property
+    def step_totals(self) -> StepTotals: ...
+
+    @property
+    def image_totals(self) -> ImageTotals: ...
+
+    @property
+    def pid(self) -> int:
+        """0 before the first engine was ready."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Engines that followed a lost one; 0 in a worker process."""
+        ...
+
+    @property
+    def resumptions(self) -> int:
+        """Requests of this process that went on with another engine."""
+        ...
+
+    @property
+    def num_poisoned(self) -> int:
+        """Requests of this process that ended because they had ended engines."""
+        ...
+
+    @property
+    def timeline(self) -> TimelineWatch: ...
+
+    @property
     def last_heartbeat(self) -> float:
         """Monotonic seconds."""
         ...
@@ -59,6 +98,11 @@ class Engine(Protocol):
     @property
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Requests of this process that have not ended."""
         ...
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> object: ...

@@ -65,6 +65,7 @@ async def serve(
                 config,
                 engine,
                 lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
+                lambda: server.metrics.snapshot(),  # noqa: PLW0108 - the same
             )
             server = Server(config, engine, engine.blobs, peers=workers)
             port = await server.start()
@@ -78,6 +79,8 @@ async def serve(
             return EXIT_FAILED
         address = f"{config.listen.rpartition(':')[0]}:{port}"
         _log_listeners(config, address, server.listeners)
+        if server.metrics_address:
+            log.info("metrics_listening", address=server.metrics_address)
         draining = asyncio.create_task(_drain_on(signals, workers, config.drain_grace))
         try:
             await engine.start()

@@ -24,12 +24,18 @@ from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
 from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.memory import give_back
 from legato_service.lifecycle.peers import Peers
 from legato_service.listeners import Listeners
+from legato_service.metrics.calls import CallMetrics
+from legato_service.metrics.collector import Collector
+from legato_service.metrics.listener import MetricsListener
+from legato_service.metrics.snapshot import Snapshot
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
+from legato_service.rpc.gate import Gate
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
@@ -38,6 +44,7 @@ from legato_service.servicer.server import ServerServicer
 from legato_service.servicer.session import SessionServicer
 from legato_service.session.registry import SessionRegistry
 from legato_service.session.session import SessionLimits
+from legato_service.tracing.settings import tracer
 
 log = structlog.get_logger("legato.service")
 
@@ -74,7 +81,23 @@ class Server:
         self._drain = Drain(self._requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.idempotency_cache = IdempotencyCache()
-        self._call_log = CallLog()
+        number = 0 if peers is None else peers.number
+        calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
+        self.tracer = tracer(config, lambda: engine.model.name if engine.model else "")
+        self._call_log = CallLog([each for each in (calls, self.tracer) if each is not None])
+        self.metrics = Collector(
+            config,
+            engine,
+            self._requests,
+            self.sessions,
+            calls,
+            self._call_log,
+            number=number,
+            gather=None if peers is None else peers.gather,
+        )
+        serves_metrics = bool(config.metrics_listen) and number == 0
+        self._scrapes = MetricsListener(self.metrics.exposition) if serves_metrics else None
+        self.metrics_address = ""  # empty: there is no listener
         self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
@@ -91,7 +114,8 @@ class Server:
             self._call_log,
             self._health,
             engine.expect,
-            is_first=peers is None or peers.is_first,
+            lambda queue: Gate(engine, queue, on_quiet=give_back),
+            is_first=number == 0,
         )
         admin = AdminServicer(
             engine,
@@ -101,6 +125,7 @@ class Server:
             drain=self.begin_drain if peers is None else peers.drain,
             abort_elsewhere=None if peers is None else peers.abort,
             default_grace=config.drain_grace,
+            scrape=self.metrics.exposition,
         )
         self._add_services(admin, blobs)
         engine.subscribe(lambda _: self._health.update())
@@ -151,6 +176,9 @@ class Server:
             max_age=self._config.max_session_age,
         )
 
+    async def snapshot(self) -> Snapshot:
+        return self.metrics.snapshot()
+
     @property
     def num_in_flight(self) -> int:
         return len(self._requests)
@@ -162,6 +190,13 @@ class Server:
             OSError: an address cannot be bound.
         """
         port = await self.listeners.start()
+        if self._scrapes is not None:
+            try:
+                self.metrics_address = await self._scrapes.start(self._config.metrics_listen)
+            except OSError:
+                await self.listeners.stop(0)
+                raise
+        self.metrics.start()
         self._health.update()
         self._health_task = asyncio.create_task(
             self._health.keep_updated(self._config.health_interval), name="health"
@@ -205,7 +240,12 @@ class Server:
             self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
+        self.metrics.close()
         drained = len(self._requests) + len(self.sessions) == 0
         grace = LAST_WRITES if drained else 0
         await self.listeners.stop(grace)
         self._call_log.close()
+        if self._scrapes is not None:
+            self._scrapes.close()
+        if self.tracer is not None:
+            await self.tracer.close()

@@ -90,7 +90,8 @@ def test_reading_rpcs_have_no_side_effects_and_repeatable_ones_say_so() -> None:
     }
     safe = {name for name, level in levels.items() if level == "NO_SIDE_EFFECTS"}
     repeatable = {name for name, level in levels.items() if level == "IDEMPOTENT"}
-    assert safe == {*SKILLS, "RunTasks", "GetServerInfo", "ListModels", "GetLoad"}
+    reading = {"GetServerInfo", "ListModels", "GetLoad", "GetMetrics", "WatchTimeline"}
+    assert safe == {*SKILLS, "RunTasks", *reading}
     assert repeatable == {"DeleteImage", "Abort", "Drain"}
 
 

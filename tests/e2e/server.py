@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,14 +38,24 @@ class Server:
     """`python -m legato_service` on a free loopback port, for the length of a `with` block.
 
     Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    `environment` has variables to add.
+    Another `program` than the service takes the same options.
     """
 
     def __init__(
-        self, folder: Path, *options: str, program: Sequence[str] = ("-m", "legato_service")
+        self,
+        folder: Path,
+        *options: str,
+        program: Sequence[str] = ("-m", "legato_service"),
+        environment: Mapping[str, str] | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        """`credentials` are those of the test's own channel, to a server with TLS."""
         self._log = folder / "server.log"
         self._options = options
         self._program = program
+        self._environment = {**ENVIRONMENT, **(environment or {})}
+        self._credentials = credentials
         self.address = ""
 
     def __enter__(self) -> Server:
@@ -54,13 +64,16 @@ class Server:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--threads", "2", *self._options],
-                env=ENVIRONMENT,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
         self.address = self._wait_for_address()
         # No retry policy: the tests see the first answer of the server, whatever it is.
-        self.channel = grpc.insecure_channel(self.address)
+        if self._credentials is None:
+            self.channel = grpc.insecure_channel(self.address)
+        else:
+            self.channel = grpc.secure_channel(self.address, self._credentials)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
@@ -140,10 +153,13 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process id of its engine; waits for one that is being started."""
-        while not (found := children(self.process.pid)):
+        while not (found := self._engines()):
             time.sleep(0.01)
         (pid,) = found
         return pid
+
+    def _engines(self) -> list[int]:
+        return [pid for pid in children(self.process.pid) if _is_engine(pid)]
 
     def blobs(self) -> list[Path]:
         """Images on their way to the engine."""
@@ -198,6 +214,13 @@ def children(pid: int) -> list[int]:
     """The process ids of a process's own children."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"legato_engine.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _stat(pid: int) -> dict[str, str]:

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, server_pb2, server_pb2_grpc
+from legato_client import Client, PermissionDenied
 
 from tests.e2e.server import ENVIRONMENT, children, until
 from tests.service.access.certificates import HOST, Authority, Files
@@ -64,7 +66,7 @@ class SecuredServer:
     def log(self) -> str:
         return self._log.read_text()
 
-    def events(self, name: str) -> list[dict]:
+    def events(self, name: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == name]
 
@@ -98,11 +100,22 @@ def test_every_process_asks_for_a_token(server):
     assert not server.events("unauthenticated_listener")
 
 
+def test_the_client_brings_a_token_over_tls(server, tmp_path):
+    """Our own client, with the authority's file."""
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(server.authority.pem)
+    with Client(f"{HOST}:{server.port}", ca=ca, token=ROBOT.text) as client:
+        assert client.server_info().name == "legato"
+        with pytest.raises(PermissionDenied):
+            client.load()
+
+
 def test_probes_need_neither_tls_nor_a_token(server):
     (listening,) = server.events("health_listening")
     with grpc.insecure_channel(listening["address"]) as channel:
         request = health_pb2.HealthCheckRequest(service="legato.v1.InferenceService")
-        status = health_pb2_grpc.HealthStub(channel).Check(request).status
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(request).status
     assert status == health_pb2.HealthCheckResponse.SERVING
 
 

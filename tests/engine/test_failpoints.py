@@ -47,5 +47,10 @@ def test_a_share_of_the_hits():
     assert 2500 < int(run("a=corrupt%30", code).stdout) < 3500
 
 
+def test_only_hits_on_the_subject_count() -> None:
+    code = "print([failpoints.hit('a', each) for each in ('is xy', 'is z', 'xyz')])"
+    assert run("a[xy]=corrupt@2", code).stdout == "[False, False, True]\n"
+
+
 def test_malformed_entries_are_refused():
     assert "malformed entry 'a=explode'" in run("a=explode", "").stderr

@@ -51,18 +51,19 @@ UNSAFE_KEYWORDS = {"shell": True, "trust_remote_code": True, "allow_pickle": Tru
 def findings(source: str) -> Iterator[str]:
     """What is wrong in a module, each with its line."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        else:
-            names = []
-            if isinstance(node, ast.Call):
-                yield from _in_call(node)
-        for name in names:
-            if name in FORBIDDEN_MODULES or name in FORBIDDEN_CALLS:
-                yield f"{node.lineno}: imports {name}"
+        if isinstance(node, ast.Call):
+            yield from _in_call(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for name in _imported(node):
+                if name in FORBIDDEN_MODULES or name in FORBIDDEN_CALLS:
+                    yield f"{node.lineno}: imports {name}"
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return names
+    return [node.module or "", *(f"{node.module}.{name}" for name in names)]
 
 
 def _in_call(node: ast.Call) -> Iterator[str]:

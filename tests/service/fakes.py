@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -17,9 +18,11 @@ from legato_engine.ipc.messages import (
     DropImage,
     HoldImage,
     ImageHeld,
+    ImageTotals,
     Load,
     ModelInfo,
     Started,
+    StepTotals,
 )
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
@@ -54,6 +57,11 @@ class FakeEngine:
         self.state = EngineState.READY
         self.model: ModelInfo | None = MODEL
         self.load = Load()
+        self.step_totals = StepTotals()
+        self.image_totals = ImageTotals()
+        self.pid = self.restarts = self.resumptions = self.num_poisoned = 0
+        self.watched: list[bool] = []  # what the engine was asked
+        self.timeline = TimelineWatch(self.watched.append)
         self.step = 0
         self.estimated_wait = 0.0
         self.silent_since: float | None = None
@@ -75,6 +83,11 @@ class FakeEngine:
     def last_heartbeat(self) -> float:
         """Now, unless the engine is silent."""
         return time.monotonic() if self.silent_since is None else self.silent_since
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self.streams)
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Call `callback` with every new state."""

@@ -199,6 +199,19 @@ async def test_a_listener_that_all_can_use_is_warned_of():
         assert "--admin-listen" in (await running.line("admin_disabled"))["reason"]
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--tls-cert"])
+async def test_files_that_cannot_be_used_fail_the_start(tmp_path, option):
+    """The exit code is 1, and one log line tells the reason."""
+    file = tmp_path / "file"
+    file.write_text("nothing")
+    options = [option, str(file)]
+    if option == "--tls-cert":
+        options += ["--tls-key", str(file)]
+    async with service(*options) as running:
+        assert str(file) in (await running.line("configuration_rejected"))["reason"]
+        assert await running.code() == 1
+
+
 async def test_the_admin_address_is_logged(tmp_path):
     """Also of a unix socket."""
     async with service("--admin-listen", f"unix:{tmp_path}/admin.sock") as running:

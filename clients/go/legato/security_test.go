@@ -342,3 +342,41 @@ func TestUnreadableCertificates(t *testing.T) {
 		}
 	}
 }
+
+// A real server with TLS and tokens answers, and refuses a client without a token. The environment names it.
+func TestSecuredServer(t *testing.T) {
+	address := os.Getenv("LEGATO_SECURED_SERVER")
+	if address == "" {
+		t.Skip("needs a server with TLS and tokens: LEGATO_SECURED_SERVER=host:port and its files")
+	}
+	secured := []DialOption{
+		WithCA(os.Getenv("LEGATO_SECURED_CA")),
+		WithClientCertificate(os.Getenv("LEGATO_SECURED_CERT"), os.Getenv("LEGATO_SECURED_KEY")),
+	}
+	client, err := Dial(address, append(secured, WithTokenFile(os.Getenv("LEGATO_SECURED_TOKEN_FILE")))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if _, err := client.Query(t.Context(), nil, "how many?"); err != nil {
+		t.Fatal(err)
+	}
+	for _, err := range client.Generate(t.Context(), nil, QueryTask("how many?")) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	session, err := client.OpenSession(t.Context(), SessionConfig{Tasks: []Task{DetectTask("cup")}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	session.Close()
+	without, err := Dial(address, append(secured, WithToken("legato_nobody_wrong"))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer without.Close()
+	if _, err := without.Query(t.Context(), nil, "how many?"); !errors.Is(err, ErrUnauthenticated) {
+		t.Fatalf("without a valid token: %v", err)
+	}
+}

@@ -51,7 +51,14 @@ from legato_client._images.shared_frames import SharedFrame, SharedFrames, Slots
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput
 from legato_client._session.async_session import AsyncSession
 from legato_client._session.blocking_session import Session
-from legato_client._values.admin import AbortCount, DecodeSteps, Load, Unfinished
+from legato_client._values.admin import (
+    AbortCount,
+    DecodeSteps,
+    Load,
+    TimelineSpan,
+    TimelineUpdate,
+    Unfinished,
+)
 from legato_client._values.events import (
     Event,
     Finished,
@@ -192,6 +199,8 @@ __all__ = [
     "Started",
     "Task",
     "TextDelta",
+    "TimelineSpan",
+    "TimelineUpdate",
     "Timings",
     "Token",
     "TokensDelta",

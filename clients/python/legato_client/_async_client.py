@@ -89,6 +89,8 @@ class AsyncClient(ConfiguredClient):
     load = _async(ClientMethods.load)
     abort = _async(ClientMethods.abort)
     drain = _async(ClientMethods.drain)
+    metrics = _async(ClientMethods.metrics)
+    watch_timeline = _async(ClientMethods.watch_timeline)
 
     async def __aenter__(self) -> AsyncClient:
         return self

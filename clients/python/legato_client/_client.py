@@ -82,6 +82,8 @@ class Client(ConfiguredClient):
     load = _blocking(ClientMethods.load)
     abort = _blocking(ClientMethods.abort)
     drain = _blocking(ClientMethods.drain)
+    metrics = _blocking(ClientMethods.metrics)
+    watch_timeline = _iterating(ClientMethods.watch_timeline)
 
     def __enter__(self) -> Client:
         return self

@@ -237,3 +237,27 @@ class ClientMethods(BaseClient):
         None leaves the server's own grace. Returns at once, with what is left to finish.
         """
         return await self._unary(methods.DRAIN, requests.drain(grace), timeout)
+
+    async def metrics(self, accept: str = "", *, timeout: float | None = None) -> str:
+        """All metrics of the server in a text format of Prometheus, as a scrape gives them.
+
+        `accept` chooses the format as HTTP's header does.
+        """
+        request = admin_pb2.GetMetricsRequest(accept=accept)
+        return await self._unary(methods.GET_METRICS, request, timeout)
+
+    async def watch_timeline(
+        self, seconds: float | None = None, *, timeout: float | None = None
+    ) -> AsyncGenerator[admin.TimelineUpdate, None]:
+        """What the server's engine does, launch by launch, some 20 updates a second while it works.
+
+        Ends after `seconds`; None watches until the iterator is closed, or `timeout`.
+        """
+        data = requests.watch_timeline(seconds).SerializeToString()
+        time_limit = self._settings.stream_timeout if timeout is None else timeout
+        if seconds is not None and timeout is None:
+            time_limit = seconds + self._settings.timeout
+        messages = self._transport.stream(methods.WATCH_TIMELINE, data, time_limit)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                yield methods.WATCH_TIMELINE.parse(message)

@@ -12,6 +12,7 @@ from legato_engine.client.monitor import EngineMonitor, EngineState
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.recovery import Recovery
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.core import WITH_BLOB, CachedImage, Request, RequestKey
 from legato_engine.errors import (
     Draining,
@@ -45,6 +46,8 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore
@@ -71,8 +74,10 @@ class EngineConnection(EngineMonitor):
         self._transport: EngineTransport | None = None
         self._policy = policy
         self._busy_poll = BusyPoll()
+        self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
         self.blobs = BlobStore(namespace)
         self.recovery = Recovery(self.blobs)
+        self.restarts = 0
 
     # ------------------------------------------------------------ lifecycle
 
@@ -104,6 +109,16 @@ class EngineConnection(EngineMonitor):
         self.blobs.close()
 
     # ------------------------------------------------------------ requests
+
+    @property
+    def resumptions(self) -> int:
+        """Requests that this process submitted again to another engine."""
+        return self.recovery.num_resumptions
+
+    @property
+    def num_poisoned(self) -> int:
+        """Requests that ended because they had ended engines."""
+        return self.recovery.num_poisoned
 
     @property
     def num_open(self) -> int:
@@ -269,6 +284,9 @@ class EngineConnection(EngineMonitor):
                 self._on_loading(message)
             case Ready():
                 self._on_ready(message)
+                self.timeline.renew()
+            case TimelineBatch():
+                self.timeline.deliver(message)
             case RunningAlone():
                 self.recovery.running_alone(message)
             case ImageHeld() | ImageDropped() | Stopped():

@@ -72,7 +72,6 @@ class EngineClient(EngineConnection):
         self._supervision: asyncio.Task[None] | None = None
         self._step_moved = 0.0
         self._ready_at = 0.0
-        self.restarts = 0
         self.unservable = False
 
     @property
@@ -102,9 +101,7 @@ class EngineClient(EngineConnection):
     # ------------------------------------------------------------ messages
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
-        load = beat.load
-        idle = load.running + load.waiting + load.inflight == 0
-        if idle or beat.step != self.step:
+        if not beat.load.has_steps or beat.step != self.step:
             self._step_moved = time.monotonic()
         super()._on_heartbeat(beat)
 

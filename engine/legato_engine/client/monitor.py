@@ -10,7 +10,15 @@ from collections.abc import Callable
 import structlog
 
 from legato_engine.errors import Draining, EngineLost, EngineStarting
-from legato_engine.ipc.messages import Heartbeat, Load, Loading, ModelInfo, Ready
+from legato_engine.ipc.messages import (
+    Heartbeat,
+    ImageTotals,
+    Load,
+    Loading,
+    ModelInfo,
+    Ready,
+    StepTotals,
+)
 
 _log = structlog.get_logger()
 
@@ -33,7 +41,10 @@ class EngineMonitor:
         self.state = EngineState.STARTING
         self.model: ModelInfo | None = None
         self.load = Load()
+        self.step_totals = StepTotals()
+        self.image_totals = ImageTotals()
         self.step = 0
+        self.pid = 0  # of the engine's process; 0 before the first was ready
         self.last_heartbeat = 0.0  # monotonic seconds
         self.estimated_wait = 0.0
         self.progress = Loading(stage="start", fraction=0.0)
@@ -71,6 +82,8 @@ class EngineMonitor:
         self.last_heartbeat = time.monotonic()
         self.step = beat.step
         self.load = beat.load
+        self.step_totals = beat.steps
+        self.image_totals = beat.images
         self.estimated_wait = beat.estimated_wait
 
     def _on_loading(self, progress: Loading) -> None:
@@ -80,6 +93,7 @@ class EngineMonitor:
 
     def _on_ready(self, ready: Ready) -> None:
         self.model = ready.model
+        self.pid = ready.pid
         self.progress = Loading(stage="ready", fraction=1.0)
         self.last_heartbeat = time.monotonic()
         _log.info("engine_ready", pid=ready.pid, model=ready.model.name)

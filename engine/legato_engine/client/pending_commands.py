@@ -50,6 +50,7 @@ class PendingCommands:
             raise
         finally:
             del self._replies[command.request_id]
+            del reply  # a failed one holds the traceback, and with it this frame
 
     def resolve(self, output: Reply | Failed) -> None:
         """Deliver a reply; drop it when its caller is gone."""

@@ -15,7 +15,7 @@ from legato_engine.ipc.messages import RunningAlone
 from legato_engine.shm.blob_store import BlobStore
 
 MAX_RESUMPTIONS = 3
-"""A request fails when it loses one engine more."""
+"""A request that loses one engine more fails, as poisoned if it ran alone."""
 
 _SUSPECT = 2  # engines lost with a request, after which it runs alone
 _log = structlog.get_logger()
@@ -43,21 +43,20 @@ class Recovery:
     ) -> Iterator[tuple[RequestStream, LegatoError]]:
         """Count the end of an engine that was ready; yield the requests that end with it."""
         alone, self._alone = self._alone, None
-        if alone is not None and alone.fingerprint:
+        if alone is not None and alone.is_last:
             self.refused.add(alone.fingerprint)
         for stream in streams:
             if isinstance(stream.request.image, WITH_BLOB):
                 self._blobs.discard(stream.request.image.blob)
             was_sent, stream.is_sent = stream.is_sent, False
-            if not was_sent:
-                continue
-            if alone is None:
+            was_alone = alone is not None and stream.request_id == alone.request_id
+            if was_sent and (was_alone or alone is None):
                 stream.resumptions += 1
-            elif stream.request_id == alone.request_id:
+            if stream.resumptions > MAX_RESUMPTIONS and was_alone:
                 self.num_poisoned += 1
                 _log.error("request_poisoned", request_id=stream.request_id.name)
                 yield stream, poisoned()
-            if stream.resumptions > MAX_RESUMPTIONS or not _can_resume(stream):
+            elif stream.resumptions > MAX_RESUMPTIONS or (was_sent and not _can_resume(stream)):
                 yield stream, error
 
     def renew(self, stream: RequestStream) -> Request:
@@ -74,8 +73,11 @@ class Recovery:
         resumed = request.resumed
         assert resumed is not None
         if alone:
-            fingerprint = self.refused.fingerprint(request)
-            resumed = msgspec.structs.replace(resumed, fingerprint=fingerprint)
+            resumed = msgspec.structs.replace(
+                resumed,
+                fingerprint=self.refused.fingerprint(request),
+                is_last=stream.resumptions == MAX_RESUMPTIONS,
+            )
             request = msgspec.structs.replace(request, resumed=resumed)
         self.num_resumptions += 1
         _log.info(

@@ -27,6 +27,9 @@ from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
 
 StreamOutput = Queued | Started | Delta | Done
 
+MAX_LOOSE = 32
+"""Unread deltas that are kept as they came; as many more are merged into one."""
+
 Restage = Callable[[], ImageSource | None]
 """Puts the bytes of a request's image into a new blob. Raises `QueueFull`: memory is full."""
 
@@ -34,7 +37,8 @@ Restage = Callable[[], ImageSource | None]
 class RequestStream(msgspec.Struct, eq=False):
     """Yields `Queued`* `Started` `Delta`* `Done`; a failure is raised once instead.
 
-    Unread deltas are merged. Cancelling a pending read loses nothing. One reader at a time.
+    Unread deltas are merged, so the result's length bounds the memory. Cancelling a pending read
+    loses nothing. One reader at a time.
 
     A stream outlives its engine: it keeps what another one needs to go on, and its reader only
     waits longer.
@@ -56,6 +60,7 @@ class RequestStream(msgspec.Struct, eq=False):
     _payloads: list[tuple[float, float]] = []
     _logprobs: list[float] = []
     _pending: list[StreamOutput | LegatoError] = []
+    _num_loose: int = 0  # of the last pending, deltas that are not merged
     _waiter: asyncio.Future[None] | None = None  # for the next output
     _result: asyncio.Future[Done] | None = None
 
@@ -90,8 +95,9 @@ class RequestStream(msgspec.Struct, eq=False):
             await self._waiter
         head = self._pending[0]
         if isinstance(head, Delta) and (len(self._pending) > 1 or len(head.events) > 1):
-            return self._coalesced(head)
+            return self._coalesced()
         del self._pending[0]
+        self._num_loose = min(self._num_loose, len(self._pending))
         if isinstance(head, LegatoError):
             try:
                 raise head
@@ -129,6 +135,9 @@ class RequestStream(msgspec.Struct, eq=False):
         elif isinstance(output, Started):
             self._started = output
         self._pending.append(output)
+        self._num_loose = self._num_loose + 1 if isinstance(output, Delta) else 0
+        if self._num_loose == 2 * MAX_LOOSE:
+            self._merge_loose()
         self._wake()
 
     def resumed(self, image: ImageSource | None, *, alone: bool = False) -> Request:
@@ -178,15 +187,24 @@ class RequestStream(msgspec.Struct, eq=False):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _coalesced(self, first: Delta) -> Delta:
+    def _coalesced(self) -> Delta:
         deltas: list[Delta] = []
         for output in self._pending:
             if not isinstance(output, Delta):
                 break
             deltas.append(output)
         del self._pending[: len(deltas)]
-        events = [event for delta in deltas for event in delta.events]
-        return msgspec.structs.replace(first, events=merge_events(events))
+        self._num_loose = 0
+        return _merged(deltas)
+
+    def _merge_loose(self) -> None:
+        """Merge the older half of the loose deltas."""
+        stop = len(self._pending) - MAX_LOOSE
+        loose = self._pending[stop - MAX_LOOSE : stop]
+        self._pending[stop - MAX_LOOSE : stop] = [
+            _merged([output for output in loose if isinstance(output, Delta)])
+        ]
+        self._num_loose = MAX_LOOSE
 
 
 def _resolve(result: asyncio.Future[Done], last: StreamOutput | LegatoError | None) -> None:
@@ -196,6 +214,11 @@ def _resolve(result: asyncio.Future[Done], last: StreamOutput | LegatoError | No
         result.set_exception(last)
     else:
         result.set_exception(InternalError("the stream ended without a result"))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    events = [event for delta in deltas for event in delta.events]
+    return msgspec.structs.replace(deltas[0], events=merge_events(events))
 
 
 def merge_events(events: list[Event]) -> tuple[Event, ...]:

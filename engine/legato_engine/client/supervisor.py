@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import faulthandler
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
@@ -79,17 +75,3 @@ class ChildProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-
-
-def bind_to_parent(parent: int) -> None:
-    """In a child, first of all: ignore stop signals, and die with the parent.
-
-    A terminal signals all processes; only the parent acts on that.
-    """
-    faulthandler.enable()  # SIGABRT writes the stacks
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before `prctl`
-        os._exit(1)

@@ -147,6 +147,8 @@ class Assembly:
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
             max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
         )
+        if self.frontend.takes_images:
+            preprocessor.warm_up()
         requests = RequestTable(wake=wake)
         refinements = Refinements(self.refiner, requests, send=send)
         sink = OutputSink(self.frontend.name, requests, send=send, finish=refinements.finish)

@@ -36,7 +36,7 @@ from legato_engine.errors import (
     ModelNotFound,
     TaskUnsupported,
 )
-from legato_engine.ipc.messages import DropImage, HoldImage, Load
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
@@ -114,7 +114,7 @@ class EngineCore:
         try:
             if not self._frontend.takes_images:
                 raise TaskUnsupported("this model takes no images", task="image")
-            self._check_capacity(command.request_id, command.owner)
+            self._make_room(command.request_id, command.owner)
             self._requests.add(self._leases.start(command))
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own
             self._leases.fail(command.request_id, error)
@@ -138,13 +138,17 @@ class EngineCore:
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        load = self._scheduler.load()
+        load, preparing = self._scheduler.load(), self._requests.count(PendingRequest)
         return msgspec.structs.replace(
             load,
             running=load.running + self._requests.count(PendingRefinement),
-            waiting=load.waiting + self._requests.count(PendingRequest),
+            waiting=load.waiting + preparing,
+            preparing=preparing,
             images_cached=self._preprocessor.images_cached,
         )
+
+    def image_totals(self) -> ImageTotals:
+        return msgspec.structs.replace(self._preprocessor.totals, held_bytes=self._leases.num_bytes)
 
     def estimated_wait(self) -> float:
         return self._scheduler.estimated_wait()
@@ -208,12 +212,23 @@ class EngineCore:
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         if request.resumed is None:
-            self._check_capacity(request.request_id, request.tenant)
+            self._make_room(request.request_id, request.tenant, request.priority)
 
-    def _check_capacity(self, request_id: RequestKey, tenant: str) -> None:
+    def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
+        """A full queue gives up a request for one with a better claim, or raises."""
         if request_id in self._requests:
             raise InvalidField("request id is in use", field="request_id")
-        self._scheduler.check_queue(tenant, self._requests.queued_tenants())
+        preparing = self._requests.queued_tenants()
+        displaced = self._scheduler.displaced_by(tenant, priority, time.monotonic(), preparing)
+        if displaced is None:
+            return
+        pending = self._requests.newest(PendingRequest, displaced)
+        error = self._scheduler.displacement()
+        if pending is None:  # only image leases
+            raise error
+        self._requests.remove(pending.request_id)
+        pending.cancel()
+        self._fail(pending.request_id, error)
 
     def _prepare(self, request: Request, arrival: float) -> PendingRequest:
         adapters = self._adapters

@@ -43,6 +43,10 @@ class LeaseHandler:
     def next_expiry(self) -> float:
         return self._leases.next_expiry
 
+    @property
+    def num_bytes(self) -> int:
+        return self._leases.num_bytes
+
     def start(self, command: HoldImage) -> PendingLease:
         """Start to prepare the image; call `finish` when that is done."""
         return PendingLease(
@@ -56,6 +60,10 @@ class LeaseHandler:
 
     def finish(self, lease: PendingLease) -> None:
         command = lease.command
+        failure = lease.image.exception()
+        if failure is not None:  # not raised: its traceback would hold the lease, and so itself
+            self.fail(command.request_id, failure)
+            return
         try:
             image = lease.image.result().image
             key = ImageKey(command.request_id.tenant, image.info.image_id)
@@ -79,7 +87,7 @@ class LeaseHandler:
     def expire(self) -> None:
         self._leases.expire()
 
-    def fail(self, request_id: RequestKey, error: Exception) -> None:
+    def fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
             error = InternalError("the image could not be held")

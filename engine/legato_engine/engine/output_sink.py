@@ -84,6 +84,7 @@ class OutputSink:
                 timings=_timings(sequence, request),
                 image=request.image,
                 tokens=tuple(request.tokens),
+                preemptions=sequence.pages.num_preemptions,
             ),
         )
 

@@ -15,23 +15,22 @@ from typing import Any
 import msgspec
 
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.engine.lane import Lane
 from legato_engine.engine.lazy import Lazy
-from legato_engine.errors import ImageNotFound, InvalidField
+from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.decoding import (
-    ImageHeader,
-    content_key,
-    decode_file,
-    image_id,
-    inspect,
-)
+from legato_engine.images.decoding import content_key, decode_baseline, image_id
+from legato_engine.images.headers import ImageHeader, inspect
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
+from legato_engine.ipc.messages import ImageTotals
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 
 _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
+_LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: some 30 ms
+_HEAVY_NICE = 10  # heavy images take what other work leaves of the cores
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +66,57 @@ class LoadedImage:
     def cache_key(self) -> ImageKey:
         return ImageKey(self.tenant, self.image_id)
 
+    @property
+    def cost(self) -> int:
+        """As `ImageHeader.cost`; raises as `inspect`."""
+        if isinstance(self.source, RawImage):
+            return self.source.width * self.source.height
+        return self.header.get().cost
+
+    def check_sha256(self, expected: str) -> None:
+        """Check the hash of the bytes.
+
+        Raises:
+            InvalidField: it is another.
+        """
+        raw = isinstance(self.source, RawImage)  # the key of a file is the hash of its bytes
+        actual = hashlib.sha256(self.view).hexdigest() if raw else self.key.get()
+        if actual != expected:
+            raise InvalidField(
+                "sha256 does not match the image bytes", field="sha256", actual=actual
+            )
+
+
+class _Job:
+    """An image on its way through the lanes."""
+
+    __slots__ = ("future", "keep", "loaded", "seconds", "sha256", "source", "tenant")
+
+    def __init__(
+        self,
+        source: EncodedImage | RawImage,
+        loaded: LoadedImage | None,
+        tenant: str,
+        keep: bool,
+        sha256: str = "",
+    ) -> None:
+        self.source = source
+        self.tenant = tenant
+        self.loaded = loaded
+        self.keep = keep
+        self.sha256 = sha256
+        self.seconds = 0.0  # spent on earlier lanes
+        self.future: concurrent.futures.Future[PreprocessedImage] = concurrent.futures.Future()
+
+    def succeed(self, result: PreprocessedImage) -> None:
+        self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, LegatoError):
+            error = error.with_traceback(None)  # whose frames reference the image and the future
+        if self.future.running() or self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
 
 class Preprocessor:
     """Decodes, orients, resizes and tiles images that are not cached for their tenant."""
@@ -90,7 +140,11 @@ class Preprocessor:
         self._memory = memory
         self._max_inline_pixels = max_inline_pixels
         self._seen = SeenImages()
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
+        self._light = Lane("preprocess", threads, max_pixels=max_pixels)
+        self._heavy = Lane("preprocess-heavy", threads, max_pixels=max_pixels, nice=_HEAVY_NICE)
+        self._count_lock = threading.Lock()
+        self._num_decoded = 0
+        self._num_found = 0
         self._prefetches: queue.SimpleQueue[Lazy[Any] | None] = queue.SimpleQueue()
         self._prefetcher = threading.Thread(
             target=self._run_prefetches, name="legato-prefetch", daemon=True
@@ -100,6 +154,13 @@ class Preprocessor:
     @property
     def images_cached(self) -> int:
         return len(self._cache)
+
+    @property
+    def totals(self) -> ImageTotals:
+        """Without `held_bytes`."""
+        return ImageTotals(
+            decoded=self._num_decoded, found=self._num_found, cached_bytes=self._cache.num_bytes
+        )
 
     def find(
         self, source: ImageSource, *, tenant: str, may_hash: bool
@@ -146,16 +207,18 @@ class Preprocessor:
             ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
             InternalError: the blob cannot be read.
         """
-        if loaded is None:
-            return self._pool.submit(self._load_and_prepare, source, tenant, keep)
-        if inline and self._fits_inline(loaded):
+        if loaded is not None and inline and self._fits_inline(loaded):
             self._prefetches.put(loaded.key)
             if prefetch is not None:
                 self._prefetches.put(prefetch)
-            return self._prepare(loaded, keep)
-        future = self._pool.submit(self._prepare, loaded, keep)
-        loaded.key.get()
-        return future
+            prepared = self._prepare_inline(loaded, keep)
+            if prepared is not None:
+                return prepared
+        job = _Job(source, loaded, tenant, keep)
+        self._light.submit(self._run, job, self._light)
+        if loaded is not None:
+            loaded.key.get()
+        return job.future
 
     def start_lease(
         self, source: EncodedImage | RawImage, tenant: str, sha256: str
@@ -164,41 +227,61 @@ class Preprocessor:
 
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
-        return self._pool.submit(self._prepare_lease, source, tenant, sha256)
+        job = _Job(source, None, tenant, keep=False, sha256=sha256)
+        self._light.submit(self._run, job, self._light)
+        return job.future
+
+    def warm_up(self) -> None:
+        """Start a decoding process ahead of the first image that needs one; does not wait."""
+        self._light.workers.start(1)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._light.close()
+        self._heavy.close()
         self._prefetches.put(None)
         self._prefetcher.join()
 
-    def _load_and_prepare(
-        self, source: EncodedImage | RawImage, tenant: str, keep: bool
-    ) -> PreprocessedImage:
-        start = time.monotonic()
-        loaded = self._load(source, tenant)
-        loaded.key.get()
-        return dataclasses.replace(self._prepare(loaded, keep), seconds=time.monotonic() - start)
+    # ------------------------------------------------------------ on a thread of a lane
 
-    def _prepare(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage:
+    def _run(self, job: _Job, lane: Lane) -> None:
+        """Complete the job's future, or pass a heavy image on."""
+        if job.future.cancelled():
+            return
         start = time.monotonic()
-        # An image without a key has never been seen, so the cache cannot have it.
-        cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
-        image = cached or self._decode_and_prepare(loaded, keep)
-        return PreprocessedImage(image, time.monotonic() - start)
+        try:
+            loaded = self._loaded(job)
+            # An image without a key has never been seen, so the cache cannot have it.
+            cached = self._cached(loaded.cache_key) if loaded.key.is_computed else None
+            if cached is None and lane is self._light and loaded.cost > _LIGHT_COST:
+                job.seconds = time.monotonic() - start
+                self._heavy.submit(self._run, job, self._heavy)
+                return
+            if not job.future.set_running_or_notify_cancel():
+                return
+            image = cached or self._prepare(loaded, self._decode(loaded, lane), job.keep)
+        except BaseException as error:  # noqa: BLE001 - raised again where the image is needed
+            job.fail(error)
+        else:
+            job.succeed(PreprocessedImage(image, job.seconds + time.monotonic() - start))
 
-    def _prepare_lease(
-        self, source: EncodedImage | RawImage, tenant: str, sha256: str
-    ) -> PreprocessedImage:
-        loaded = self._load(source, tenant)
-        key = loaded.key.get()
-        if sha256:
-            raw = isinstance(source, RawImage)  # the key of a file is the hash of its bytes
-            actual = hashlib.sha256(loaded.view).hexdigest() if raw else key
-            if actual != sha256:
-                raise InvalidField(
-                    "sha256 does not match the image bytes", field="sha256", actual=actual
-                )
-        return self._prepare(loaded, keep=False)
+    def _loaded(self, job: _Job) -> LoadedImage:
+        if job.loaded is None:
+            job.loaded = self._load(job.source, job.tenant)
+            job.loaded.key.get()
+        if job.sha256:
+            job.loaded.check_sha256(job.sha256)
+        return job.loaded
+
+    def _decode(self, loaded: LoadedImage, lane: Lane) -> Pixels:
+        """Decode on this thread only what is known to take a few milliseconds."""
+        if isinstance(loaded.source, RawImage):
+            return decode_raw(loaded.view, loaded.source, self._memory.allocate)
+        header = loaded.header.get()
+        if header.is_baseline and header.cost <= _LIGHT_COST:
+            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
+            if pixels_HWC is not None:
+                return pixels_HWC
+        return lane.workers.decode(loaded.view, header, self._memory.allocate)
 
     def _run_prefetches(self) -> None:
         while (value := self._prefetches.get()) is not None:
@@ -213,12 +296,14 @@ class Preprocessor:
         if not self._max_inline_pixels or source.mime_type != "image/jpeg":
             return False
         header = loaded.header.get()
-        return header.width * header.height <= self._max_inline_pixels
+        return header.is_baseline and header.num_pixels <= self._max_inline_pixels
 
     def _cached(self, key: ImageKey) -> PreparedImage | None:
         image = self._cache.get(key)
         if image is None:
             return None
+        with self._count_lock:
+            self._num_found += 1
         info = msgspec.structs.replace(image.info, cache_hit=True)
         return dataclasses.replace(image, info=info)
 
@@ -240,17 +325,27 @@ class Preprocessor:
             ),
         )
 
-    def _decode_and_prepare(self, loaded: LoadedImage, keep: bool) -> PreparedImage:
-        pixels_HWC = self._decode(loaded)
+    def _prepare_inline(self, loaded: LoadedImage, keep: bool) -> PreprocessedImage | None:
+        """Return None for a JPEG that may be corrupt."""
+        start = time.monotonic()
+        pixels_HWC: Pixels | None
+        if isinstance(loaded.source, RawImage):
+            pixels_HWC = decode_raw(loaded.view, loaded.source, self._memory.allocate)
+        else:
+            header = loaded.header.get()
+            pixels_HWC = decode_baseline(loaded.view, header, self._memory.allocate)
+        if pixels_HWC is None:
+            return None
+        image = self._prepare(loaded, pixels_HWC, keep)
+        return PreprocessedImage(image, time.monotonic() - start)
+
+    def _prepare(self, loaded: LoadedImage, pixels_HWC: Pixels, keep: bool) -> PreparedImage:
         height, width = pixels_HWC.shape[:2]
         info = ImageInfo(image_id=loaded.image_id, width=width, height=height, cache_hit=False)
         image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
         self._seen.add(loaded.tenant, loaded.view)
+        with self._count_lock:
+            self._num_decoded += 1
         if keep:
             self._cache.put(loaded.cache_key, image, image.num_bytes)
         return image
-
-    def _decode(self, loaded: LoadedImage) -> Pixels:
-        if isinstance(loaded.source, RawImage):
-            return decode_raw(loaded.view, loaded.source, self._memory.allocate)
-        return decode_file(loaded.view, loaded.header.get(), self._memory.allocate)

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from legato_engine import failpoints
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
+from legato_engine.client.supervisor import EXIT_UNSERVABLE
 from legato_engine.config import EngineConfig
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
@@ -42,9 +42,12 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.null import engine
+from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
+from legato_engine.telemetry.step_totals import StepCounter
 from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
+from legato_engine.telemetry.timeline_stream import TimelineStream
 
 if TYPE_CHECKING:
     from legato_engine.engine.engine_core import (
@@ -116,13 +119,13 @@ def serve(
     Raises:
         UnservableConfig: a model or setting cannot be served.
     """
-    stats = StepStats()
+    telemetry = Telemetry.of(connections)
     try:
-        core, model = _open(config, blobs, connections, wake_fd, stats)
+        core, model = _open(config, blobs, connections, wake_fd, telemetry)
     except (InvalidField, ModelNotFound) as error:
         raise UnservableConfig(error) from None
     quarantine = Quarantine(core, functools.partial(_apply, core), connections.announce)
-    loop = EngineLoop(core, stats, connections, vitals, quarantine)
+    loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
@@ -132,12 +135,30 @@ def serve(
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What the engine tells of its launches."""
+
+    stats: StepStats
+    counter: StepCounter
+    stream: TimelineStream
+
+    @classmethod
+    def of(cls, connections: ServiceConnections) -> Telemetry:
+        stats = StepStats()
+        return cls(stats, StepCounter(), TimelineStream(connections, stats))
+
+    @property
+    def listeners(self) -> tuple[StepListener, ...]:
+        return (self.stats, self.counter, self.stream)
+
+
 def _open(
     config: EngineConfig,
     blobs: BlobReader,
     connections: ServiceConnections,
     wake_fd: int,
-    stats: StepStats,
+    telemetry: Telemetry,
 ) -> tuple[Core, ModelInfo]:
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=connections.post)
@@ -152,7 +173,7 @@ def _open(
         blobs=blobs,
         send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
-        observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
+        observer=StepFeed(assembly.runner.times, (*telemetry.listeners, *_timelines(config))),
     ), assembly.info
 
 
@@ -171,7 +192,7 @@ class EngineLoop:
     """The main loop of the engine process."""
 
     core: Core
-    stats: StepStats
+    telemetry: Telemetry
     connections: ServiceConnections
     vitals: Vitals
     quarantine: Quarantine
@@ -203,13 +224,16 @@ class EngineLoop:
 
     def publish(self) -> None:
         self.vitals.due = False
-        steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        self.telemetry.stream.flush()
+        steps = self.telemetry.stats.latest(time.monotonic(), fresh=not self.core.busy)
         load = self.core.load()
         waiting = load.waiting + self.quarantine.num_held
         self.vitals.beat = Heartbeat(
             step=self.core.steps_committed,
             load=msgspec.structs.replace(load, waiting=waiting, decode_steps=steps),
             estimated_wait=self.core.estimated_wait(),
+            steps=self.telemetry.counter.totals(),
+            images=self.core.image_totals(),
         )
 
 

@@ -60,9 +60,14 @@ class Quarantine:
         if self._suspects:
             suspect = self._suspects.popleft()
             resumed = suspect.request.resumed
-            fingerprint = "" if resumed is None else resumed.fingerprint
-            key = suspect.request.request_id
-            self._announce(RunningAlone(request_id=key, fingerprint=fingerprint))
+            assert resumed is not None
+            self._announce(
+                RunningAlone(
+                    request_id=suspect.request.request_id,
+                    fingerprint=resumed.fingerprint,
+                    is_last=resumed.is_last,
+                )
+            )
             self._begin(suspect)
             return
         self._active = False

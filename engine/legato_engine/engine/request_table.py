@@ -89,6 +89,10 @@ class RequestTable:
     def queued_tenants(self) -> list[str]:
         return [each.tenant for each in self._entries.values() if each.takes_queue_place]
 
+    def newest(self, stage: type[Stage], tenant: str) -> Stage | None:
+        newest_first = (self._entries[key] for key in reversed(self._entries))
+        return next((e for e in newest_first if isinstance(e, stage) and e.tenant == tenant), None)
+
     def count(self, stage: type[Stage]) -> int:
         return sum(isinstance(each, stage) for each in self._entries.values())
 

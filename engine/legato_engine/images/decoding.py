@@ -1,4 +1,4 @@
-"""Image files: header checks, and decoding to 8-bit RGB as an image viewer shows them.
+"""Decoding of image files to 8-bit RGB as an image viewer shows them.
 
 - EXIF orientation is applied; a broken block counts as 1;
 - ICC profiles are ignored;
@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
 from PIL import Image
 
 from legato_engine.core import RawImage
-from legato_engine.errors import ImageTooLarge, ImageUndecodable
+from legato_engine.errors import ImageUndecodable, LegatoError
+from legato_engine.images.headers import ImageHeader, check_scans, inspect
+from legato_engine.images.orientation import orientation
 from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 
-_EXIF_ORIENTATION = 0x0112
+Image.MAX_IMAGE_PIXELS = None  # `inspect` is given the limit
+
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -35,60 +35,42 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # swap width and height
 _LIBJPEG_MODES = ("RGB", "L")
-_APP1 = 0xE1  # EXIF or XMP
-_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8), 0xFF))
-_PIXELS_OR_END = (0xD9, 0xDA)
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
-class ImageHeader(NamedTuple):
-    """Type and size of an image file, before orientation.
+def decode_baseline(
+    data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
+) -> Pixels | None:
+    """Decode a JPEG with `is_baseline` to the displayed pixels [H, W, C], in memory of `allocate`.
 
-    A plain JPEG is grey or of three channels, without EXIF and XMP.
+    Return None if libjpeg warns: `decode_file` tells whether the image is corrupt.
     """
-
-    mime_type: str
-    width: int
-    height: int
-    is_plain_jpeg: bool = False
-
-
-def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> ImageHeader:
-    """Read and check the header without decoding anything.
-
-    Raises:
-        ImageTooLarge: over `max_pixels` or `max_bytes`.
-        ImageUndecodable: another type of file, or a broken header.
-    """
-    if len(data) > max_bytes:
-        raise _too_large(len(data), max_bytes, "bytes")
-    try:
-        header = _parse(data)
-    except (struct.error, IndexError):
-        raise ImageUndecodable("the image header is cut short", field="image") from None
-    if header.width < 1 or header.height < 1:
-        raise ImageUndecodable("the image has no pixels", field="image")
-    if header.width * header.height > max_pixels:
-        raise _too_large(header.width * header.height, max_pixels, "pixels")
-    return header
+    pixels_HWC = _decode_jpeg(data, header, allocate)
+    return None if pixels_HWC is None else _orient(pixels_HWC, orientation(data, header))
 
 
 def decode_file(
-    data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
+    data: bytes | memoryview,
+    header: ImageHeader,
+    allocate: Allocate = new_pixels,
+    *,
+    max_pixels: int,
 ) -> Pixels:
-    """Return the displayed pixels [H, W, C]; a JPEG's are in memory of `allocate`.
+    """Return the displayed pixels [H, W, C]; an upright JPEG's are in memory of `allocate`.
+
+    How long this takes is known for a JPEG with `is_baseline` only.
 
     Raises:
         ImageUndecodable: the file is corrupt, or contradicts `header`.
+        ImageTooLarge: it has too many scans.
     """
     try:
-        if header.is_plain_jpeg:
-            pixels_HWC = _decode_jpeg(data, header, allocate)
+        if header.is_baseline:
+            pixels_HWC = decode_baseline(data, header, allocate)
             if pixels_HWC is not None:
                 return pixels_HWC
+        check_scans(data, header, max_pixels)
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
@@ -97,8 +79,8 @@ def decode_file(
         if pixels_HWC is None:
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
-        return _orient(pixels_HWC, image)
-    except (ImageUndecodable, MemoryError):
+        return _orient(pixels_HWC, orientation(data, header))
+    except (LegatoError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever corrupt bytes trip
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
@@ -109,18 +91,7 @@ def decode_encoded(
 ) -> Pixels:
     """Decode a file. Raises as `inspect` and `decode_file`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
-    return decode_file(data, header, allocate)
-
-
-def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
-    """Raises as `inspect`."""
-    header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
-    try:
-        image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
-    except Exception as error:
-        raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
-    width, height = image.size
-    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+    return decode_file(data, header, allocate, max_pixels=max_pixels)
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
@@ -136,88 +107,10 @@ def image_id(key: str) -> str:
     return "img_" + key[:32]
 
 
-def _too_large(actual: int, limit: int, unit: str) -> ImageTooLarge:
-    return ImageTooLarge(
-        f"the image has {actual} {unit}, the limit is {limit}",
-        field="image",
-        limit=limit,
-        actual=actual,
-        unit=unit,
-    )
-
-
-def _parse(data: bytes | memoryview) -> ImageHeader:
-    head = bytes(data[:16])
-    if head.startswith(b"\xff\xd8\xff"):
-        return _parse_jpeg(data)
-    if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:] == b"IHDR":
-        return ImageHeader("image/png", *struct.unpack_from(">II", data, 16))
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return ImageHeader("image/webp", *_webp_size(data))
-    raise ImageUndecodable("not a JPEG, PNG or WebP image", field="image")
-
-
-def _parse_jpeg(data: bytes | memoryview) -> ImageHeader:
-    segments = _jpeg_segments(data)
-    has_metadata = False
-    for marker, start in segments:
-        has_metadata = has_metadata or marker == _APP1
-        if marker in _FRAME_HEADERS:
-            height, width = struct.unpack_from(">HH", data, start + 1)
-            is_plain = not has_metadata and _is_plain(data, start, segments)
-            return ImageHeader("image/jpeg", width, height, is_plain)
-    raise ImageUndecodable("JPEG without a frame header", field="image")
-
-
-def _is_plain(data: bytes | memoryview, frame: int, rest: Iterator[tuple[int, int]]) -> bool:
-    """Return whether a JPEG needs no Pillow, which takes 0.3 ms to open it."""
-    try:
-        channels = data[frame + 5]
-        for marker, start in rest:
-            if marker == _APP1:
-                return False
-            if marker in _FRAME_HEADERS:
-                channels = data[start + 5]
-    except (ImageUndecodable, IndexError):
-        return False  # Pillow accepts some broken segments
-    return channels in (1, 3)
-
-
-def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """Yield each marker and the start of its content."""
-    at = 2
-    while True:
-        if data[at] != 0xFF:
-            raise ImageUndecodable("broken JPEG segment", field="image")
-        marker = data[at + 1]
-        if marker in _WITHOUT_LENGTH:
-            at += 1 if marker == 0xFF else 2  # fill byte, or a marker without a segment
-            continue
-        if marker in _PIXELS_OR_END:
-            return
-        length = data[at + 2] << 8 | data[at + 3]
-        yield marker, at + 4
-        at += 2 + max(length, 2)
-
-
-def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
-    kind = bytes(data[12:16])
-    if kind == b"VP8X":
-        low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, 24)
-        return (low_w | high_w << 16) + 1, (low_h | high_h << 16) + 1
-    if kind == b"VP8L" and data[20] == 0x2F:
-        (bits,) = struct.unpack_from("<I", data, 21)
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8 " and bytes(data[23:26]) == b"\x9d\x01\x2a":
-        width, height = struct.unpack_from("<HH", data, 26)
-        return width & 0x3FFF, height & 0x3FFF
-    raise ImageUndecodable("broken WebP header", field="image")
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
     image.info.pop("transparency", None)  # else Pillow matches it as a colour
     if image.mode.startswith("I"):
-        samples_HW = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
+        samples_HW = np.asarray(image).clip(0, 0xFFFF) >> 8
         image = Image.fromarray(samples_HW.astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -238,16 +131,8 @@ def _decode_jpeg(
     return pixels_HWC if decoded_HWC.shape == pixels_HWC.shape else None
 
 
-def _orientation(source: Image.Image) -> int:
-    try:
-        orientation: int = source.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good image
-        return 1
-    return orientation
-
-
-def _orient(pixels_HWC: Pixels, source: Image.Image) -> Pixels:
-    method = _TRANSPOSE.get(_orientation(source))
+def _orient(pixels_HWC: Pixels, turn: int) -> Pixels:
+    method = _TRANSPOSE.get(turn)
     if method is None:
         return pixels_HWC
     return np.asarray(Image.fromarray(pixels_HWC).transpose(method))

@@ -43,6 +43,11 @@ class ImageLeases(Generic[T]):
         self.next_expiry = math.inf
         """A monotonic time before which no lease expires."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Reserved by all owners; an image counts for each."""
+        return self._quota.num_bytes
+
     def hold(
         self,
         key: ImageKey,

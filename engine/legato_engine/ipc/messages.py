@@ -76,11 +76,27 @@ class Expect(Value, frozen=True):
     """A `Submit` may follow: poll for it."""
 
 
+class WatchTimeline(Value, frozen=True):
+    """Send `TimelineBatch`es to this service process, or no more."""
+
+    watching: bool
+
+
 class Shutdown(Value, frozen=True):
     """Exit with code 0 and finish no request."""
 
 
-Command = Submit | Abort | Stop | HoldImage | DropImage | StopElsewhere | Expect | Shutdown
+Command = (
+    Submit
+    | Abort
+    | Stop
+    | HoldImage
+    | DropImage
+    | StopElsewhere
+    | Expect
+    | WatchTimeline
+    | Shutdown
+)
 
 
 class ModelInfo(Value, frozen=True):
@@ -122,6 +138,7 @@ class RunningAlone(Value, frozen=True):
 
     request_id: RequestKey | None
     fingerprint: str = ""
+    is_last: bool = False
 
 
 class PipelineStats(Value, frozen=True):
@@ -142,6 +159,7 @@ class PipelineStats(Value, frozen=True):
     tokens_per_row: float = 1.0  # committed, without zombies
     proposed_per_row: float = 0.0  # draft tokens per such row
     acceptance: float = 0.0  # of the draft tokens
+    observed_gain: float = 0.0  # as predicted_gain, of the elapsed time instead of medians
 
 
 class KVCacheStats(Value, frozen=True):
@@ -155,6 +173,64 @@ class KVCacheStats(Value, frozen=True):
     fragmentation_ratio: float  # of all draft pages, those freed without an accepted token
     preemptions: int
     recomputed_tokens: int  # after preemptions
+    found_tokens: int = 0  # prompt positions from the prefix cache, of first admissions
+    computed_tokens: int = 0  # the other positions of these prompts
+
+
+SECONDS_BOUNDS = (
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.004,
+    0.006,
+    0.008,
+    0.012,
+    0.016,
+    0.024,
+    0.032,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
+"""Upper bounds of the bins of an engine's `Durations`; one more bin has what is above."""
+
+
+class Durations(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram of seconds since the start."""
+
+    counts: tuple[int, ...] = (0,) * (len(SECONDS_BOUNDS) + 1)
+    total: float = 0.0  # seconds
+
+
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine's launches did since its start.
+
+    `decode_seconds` and `idle_seconds` are of the decode steps in `step_times`: their periods, and
+    the device's idle time in them.
+    """
+
+    launches: dict[str, int] = {}  # by kind
+    tokens: int = 0
+    step_times: Durations = Durations()
+    token_gaps: Durations = Durations()  # between tokens of one request
+    decode_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    blocks: dict[int, int] = {}  # rows with draft tokens, by their number
+
+
+class ImageTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Images of the engine: counts since its start, and bytes."""
+
+    decoded: int = 0
+    found: int = 0  # in the cache
+    cached_bytes: int = 0
+    held_bytes: int = 0
 
 
 class Load(Value, frozen=True):
@@ -162,6 +238,7 @@ class Load(Value, frozen=True):
 
     running: int = 0
     waiting: int = 0
+    preparing: int = 0  # of those waiting: image or adapter is being prepared, so no step is due
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
     pages_used: int = 0  # by live sequences, shared pages counted once
@@ -172,16 +249,23 @@ class Load(Value, frozen=True):
     decode_steps: PipelineStats | None = None  # None before the second decode step
     kv: KVCacheStats | None = None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is work that a step must take on."""
+        return self.running + self.waiting - self.preparing + self.inflight > 0
+
 
 class Heartbeat(Value, frozen=True):
     """Sent every `heartbeat_interval`, also during a long step.
 
-    An engine with pending work whose `step` does not change is stuck.
+    An engine with work for a step whose `step` does not change is stuck.
     """
 
     step: int
     load: Load
     estimated_wait: float  # seconds
+    steps: StepTotals = StepTotals()
+    images: ImageTotals = ImageTotals()
 
 
 class Queued(Value, frozen=True):
@@ -223,6 +307,7 @@ class Done(Value, frozen=True):
     timings: Timings
     image: ImageInfo | None = None
     tokens: tuple[TokenInfo, ...] = ()
+    preemptions: int = 0
     resumptions: int = 0  # set by the service
 
 
@@ -254,12 +339,36 @@ class Stopped(Value, frozen=True):
     count: int
 
 
+class TimelineSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a launch; times are nanoseconds of the monotonic clock.
+
+    `kind` is that of the launch; `riding` decodes share a prefill, and `zombies` had ended before.
+    """
+
+    lane: str
+    name: str
+    start: int
+    duration: int
+    launch: int
+    kind: str
+    rows: int
+    riding: int
+    zombies: int
+
+
+class TimelineBatch(Value, frozen=True):
+    """The spans of the launches committed since the last batch, and what decode steps cost."""
+
+    spans: tuple[TimelineSpan, ...]
+    decode_steps: PipelineStats | None = None
+
+
 EngineOutput = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Failed
 """An output of one request or image command."""
 
 FINAL = (Done, Failed, ImageHeld, ImageDropped)  # the last outputs of their request id
 
-EngineMessage = Loading | Ready | RunningAlone | Heartbeat | EngineOutput | Stopped
+EngineMessage = Loading | Ready | RunningAlone | Heartbeat | EngineOutput | Stopped | TimelineBatch
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -30,12 +30,15 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
     decode_command,
     encode,
 )
 from legato_engine.shm.blob_store import namespace_of
 
 _MAX_EVENTS = 64
+_MAX_WAIT_MS = 24 * 3600 * 1000  # epoll takes at most 2^31 - 1, a deadline may be years away
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -74,6 +77,7 @@ class ServiceConnections:
         self._connections: dict[int, _ServiceConnection] = {}
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
+        self._watching: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
         self._alone = b""  # the frame of the present `RunningAlone`
         self._events: list[tuple[int, int]] = []
@@ -90,14 +94,14 @@ class ServiceConnections:
     def wait(self, timeout_ms: int | None) -> bool:
         """Block until there are commands, room in a full socket, or a write to `wake_fd`.
 
-        Return False when the time is up first. Poll while a request is expected, because waking up
-        takes longer than all host work of a lone request before the device begins; and briefly
-        after the last result.
+        Return False when the time is up first, or after a day. Poll while a request is expected,
+        because waking up takes longer than all host work of a lone request before the device
+        begins; and briefly after the last result.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
         if not self._events:
-            seconds = None if timeout_ms is None else timeout_ms / 1000
+            seconds = None if timeout_ms is None else min(timeout_ms, _MAX_WAIT_MS) / 1000
             self._events = self._poller.poll(seconds, _MAX_EVENTS)
         return bool(self._events)
 
@@ -163,11 +167,16 @@ class ServiceConnections:
                     self._release(key, connection)
             case StopElsewhere():
                 return self._stop_elsewhere(command, connection)
-            case Expect():
-                if self._busy_poll:
-                    self._poll_until = time.monotonic() + EXPECTED_REQUEST
+            case Expect() | WatchTimeline():
+                self._note(command, connection)
                 return ()
         return (command,)
+
+    def _note(self, command: Expect | WatchTimeline, sender: _ServiceConnection) -> None:
+        if isinstance(command, WatchTimeline):
+            (self._watching.add if command.watching else self._watching.discard)(sender)
+        elif self._busy_poll:
+            self._poll_until = time.monotonic() + EXPECTED_REQUEST
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
         found = [
@@ -203,6 +212,7 @@ class ServiceConnections:
         self._poller.unregister(connection.socket)
         connection.socket.close()
         self._posted.discard(connection)
+        self._watching.discard(connection)
         if connection.namespace:
             self._on_disconnect(connection.namespace)
 
@@ -243,6 +253,19 @@ class ServiceConnections:
         if connection is not None:
             self.post(output)
             self._flush(connection)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a process watches the timeline."""
+        return bool(self._watching)
+
+    def send_timeline(self, batch: TimelineBatch) -> None:
+        """Send to the processes that watch, without those that read too slowly."""
+        frame = encode(batch)
+        for connection in self._watching:
+            if not connection.is_full:
+                connection.unsent.add(frame)
+                self._flush(connection)
 
     def flush(self) -> None:
         """Send what the sockets take; `receive` sends the rest."""

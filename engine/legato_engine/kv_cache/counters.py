@@ -43,4 +43,6 @@ class KVCacheCounters:
             fragmentation_ratio=self.rejected_pages / self.draft_pages if self.draft_pages else 0.0,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_positions,
+            found_tokens=self.found_positions,
+            computed_tokens=self.computed_positions,
         )

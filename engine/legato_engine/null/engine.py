@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, Request, RequestKey
+from legato_engine.core import DetectTask, FinishReason, PointTask, Request, RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
+    InvalidField,
     LegatoError,
     ModelNotFound,
-    QueueFull,
     to_value,
 )
 from legato_engine.ipc.messages import (
@@ -25,28 +26,40 @@ from legato_engine.ipc.messages import (
     Failed,
     HoldImage,
     ImageDropped,
+    ImageTotals,
     Load,
     ModelInfo,
     Queued,
     Started,
 )
+from legato_engine.models.budget import (
+    SamplingDefaults,
+    max_objects,
+    resolve_sampling,
+    token_budget,
+)
 from legato_engine.null.images import NullImages
-from legato_engine.null.request import IMAGE_TOKENS, NullRequest
-from legato_engine.null.scripted_output import scripted_output
+from legato_engine.null.request import IMAGE_TOKENS, NullRequest, input_tokens
+from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
+from legato_engine.scheduler.admission import Admission
+from legato_engine.scheduler.clock import SystemClock
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.shm.blob_reader import BlobReader
 
 NAME = "null"
 _NAMES = ("", NAME)
-_MAX_CONTEXT = 8192
+_MAX_CONTEXT = 8192  # positions, unless configured
+_DEFAULTS = SamplingDefaults(max_tokens=_MAX_CONTEXT)
 
 
 def info(config: EngineConfig) -> ModelInfo:
+    max_context = config.max_context or _MAX_CONTEXT
     return ModelInfo(
         name=NAME,
         device="none",
         tasks=("query", "caption", "detect", "point", "segment"),
-        max_context_tokens=_MAX_CONTEXT,
-        max_output_tokens=_MAX_CONTEXT - IMAGE_TOKENS - 1,
+        max_context_tokens=max_context,
+        max_output_tokens=max_context - IMAGE_TOKENS - 1,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         num_parameters=0,
@@ -55,24 +68,33 @@ def info(config: EngineConfig) -> ModelInfo:
 
 
 class NullEngine:
-    """Has the interface of `EngineCore`; a step adds a token to every running request.
+    """Has the interface, the queue and the limits of `EngineCore`.
 
-    Steps are `config.null_step_ms` apart. If that is 0, all requests run at once, and one without
-    deltas ends in its first step.
+    A step adds a token to every running request. Steps are `config.null_step_ms` apart. If that is
+    0, a request without deltas ends in its first step.
     """
 
     def __init__(
         self, config: EngineConfig, *, blobs: BlobReader, send: Callable[[EngineOutput], None]
     ) -> None:
         self._period = config.null_step_ms / 1000
-        self._max_running = config.max_running if self._period else sys.maxsize
-        self._max_waiting = config.max_waiting
-        self._max_requests = self._max_running + self._max_waiting
+        self._max_context = config.max_context or _MAX_CONTEXT
         self._num_objects = config.null_objects
         self._send = send
         self._images = NullImages(config, blobs)
-        self._waiting: dict[RequestKey, NullRequest] = {}
+        self._requests: dict[RequestKey, NullRequest] = {}  # waiting or running
         self._running: dict[RequestKey, NullRequest] = {}
+        self._queue = WaitingQueue[NullRequest](
+            max_overtakes=0, priority_seconds=config.priority_seconds
+        )
+        self.num_rows = config.max_running
+        self._admission = Admission(
+            self,
+            SystemClock(),
+            self._queue,
+            max_waiting=config.max_waiting,
+            max_waiting_per_tenant=config.max_waiting_per_tenant,
+        )
         self._next_step = 0.0
         self._next_deadline = math.inf  # no request has an earlier one
         self.steps_committed = 0
@@ -83,48 +105,55 @@ class NullEngine:
         arrival, resumed = time.monotonic(), request.resumed
         image, image_seconds = None, 0.0
         try:
-            if request.adapter or request.model not in _NAMES or self._overfull(request):
-                raise self._refusal(request)
+            self._check(request)
+            if resumed is None:
+                self._make_room(request.request_id, request.tenant, request.priority)
             if request.image is not None:
                 self._images.leases.expire()
                 image = self._images.find_or_load(
                     request.image, tenant=request.tenant, keep=request.cache_image
                 )
                 image_seconds = time.monotonic() - arrival
+            output = self._output(request, has_image=image is not None)
+            null_request = NullRequest(request, output, image, arrival, image_seconds)
+            if resumed is None:
+                self._admission.check_deadline(null_request)
         except LegatoError as error:
             self._fail(request, error)
             return
-        output = scripted_output(request.task, request.sampling, self._num_objects)
-        null_request = NullRequest(request, output, image, arrival, image_seconds)
         if resumed is not None:
             null_request.arrival = resumed.arrival
             null_request.first_token = resumed.first_token
             null_request.num_tokens = len(resumed.token_ids)
         if request.deadline is not None and request.deadline < self._next_deadline:
             self._next_deadline = request.deadline
-        if not self._waiting and len(self._running) < self._max_running:
+        self._requests[request.request_id] = null_request
+        self._queue.add(null_request)
+        if self.rows_free and len(self._queue) == 1:
             self._start(null_request, arrival + image_seconds)
-            return
-        must_wait = self._full
-        self._waiting[request.request_id] = null_request
-        if must_wait and request.progress:
-            self._announce_queued(request.request_id)
+        elif request.progress and not self.rows_free:
+            self._announce_queued(null_request)
 
     def stop(self, request_id: RequestKey) -> None:
         now = time.monotonic()
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            self._start(waiting, now)
-        running = self._running.get(request_id)
-        if running is not None:
-            self._finish(running, FinishReason.CANCELLED, now)
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request_id not in self._running:
+            self._start(request, now)
+        self._finish(request, FinishReason.CANCELLED, now)
 
     def abort(self, request_id: RequestKey) -> None:
-        self._waiting.pop(request_id, None)
-        self._running.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if self._running.pop(request_id, None) is None:
+            self._queue.remove(request)
+        self._queue.settle(request)
 
     def hold(self, command: HoldImage) -> None:
         try:
+            self._make_room(command.request_id, command.owner)
             self._send(self._images.hold(command))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
@@ -140,27 +169,29 @@ class NullEngine:
 
     @property
     def idle(self) -> bool:
-        return not (self._running or self._waiting)
+        return not self._requests
 
     @property
     def busy(self) -> bool:
         return bool(self._running) and time.monotonic() >= self._next_step
 
+    @property
+    def rows_free(self) -> int:
+        return max(0, self.num_rows - len(self._running))  # a stop runs one more
+
     def load(self) -> Load:
         return Load(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._queue),
             rows_used=len(self._running),
             images_cached=len(self._images),
         )
 
+    def image_totals(self) -> ImageTotals:
+        return self._images.totals
+
     def estimated_wait(self) -> float:
-        """Seconds that a new request would wait if all were as long as the longest."""
-        if not self._full:
-            return 0.0
-        requests = (*self._running.values(), *self._waiting.values())
-        left = max(len(each.output.events) - each.num_tokens for each in requests)
-        return left * self._period * (1 + len(self._waiting) / self._max_running)
+        return self._admission.estimated_wait()
 
     def next_deadline(self) -> float:
         first = min(self._next_deadline, self._images.leases.next_expiry)
@@ -174,16 +205,14 @@ class NullEngine:
             self._images.leases.expire()
         if now >= self._next_deadline:
             self._expire(now)
-        if self._waiting:
-            self._admit(now)
+        self._admit(now)
         if not self._running or now < self._next_step:
             return
         self.steps_committed += 1
         self._next_step = now + self._period
         for request in list(self._running.values()):
             self._advance(request, now)
-        if self._waiting:
-            self._admit(now)
+        self._admit(now)
 
     def _advance(self, running: NullRequest, now: float) -> None:
         request, output = running.request, running.output
@@ -199,7 +228,10 @@ class NullEngine:
 
     def _finish(self, running: NullRequest, finish_reason: FinishReason, now: float) -> None:
         request, output = running.request, running.output
-        del self._running[request.request_id]
+        del self._running[request.request_id], self._requests[request.request_id]
+        self._queue.settle(running)
+        if finish_reason is not FinishReason.CANCELLED:
+            self._admission.completed(now - running.started)
         num_tokens = running.num_tokens
         self._send(
             Done(
@@ -213,38 +245,46 @@ class NullEngine:
             )
         )
 
-    # ------------------------------------------------------------ from waiting to running
+    # ------------------------------------------------------------ from a command to running
 
-    @property
-    def _full(self) -> bool:
-        return len(self._running) + len(self._waiting) >= self._max_running
-
-    def _overfull(self, request: Request) -> bool:
-        num_requests = len(self._running) + len(self._waiting)
-        return num_requests >= self._max_requests and request.resumed is None
-
-    def _refusal(self, request: Request) -> LegatoError:
+    def _check(self, request: Request) -> None:
         if request.model not in _NAMES:
-            return ModelNotFound(f"this engine serves {NAME}", resource=request.model)
+            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
         if request.adapter:
-            return AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        return QueueFull(
-            "the waiting queue is full",
-            limit=self._max_waiting,
-            retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
-        )
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+
+    def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
+        """As in `EngineCore`; no request is in preparation."""
+        if request_id in self._requests:
+            raise InvalidField("request id is in use", field="request_id")
+        displaced = self._admission.displaced_by(tenant, priority, time.monotonic())
+        if isinstance(displaced, NullRequest):
+            self.abort(displaced.request.request_id)
+            self._fail(displaced.request, self._admission.displacement())
+
+    def _output(self, request: Request, *, has_image: bool) -> ScriptedOutput:
+        """Cut to the context, as by a model."""
+        task, sampling = request.task, resolve_sampling(request, _DEFAULTS)
+        if isinstance(task, (DetectTask, PointTask)):
+            max_objects(task.max_objects, self._num_objects)
+        output = scripted_output(task, request.sampling, self._num_objects)
+        assert sampling.max_tokens is not None, "it was resolved"
+        length = input_tokens(output, has_image=has_image)
+        budget = token_budget(sampling.max_tokens, length, self._max_context)
+        if len(output.events) <= budget:
+            return output
+        cut = msgspec.structs.replace(request.sampling, max_tokens=budget)
+        return scripted_output(task, cut, self._num_objects)
 
     def _admit(self, now: float) -> None:
-        num_free = self._max_running - len(self._running)
-        if num_free <= 0:
-            return
-        for request_id in list(self._waiting)[:num_free]:
-            self._start(self._waiting.pop(request_id), now)
+        while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
+            self._start(waiting, now)
 
     def _start(self, waiting: NullRequest, now: float) -> None:
         if not self._running:
             self._next_step = now + self._period
         request = waiting.request
+        self._queue.take(waiting)
         self._running[request.request_id] = waiting
         waiting.started = now
         if not request.progress:
@@ -260,14 +300,18 @@ class NullEngine:
             )
         )
 
-    def _announce_queued(self, request_id: RequestKey) -> None:
-        position, wait = len(self._waiting) - 1, self.estimated_wait()
-        self._send(Queued(request_id=request_id, position=position, estimated_wait=wait))
+    def _announce_queued(self, waiting: NullRequest) -> None:
+        self._send(
+            Queued(
+                request_id=waiting.request.request_id,
+                position=self._queue.position(waiting),
+                estimated_wait=self.estimated_wait(),
+            )
+        )
 
     def _expire(self, now: float) -> None:
-        requests = [each.request for each in (*self._waiting.values(), *self._running.values())]
         self._next_deadline = math.inf
-        for request in requests:
+        for request in [each.request for each in self._requests.values()]:
             if request.deadline is None:
                 continue
             if request.deadline <= now:
@@ -278,3 +322,7 @@ class NullEngine:
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
+
+
+def _fits(_: NullRequest) -> bool:
+    return True

@@ -8,11 +8,13 @@ from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.decoding import content_key, displayed_size, image_id
+from legato_engine.images.decoding import content_key, image_id
+from legato_engine.images.headers import inspect
 from legato_engine.images.leases import ImageLeases
+from legato_engine.images.orientation import displayed_size
 from legato_engine.images.quota import image_quota
 from legato_engine.images.raw import check_raw
-from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld, ImageTotals
 from legato_engine.shm.blob_reader import BlobReader
 
 _RGB = 3  # bytes of a pixel
@@ -26,9 +28,21 @@ class NullImages:
         self._max_pixels = config.max_image_pixels
         self._cache = ImageCache[ImageKey, ImageInfo](config.image_cache_bytes)
         self.leases = ImageLeases(self._cache, image_quota(config))
+        self._num_loaded = 0
+        self._num_found = 0
 
     def __len__(self) -> int:
         return len(self._cache)
+
+    @property
+    def totals(self) -> ImageTotals:
+        """An image that is inspected counts as decoded."""
+        return ImageTotals(
+            decoded=self._num_loaded,
+            found=self._num_found,
+            cached_bytes=self._cache.num_bytes,
+            held_bytes=self.leases.num_bytes,
+        )
 
     def find_or_load(self, source: ImageSource, *, tenant: str, keep: bool) -> ImageInfo:
         """Return an image and take its blob. Raises as `Preprocessor.start`."""
@@ -62,7 +76,10 @@ class NullImages:
 
     def _cached(self, key: ImageKey) -> ImageInfo | None:
         cached = self._cache.get(key)
-        return cached and msgspec.structs.replace(cached, cache_hit=True)
+        if cached is None:
+            return None
+        self._num_found += 1
+        return msgspec.structs.replace(cached, cache_hit=True)
 
     def _load(
         self, source: EncodedImage | RawImage, view: memoryview, *, tenant: str, keep: bool
@@ -72,11 +89,13 @@ class NullImages:
         if (cached := self._cached(key)) is not None:
             return cached
         if raw is None:
-            width, height = displayed_size(view, max_pixels=self._max_pixels)
+            header = inspect(view, max_pixels=self._max_pixels, max_bytes=len(view))
+            width, height = displayed_size(view, header)
         else:
             check_raw(raw, max_pixels=self._max_pixels)
             width, height = raw.width, raw.height
         image = ImageInfo(image_id=key.image_id, width=width, height=height, cache_hit=False)
+        self._num_loaded += 1
         if keep:
             self._cache.put(key, image, width * height * _RGB)
         return image

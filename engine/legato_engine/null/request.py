@@ -10,6 +10,11 @@ from legato_engine.null.scripted_output import ScriptedOutput
 IMAGE_TOKENS = 729
 
 
+def input_tokens(output: ScriptedOutput, *, has_image: bool) -> int:
+    """BOS, the image, and a token for each word."""
+    return 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
+
+
 class NullRequest(msgspec.Struct, eq=False):
     """A request with its output; times are monotonic seconds, 0 until they are known."""
 
@@ -23,9 +28,24 @@ class NullRequest(msgspec.Struct, eq=False):
     num_tokens: int = 0
 
     @property
+    def adapter_key(self) -> str:
+        return ""
+
+    @property
+    def max_cost(self) -> int:
+        return self.input_tokens + len(self.output.events)
+
+    @property
+    def cost(self) -> int:
+        return self.input_tokens + self.num_tokens
+
+    @property
+    def was_started(self) -> bool:
+        return self.request.resumed is not None
+
+    @property
     def input_tokens(self) -> int:
-        """BOS, the image, and a token for each word."""
-        return 1 + (IMAGE_TOKENS if self.image else 0) + self.output.num_words
+        return input_tokens(self.output, has_image=self.image is not None)
 
     @property
     def cached_tokens(self) -> int:

@@ -31,7 +31,7 @@ class OutputProcessor:
     def __init__(
         self,
         manager: KVCacheManager,
-        admission: Admission,
+        admission: Admission[Sequence],
         clock: Clock,
         sink: Sink,
         block_sizes: BlockSizes | None,
@@ -103,5 +103,5 @@ class OutputProcessor:
         if sequence.finalized:  # aborted by the sink, during `delta`
             return
         self._finalize(sequence)
-        self._admission.completed(sequence)
+        self._admission.completed(self._clock.now() - sequence.timing.prefill_start)
         self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)

@@ -79,7 +79,7 @@ class PrefillPlanner:
     """
 
     def __init__(
-        self, manager: KVCacheManager, queue: WaitingQueue, limits: BatchLimits = ALONE
+        self, manager: KVCacheManager, queue: WaitingQueue[Sequence], limits: BatchLimits = ALONE
     ) -> None:
         self._manager = manager
         self._limits = limits

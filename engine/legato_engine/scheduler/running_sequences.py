@@ -19,7 +19,7 @@ class RunningSequences:
     preempted only after its prefill is launched.
     """
 
-    def __init__(self, manager: KVCacheManager, queue: WaitingQueue) -> None:
+    def __init__(self, manager: KVCacheManager, queue: WaitingQueue[Sequence]) -> None:
         self._manager = manager
         self._queue = queue
         self._members: dict[Sequence, None] = {}

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection
 
 from legato_engine.core import FinishReason, Request, RequestKey
-from legato_engine.errors import DeadlineExceeded, InvalidField
+from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
@@ -62,7 +62,9 @@ class Scheduler:
         self._sink = sink
         self._speculates = block_sizes is not None
         self._observer = observer
-        self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
+        self._queue = WaitingQueue[Sequence](
+            max_overtakes=max_overtakes, priority_seconds=priority_seconds
+        )
         limits = limits if block_sizes is None else ALONE
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
@@ -104,7 +106,16 @@ class Scheduler:
         assert sequence.task.max_tokens > 0, f"sequence {sequence.seq_id} may not sample a token"
         if request.request_id in self._live:
             raise InvalidField("request id is in use", field="request_id")
-        self._admission.check(sequence)
+        if not self._manager.fits_ever(sequence):
+            raise PromptTooLong(
+                "prompt and max_tokens do not fit the context",
+                limit=self._manager.max_length,
+                actual=sequence.max_length,
+            )
+        if request.resumed is None:  # else an earlier engine has admitted it
+            displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
+            assert displaced is None, "nothing is being prepared"
+            self._admission.check_deadline(sequence)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         self._live[request.request_id] = sequence
@@ -138,8 +149,22 @@ class Scheduler:
         """No request can abort it."""
         self._planner.refine(refinement)
 
-    def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
-        self._admission.check_queue(tenant, preparing)
+    def displaced_by(
+        self, tenant: str, priority: int, arrival: float, preparing: Collection[str] = ()
+    ) -> str | None:
+        """Make room for another request if the queue is full.
+
+        Returns the tenant of a request in preparation that the caller has to end for it, or None.
+        `preparing` are the tenants of all of them. Raises as `Admission.displaced_by`.
+        """
+        displaced = self._admission.displaced_by(tenant, priority, arrival, preparing)
+        if isinstance(displaced, Sequence):
+            self._outputs.fail(displaced, self.displacement())
+            return None
+        return displaced
+
+    def displacement(self) -> QueueFull:
+        return self._admission.displacement()
 
     # ------------------------------------------------------------ state
 
@@ -291,6 +316,7 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
+        self._queue.settle(sequence)
         if sequence.progress.last_position < 0:
             self._prefill.remove(sequence)
         if sequence.status is not SequenceStatus.WAITING:

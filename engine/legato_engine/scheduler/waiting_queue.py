@@ -1,37 +1,93 @@
-"""The waiting sequences."""
+"""The waiting requests, served fairly by tenant."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable
-from itertools import count, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, count
 from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
-from legato_engine.sequence import Sequence
+from legato_engine.core import Request
+
+
+class Waiting(Protocol):
+    """A request that can wait."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def arrival(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    @property
+    def adapter_key(self) -> str:
+        """Empty without an adapter."""
+        ...
+
+    @property
+    def max_cost(self) -> int:
+        """Positions computed at most, of prompt and output."""
+        ...
+
+    @property
+    def cost(self) -> int:
+        """Positions computed so far, if it has run."""
+        ...
+
+    @property
+    def was_started(self) -> bool:
+        """Whether its caller knows that it started; it waits again after a preemption."""
+        ...
+
+
+WaitingT = TypeVar("WaitingT", bound=Waiting)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Waiting:
-    sequence: Sequence
-    rank: tuple[float, int]  # ascending order of service; unique
-    num_overtaken: int = 0  # by later sequences
+class _Entry(Generic[WaitingT]):
+    item: WaitingT
+    rank: tuple[float, int]  # ascending order of service within the tenant; unique
+    num_overtaken: int = 0  # by later ones
 
+
+_MAX_TENANTS = 4096
+"""Beyond them, idle tenants are forgotten with what they owe."""
 
 _RANK = attrgetter("rank")
+_Key = tuple[float, float, tuple[float, int]]
 
 
-class WaitingQueue:
-    """Ordered by priority and arrival, with bounded overtaking.
+@dataclasses.dataclass(slots=True, eq=False)
+class _Tenant(Generic[WaitingT]):
+    """The waiting requests of a tenant and the cost of what it was served."""
 
-    One step of priority counts as much as arriving `priority_seconds` earlier. So ranks never
-    change, and low priorities do not starve.
+    served: float
+    turn: float = 0.0  # when it was last served
+    entries: list[_Entry[WaitingT]] = dataclasses.field(default_factory=list)  # by rank
+    num_charged: int = 0  # taken, and not settled
 
-    A sequence that does not fit may be overtaken `max_overtakes` times; then it blocks all later
-    ones. A search skips at most `max_overtakes` sequences.
 
-    One without an adapter slot is overtaken without limit by sequences without adapters, which keep
+class WaitingQueue(Generic[WaitingT]):
+    """Ordered by priority, then fairly by tenant, with bounded overtaking.
+
+    Of one tenant's requests, one step of priority counts as much as arriving `priority_seconds`
+    earlier. So these ranks never change, and low priorities do not starve.
+
+    Among tenants, the highest priority is next; of equal ones, the tenant that was served the least
+    cost. `take` charges the greatest possible cost, and `settle` corrects it to the actual one. A
+    tenant that had nothing waiting is not owed for that time. For each `priority_seconds` that a
+    tenant has waited for its turn its priority rises by one, up to the highest that waits.
+
+    A request that does not fit may be overtaken `max_overtakes` times; then it blocks all later
+    ones. A search skips at most `max_overtakes` requests.
+
+    One without an adapter slot is overtaken without limit by requests without adapters, which keep
     no slots in use, and is not counted as skipped.
     """
 
@@ -40,67 +96,210 @@ class WaitingQueue:
         assert priority_seconds >= 0, f"{priority_seconds} seconds"
         self._max_overtakes = max_overtakes
         self._priority_seconds = priority_seconds
-        self._queue: list[_Waiting] = []  # by rank
-        self._num_by_tenant: Counter[str] = Counter()  # without zeros
+        self._tenants: dict[str, _Tenant[WaitingT]] = {}
+        self._waiting: dict[str, _Tenant[WaitingT]] = {}  # those with entries
+        self._charged: dict[WaitingT, int] = {}  # cost; taken, and not settled
+        self._num_waiting = 0
+        self._least_served = 0.0  # of the waiting tenants, at the last `take`
+        self._now = 0.0  # the latest arrival
         self._added = count()
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._num_waiting
 
-    def add(self, sequence: Sequence) -> None:
-        waiting = _Waiting(sequence, (self._time_of(sequence), next(self._added)))
-        insort(self._queue, waiting, key=_RANK)
-        self._num_by_tenant[sequence.request.tenant] += 1
+    def add(self, item: WaitingT) -> None:
+        name = item.request.tenant
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(self._least_served)
+        if not tenant.entries:
+            tenant.served = max(tenant.served, self._least_served)
+            self._waiting[name] = tenant
+        insort(tenant.entries, _Entry(item, (self._rank(item), next(self._added))), key=_RANK)
+        self._now = max(self._now, item.arrival)
+        self._num_waiting += 1
 
-    def remove(self, sequence: Sequence) -> None:
-        self._pop(self.position(sequence))
+    def remove(self, item: WaitingT) -> None:
+        """Remove a request that will not be served."""
+        self._pop(item)
+        self._forget(item.request.tenant)
 
     def first(
         self,
-        fits: Callable[[Sequence], bool],
-        lacks_slot: Callable[[Sequence], bool] = lambda sequence: False,
-    ) -> Sequence | None:
+        fits: Callable[[WaitingT], bool],
+        lacks_slot: Callable[[WaitingT], bool] = lambda item: False,
+    ) -> WaitingT | None:
         num_skipped, slots_blocked = 0, False
-        for waiting in self._queue:
-            sequence = waiting.sequence
-            blocks = waiting.num_overtaken >= self._max_overtakes
-            if lacks_slot(sequence):
+        for entry in self._ordered():
+            item = entry.item
+            blocks = entry.num_overtaken >= self._max_overtakes
+            if lacks_slot(item):
                 slots_blocked = slots_blocked or blocks
-            elif slots_blocked and sequence.adapter.key:
+            elif slots_blocked and item.adapter_key:
                 continue
-            elif fits(sequence):
-                return sequence
+            elif fits(item):
+                return item
             elif blocks or num_skipped == self._max_overtakes:
                 return None
             else:
                 num_skipped += 1
         return None
 
-    def take(self, sequence: Sequence) -> None:
-        """Remove a sequence that overtakes all before it."""
-        index = self.position(sequence)
-        for waiting in islice(self._queue, index):
-            waiting.num_overtaken += 1
-        self._pop(index)
+    def take(self, item: WaitingT) -> None:
+        """Remove a request to serve it; it overtakes all before it."""
+        for entry in self._ordered():
+            if entry.item is item:
+                break
+            entry.num_overtaken += 1
+        least = min(tenant.served for tenant in self._waiting.values())
+        self._least_served = max(self._least_served, least)
+        tenant = self._pop(item)
+        tenant.turn = self._now
+        if item not in self._charged:
+            self._charged[item] = item.max_cost
+            tenant.served += item.max_cost
+            tenant.num_charged += 1
 
-    def position(self, sequence: Sequence) -> int:
-        index = bisect_right(self._queue, (self._time_of(sequence), -1), key=_RANK)
-        while self._queue[index].sequence is not sequence:
+    def settle(self, item: WaitingT) -> None:
+        """Charge a request that has ended only what it cost; ignore one that was not taken."""
+        charged = self._charged.pop(item, None)
+        if charged is None:
+            return
+        name = item.request.tenant
+        tenant = self._tenants[name]
+        tenant.served += item.cost - charged
+        tenant.num_charged -= 1
+        self._forget(name)
+
+    # ------------------------------------------------------------ positions and counts
+
+    def position(self, item: WaitingT) -> int:
+        if len(self._waiting) == 1:
+            return self._index(self._waiting[item.request.tenant], item)
+        return next(index for index, entry in enumerate(self._ordered()) if entry.item is item)
+
+    def num_ahead(self, item: WaitingT) -> int:
+        """About how many would be before a request that is not queued yet.
+
+        Of each other tenant as many as of its own, and itself: as if all cost the same.
+        """
+        tenant = self._waiting.get(item.request.tenant)
+        own = 0
+        if tenant is not None:
+            own = bisect_right(tenant.entries, self._rank(item), key=lambda each: each.rank[0])
+        others = (each for each in self._waiting.values() if each is not tenant)
+        return own + sum(min(len(each.entries), own + 1) for each in others)
+
+    def num_of(self, tenant: str) -> int:
+        waiting = self._waiting.get(tenant)
+        return 0 if waiting is None else len(waiting.entries)
+
+    def num_by_tenant(self) -> Counter[str]:
+        return Counter({name: len(each.entries) for name, each in self._waiting.items()})
+
+    # ------------------------------------------------------------ a full queue
+
+    def most_over_share(self, tenant: str, counts: Mapping[str, int]) -> str | None:
+        """The tenant of most requests, if one of them should make room for one of `tenant`.
+
+        `counts` are of all requests that take a place, by tenant.
+        """
+        most = max(counts, key=counts.__getitem__, default=None)
+        if most is None or counts[most] <= counts.get(tenant, 0) + 1:
+            return None
+        return most
+
+    def last_of(self, tenant: str) -> WaitingT | None:
+        """The tenant's last request that has not started."""
+        waiting = self._waiting.get(tenant)
+        entries = waiting.entries if waiting is not None else []
+        return next((each.item for each in reversed(entries) if not each.item.was_started), None)
+
+    def last_below(
+        self, tenant: str, priority: int, arrival: float, counts: Mapping[str, int]
+    ) -> WaitingT | None:
+        """The last request, if one of this priority and arrival would be before it.
+
+        Tenants with fewer requests than `tenant` are spared.
+        """
+        own = counts.get(tenant, 0)
+        tenants = (name for name in self._waiting if counts.get(name, 0) >= own)
+        found = [item for name in tenants if (item := self.last_of(name)) is not None]
+        last = max(found, key=self._rank, default=None)
+        rank = arrival - priority * self._priority_seconds
+        return last if last is not None and self._rank(last) > rank else None
+
+    # ------------------------------------------------------------ order
+
+    def _ordered(self) -> Iterator[_Entry[WaitingT]]:
+        """The order of service from here on, if every request fits and no other arrives."""
+        tenants = list(self._waiting.values())
+        if len(tenants) == 1:
+            yield from tenants[0].entries
+            return
+        priorities = [_priorities(tenant.entries) for tenant in tenants]
+        highest = max((each[0] for each in priorities), default=0)
+
+        def key(number: int, index: int, served: float, turn: float) -> _Key:
+            entry, priority = tenants[number].entries[index], priorities[number][index]
+            aged = self._aged(priority, max(turn, entry.item.arrival), highest)
+            return -aged, served, entry.rank
+
+        heap = [(key(n, 0, each.served, each.turn), n, 0) for n, each in enumerate(tenants)]
+        heapq.heapify(heap)
+        while heap:
+            (_, served, _), number, index = heap[0]
+            entries = tenants[number].entries
+            yield entries[index]
+            if index + 1 == len(entries):
+                heapq.heappop(heap)
+                continue
+            item = entries[index].item
+            served += 0 if item in self._charged else item.max_cost
+            following = key(number, index + 1, served, self._now)
+            heapq.heapreplace(heap, (following, number, index + 1))
+
+    def _aged(self, priority: int, since: float, highest: int) -> float:
+        if not self._priority_seconds:
+            return 0.0
+        return min(highest, priority + max(0.0, self._now - since) // self._priority_seconds)
+
+    def _rank(self, item: WaitingT) -> float:
+        return item.arrival - item.request.priority * self._priority_seconds
+
+    def _index(self, tenant: _Tenant[WaitingT], item: WaitingT) -> int:
+        index = bisect_right(tenant.entries, (self._rank(item), -1), key=_RANK)
+        while tenant.entries[index].item is not item:
             index += 1
         return index
 
-    def num_ahead(self, sequence: Sequence) -> int:
-        """How many would be before a sequence that is not queued yet."""
-        return bisect_right(self._queue, self._time_of(sequence), key=lambda each: each.rank[0])
+    def _pop(self, item: WaitingT) -> _Tenant[WaitingT]:
+        name = item.request.tenant
+        tenant = self._waiting[name]
+        del tenant.entries[self._index(tenant, item)]
+        self._num_waiting -= 1
+        if not tenant.entries:
+            del self._waiting[name]
+        return tenant
 
-    def num_of(self, tenant: str) -> int:
-        return self._num_by_tenant[tenant]
+    def _forget(self, name: str) -> None:
+        """Forget a tenant that owes nothing, and all when nothing waits or runs."""
+        if not (self._num_waiting or self._charged):
+            self._tenants.clear()
+            self._least_served = 0.0
+            return
+        tenant = self._tenants.get(name)
+        if tenant is not None and _is_idle(tenant) and tenant.served <= self._least_served:
+            del self._tenants[name]
+        if len(self._tenants) > _MAX_TENANTS:
+            self._tenants = {k: each for k, each in self._tenants.items() if not _is_idle(each)}
 
-    def _pop(self, index: int) -> None:
-        tenant = self._queue.pop(index).sequence.request.tenant
-        self._num_by_tenant[tenant] -= 1
-        if not self._num_by_tenant[tenant]:
-            del self._num_by_tenant[tenant]
 
-    def _time_of(self, sequence: Sequence) -> float:
-        return sequence.timing.arrival - sequence.request.priority * self._priority_seconds
+def _is_idle(tenant: _Tenant[WaitingT]) -> bool:
+    return not (tenant.entries or tenant.num_charged)
+
+
+def _priorities(entries: Sequence[_Entry[WaitingT]]) -> list[int]:
+    """Of each entry, the highest of it and those that wait for it."""
+    backwards = (each.item.request.priority for each in reversed(entries))
+    return list(accumulate(backwards, max))[::-1]

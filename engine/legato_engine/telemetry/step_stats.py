@@ -96,17 +96,21 @@ class StepStats:
     def snapshot(self) -> PipelineStats | None:
         """Medians over the window.
 
-        The predicted gain is a lower bound, because its tax counts each zombie as a full row.
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row. The
+        observed gain compares the time that all steps of the window took, stalls included, with the
+        sum of their blocking estimates.
         """
         if not self._ring:
             return None
         parts, counts = zip(*self._ring, strict=True)
+        times = np.array(parts)
         rows, zombies, tokens, proposed, accepted = (
             sum(each) for each in zip(*counts, strict=True)
         )
         period, forward, sampling, bookkeeping, wait, idle, blocking = (
-            float(ns) / _NS_PER_MS for ns in np.median(np.array(parts), axis=0)
+            float(ns) / _NS_PER_MS for ns in np.median(times, axis=0)
         )
+        elapsed, _, _, _, _, _, blocked = (float(ns) for ns in times.sum(axis=0))
         zombie_ratio = zombies / rows
         live_rows = max(1, rows - zombies)
         return PipelineStats(
@@ -125,6 +129,7 @@ class StepStats:
             tokens_per_row=tokens / live_rows,
             proposed_per_row=proposed / live_rows,
             acceptance=accepted / max(1, proposed),
+            observed_gain=predicted_speedup(blocked, elapsed, zombie_ratio) - 1.0,
         )
 
 

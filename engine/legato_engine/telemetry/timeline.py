@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from legato_engine.ipc.messages import TimelineSpan
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.step_record import StepRecord
@@ -23,9 +24,17 @@ LANES = (
     "cpu finalize",
     "device compute",
     "device copy",
+    "device idle",
     "slot 0",
     "slot 1",
 )
+_ARROW = {
+    ("cpu launch", "launch"): "s",
+    ("device compute", "forward"): "t",
+    ("cpu commit", "commit"): "f",
+}
+"""The spans at which an arrow through a launch starts, passes and ends."""
+
 TraceEvent = dict[str, Any]
 
 
@@ -89,75 +98,93 @@ def timeline_path(pid: int) -> pathlib.Path:
     return pathlib.Path(tempfile.gettempdir()) / f"legato-timeline-{pid}.json"
 
 
+class SpanMaker:
+    """Makes the spans of steps, which must come in the order of their commits."""
+
+    def __init__(self) -> None:
+        self._previous: Step | None = None
+
+    def spans(self, step: Step) -> list[TimelineSpan]:
+        """Return a span per part, and one per gap of the device while the host had work for it."""
+        record, times = step.record, step.times
+        previous, self._previous = self._previous, step
+        # The copy stream runs in order: a copy starts after its sampling and the copy before it.
+        copy_start = times.sample_end
+        gaps = [(times.forward_end, times.sample_start)]
+        if previous is not None:
+            copy_start = max(copy_start, previous.times.copy_end)
+            if record.plan_start <= previous.record.commit_end:  # else nothing was in flight
+                gaps.insert(0, (previous.times.sample_end, times.forward_start))
+        parts = (
+            ("cpu plan", "plan", record.plan_start, record.plan_end),
+            ("cpu launch", "launch", record.plan_end, record.launch_end),
+            ("cpu finalize", "finalize", record.sample_start, record.sample_end),
+            ("cpu wait", "wait", record.wait_start, record.wait_end),
+            ("cpu commit", "commit", record.wait_end, record.commit_end),
+            ("device compute", "forward", times.forward_start, times.forward_end),
+            ("device compute", "sample", times.sample_start, times.sample_end),
+            ("device copy", "copy", copy_start, max(copy_start, times.copy_end)),
+            *(("device idle", "idle", start, end) for start, end in gaps if end > start),
+            (f"slot {record.launch.slot}", "held", record.plan_end, record.commit_end),
+        )
+        launch = record.launch
+        common = (
+            launch.launch_id,
+            launch.plan.kind.value,
+            len(launch.plan.rows),
+            launch.plan.num_mixed_decodes,
+            record.zombies,
+        )
+        return [
+            TimelineSpan(lane, name, start, end - start, *common)
+            for lane, name, start, end in parts
+        ]
+
+
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
     """Chrome's trace format; times in microseconds."""
     events: list[TraceEvent] = [
         {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
         for lane, name in enumerate(LANES)
     ]
-    previous_copy_end = 0
+    maker = SpanMaker()
     for step in steps:
-        events += _spans(step, previous_copy_end)
-        events += _arrows(step)
-        previous_copy_end = step.times.copy_end
+        for span in maker.spans(step):
+            events += _events(span)
     return events
 
 
-def _spans(step: Step, previous_copy_end: int) -> list[TraceEvent]:
-    record, times = step.record, step.times
-    # The copy stream runs in order: a copy starts after its sampling and after the copy before it.
-    copy_start = max(times.sample_end, previous_copy_end)
-    spans = (
-        ("cpu plan", "plan", record.plan_start, record.plan_end),
-        ("cpu launch", "launch", record.plan_end, record.launch_end),
-        ("cpu finalize", "finalize", record.sample_start, record.sample_end),
-        ("cpu wait", "wait", record.wait_start, record.wait_end),
-        ("cpu commit", "commit", record.wait_end, record.commit_end),
-        ("device compute", "forward", times.forward_start, times.forward_end),
-        ("device compute", "sample", times.sample_start, times.sample_end),
-        ("device copy", "copy", copy_start, max(copy_start, times.copy_end)),
-        (f"slot {record.launch.slot}", "held", record.plan_end, record.commit_end),
-    )
-    launch = record.launch
-    arguments = {
-        "launch": launch.launch_id,
-        "kind": launch.plan.kind.value,
-        "rows": len(launch.plan.rows),
-        "riding": launch.plan.num_mixed_decodes,
-        "zombies": record.zombies,
-    }
-    return [
+def _events(span: TimelineSpan) -> list[TraceEvent]:
+    events: list[TraceEvent] = [
         {
             "ph": "X",
             "pid": 1,
-            "tid": LANES.index(lane),
-            "name": f"{name} {launch.launch_id}",
-            "cat": launch.plan.kind.value,
-            "ts": start / 1000,
-            "dur": (end - start) / 1000,
-            "args": arguments,
+            "tid": LANES.index(span.lane),
+            "name": f"{span.name} {span.launch}",
+            "cat": span.kind,
+            "ts": span.start / 1000,
+            "dur": span.duration / 1000,
+            "args": {
+                "launch": span.launch,
+                "kind": span.kind,
+                "rows": span.rows,
+                "riding": span.riding,
+                "zombies": span.zombies,
+            },
         }
-        for lane, name, start, end in spans
     ]
-
-
-def _arrows(step: Step) -> list[TraceEvent]:
-    record, times = step.record, step.times
-    points = (
-        ("s", "cpu launch", record.plan_end),
-        ("t", "device compute", times.forward_start),
-        ("f", "cpu commit", record.wait_end),
-    )
-    return [
-        {
-            "ph": phase,
-            "bp": "e",
-            "pid": 1,
-            "tid": LANES.index(lane),
-            "name": "launch",
-            "cat": "launch",
-            "id": record.launch.launch_id,
-            "ts": at / 1000,
-        }
-        for phase, lane, at in points
-    ]
+    phase = _ARROW.get((span.lane, span.name))
+    if phase is not None:
+        events.append(
+            {
+                "ph": phase,
+                "bp": "e",
+                "pid": 1,
+                "tid": LANES.index(span.lane),
+                "name": "launch",
+                "cat": "launch",
+                "id": span.launch,
+                "ts": span.start / 1000,
+            }
+        )
+    return events

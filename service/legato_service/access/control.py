@@ -103,4 +103,7 @@ class AccessControl:
         with contextlib.suppress(OSError):
             if is_exposed(self._path):
                 log.warning("credentials_file_exposed", file=self._path)
-        return credentials_file.parse(data)
+        try:
+            return credentials_file.parse(data)
+        except FileRejected as error:
+            raise FileRejected(f"{self._path}: {error}") from None

@@ -43,7 +43,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One credential; limits that are absent are the server's defaults."""
 
     id: Annotated[str, msgspec.Meta(pattern=f"^{CREDENTIAL_ID}$")]
-    scopes: tuple[Literal["infer", "upload", "admin"], ...]
+    scopes: tuple[Literal["infer", "upload", "shared_images", "admin"], ...]
     tenant: Annotated[str, msgspec.Meta(pattern=f"^({IDENTIFIER})?$")] = ""
     sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
     san: _Name | tuple[_Name, ...] = ()

@@ -17,6 +17,9 @@ class Need(enum.StrEnum):
     REFUSED = "refused"  # to all
 
 
+SHARED_IMAGES = "shared_images"
+"""The scope to name regions of shared memory, which says nothing of who wrote them."""
+
 UNKNOWN_METHOD = "(unknown)"
 """Stands for all methods that this server lacks: their callers learn so with any credential."""
 
@@ -34,6 +37,8 @@ _NEEDS: dict[str, Mapping[str, Need]] = {
         "GetLoad": Need.ADMIN,
         "Abort": Need.ADMIN,
         "Drain": Need.ADMIN,
+        "GetMetrics": Need.ADMIN,
+        "WatchTimeline": Need.ADMIN,
     },
     # Load balancers probe without credentials, and learn no more than that the server serves.
     "grpc.health.v1.Health": {

@@ -8,7 +8,14 @@ from __future__ import annotations
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, task_pb2
 from legato_engine import core
-from legato_engine.ipc.messages import Done, PipelineStats, Queued, Started
+from legato_engine.ipc.messages import (
+    Done,
+    PipelineStats,
+    Queued,
+    Started,
+    TimelineBatch,
+    TimelineSpan,
+)
 
 from legato_service.convert.response_info import (
     FINISH_REASONS,
@@ -127,6 +134,28 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
         blocking_ms=stats.blocking_ms,
         zombie_ratio=stats.zombie_ratio,
         predicted_gain=stats.predicted_gain,
+        observed_gain=stats.observed_gain,
+    )
+
+
+def timeline(batch: TimelineBatch) -> admin_pb2.WatchTimelineResponse:
+    response = admin_pb2.WatchTimelineResponse(spans=map(_timeline_span, batch.spans))
+    if batch.decode_steps is not None:
+        response.decode_steps.CopyFrom(decode_steps(batch.decode_steps))
+    return response
+
+
+def _timeline_span(span: TimelineSpan) -> admin_pb2.TimelineSpan:
+    return admin_pb2.TimelineSpan(
+        lane=span.lane,
+        name=span.name,
+        start_ns=span.start,
+        duration_ns=span.duration,
+        launch=span.launch,
+        kind=span.kind,
+        rows=span.rows,
+        riding=span.riding,
+        zombies=span.zombies,
     )
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from legato_engine.errors import ImageUndecodable, InvalidRequest
-from legato_engine.images.decoding import ImageHeader, inspect
+from legato_engine.images.headers import inspect
 
 from legato_service.images.pixel_quota import take_pixels
 
 FileFields = tuple[str, str]
 """The request's fields with the bytes of a file and with their stated type."""
 
-_PREFIX_BYTES = 4096  # the event loop parses headers within this prefix
 
-
-async def file_type(
+def file_type(
     data: bytes | memoryview, stated: str, *, max_bytes: int, max_pixels: int, fields: FileFields
 ) -> str:
     """Check an image file's header against the limits; return its MIME type.
@@ -24,15 +20,11 @@ async def file_type(
 
     Raises:
         ImageUndecodable: the header is malformed, or of another type than stated.
-        ImageTooLarge: the file has too many bytes or pixels.
+        ImageTooLarge: the file is over a limit that its header shows.
         QuotaExceeded: the caller has sent too many pixels.
     """
     try:
-        header = _prefix_header(data, max_bytes, max_pixels)
-        if header is None:
-            header = await asyncio.to_thread(
-                inspect, data, max_pixels=max_pixels, max_bytes=max_bytes
-            )
+        header = inspect(data, max_pixels=max_pixels, max_bytes=max_bytes)
     except InvalidRequest as error:
         error.metadata["field"] = fields[0]
         raise
@@ -45,14 +37,3 @@ async def file_type(
         )
     take_pixels(header.width, header.height)
     return header.mime_type
-
-
-def _prefix_header(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageHeader | None:
-    if len(data) > max_bytes:
-        return None
-    try:
-        return inspect(bytes(data[:_PREFIX_BYTES]), max_pixels=max_pixels, max_bytes=max_bytes)
-    except ImageUndecodable:
-        if len(data) <= _PREFIX_BYTES:
-            raise
-        return None

@@ -11,10 +11,12 @@ from legato_engine import core
 from legato_engine.errors import InvalidField
 from legato_engine.shm.blob_store import BlobStore, BlobWriter
 
-from legato_service.errors import SharedMemoryRefused
+from legato_service.access.method_scopes import SHARED_IMAGES
+from legato_service.errors import Forbidden, SharedMemoryRefused
 from legato_service.images.headers import file_type
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
 from legato_service.images.pixel_quota import take_pixels
+from legato_service.rpc.call import CURRENT
 
 ImageFormat = str | Layout
 """The MIME type of a file, or the layout of raw pixels."""
@@ -87,12 +89,13 @@ class ImageIntake:
             ImageUndecodable: the bytes are not an image of the stated form.
             ImageTooLarge: the image has too many bytes or pixels.
             QuotaExceeded: the caller has sent too many pixels.
+            Forbidden: the credential lacks the scope to name regions of shared memory.
             SharedMemoryRefused: its region must not be read.
             SharedMemoryTorn: its slot was written meanwhile.
         """
         match image.WhichOneof("source"):
             case "encoded":
-                return await self._encoded(image.encoded)
+                return self._encoded(image.encoded)
             case "raw":
                 return self._raw(image.raw)
             case "image_id":
@@ -104,6 +107,7 @@ class ImageIntake:
                     raise SharedMemoryRefused(
                         "shared images are off; send the bytes", region=image.shared.region
                     )
+                _check_may_share()
                 return await self._read_shared(image.shared)
             case None:
                 return None
@@ -117,9 +121,9 @@ class ImageIntake:
                 return as_source(image.format, image.writer.publish())
         return image
 
-    async def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
+    def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
         data = encoded.data  # every access copies the bytes
-        mime_type = await file_type(
+        mime_type = file_type(
             data,
             encoded.mime_type,
             max_bytes=self._max_bytes,
@@ -136,3 +140,11 @@ class ImageIntake:
         check_complete(layout, len(data), "image.raw.data")
         take_pixels(layout.width, layout.height)
         return InlineImage(data, layout)
+
+
+def _check_may_share() -> None:
+    """A region is read as the server's own user, whichever tenant wrote it."""
+    rpc = CURRENT.get(None)
+    if rpc is None or rpc.principal is None or SHARED_IMAGES in rpc.principal.scopes:
+        return
+    raise Forbidden(f"the credential lacks the scope {SHARED_IMAGES}", scope=SHARED_IMAGES)

@@ -74,14 +74,14 @@ class SharedMemory:
                 await asyncio.to_thread(self._copy, shared, writer)
             else:
                 self._copy(shared, writer)
-            image_format = layout or await self._file_type(shared, writer)
+            image_format = layout or self._file_type(shared, writer)
         except BaseException:
             writer.close()
             raise
         return StagedImage(writer, image_format, _FIELD)
 
-    async def _file_type(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> str:
-        return await file_type(
+    def _file_type(self, shared: media_pb2.SharedImage, writer: BlobWriter) -> str:
+        return file_type(
             writer.view(),
             shared.mime_type,
             max_bytes=self._max_bytes,

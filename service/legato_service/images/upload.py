@@ -141,7 +141,7 @@ class Upload:
         else:
             self.writer.write(chunk)
 
-    async def finish(self) -> ImageFormat:
+    def finish(self) -> ImageFormat:
         """Check the complete upload.
 
         Raises:
@@ -157,7 +157,7 @@ class Upload:
         if header.layout is not None:
             check_complete(header.layout, size, CHUNK)
             return header.layout
-        return await file_type(
+        return file_type(
             self.writer.view(),
             header.mime_type,
             max_bytes=self._limits.max_bytes,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from legato_engine.client.connection import EngineConnection
 from legato_engine.core import RequestKey
 from legato_engine.errors import Unavailable
+
+if TYPE_CHECKING:
+    from legato_service.metrics.snapshot import Snapshot
 
 _TIMEOUT = 2.0  # seconds for the engine to reply; it stops the requests also later
 
@@ -16,8 +19,8 @@ class Peers(Protocol):
     """The other processes, as one process knows them."""
 
     @property
-    def is_first(self) -> bool:
-        """Runs the engine and the workers."""
+    def number(self) -> int:
+        """0 for the process that runs the engine and the workers."""
         ...
 
     def drain(self, grace: float) -> None:
@@ -26,6 +29,10 @@ class Peers(Protocol):
 
     async def abort(self, target: RequestKey | None) -> int:
         """Stop the others' requests that match `target`, or all; return how many."""
+        ...
+
+    async def gather(self, own: Snapshot) -> Snapshot:
+        """Add the others' metrics to this process's own."""
         ...
 
 

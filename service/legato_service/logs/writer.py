@@ -9,6 +9,12 @@ import threading
 from collections.abc import Iterator
 from typing import IO
 
+
+def num_dropped() -> int:
+    """Lines that could not be written."""
+    return 0
+
+
 DELAY = 0.05  # seconds that a line may be buffered
 
 

@@ -78,14 +78,16 @@ class Dispatcher:
         wait = self._engine.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
-        # The estimate is for the end of the queue, not for higher priorities.
-        queued_last = rpc.priority <= 0
+        # The estimate is for the end of the queue, not for higher priorities, nor for tenants that
+        # have less than their share.
+        queued_last = rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
         if queued_last and wait > left and self._engine.state is EngineState.READY:
             raise DeadlineUnreachable(
                 f"a request arriving now would wait {wait:.3g} s",
                 estimated_wait_ms=round(wait * 1000),
                 time_left_ms=round(left * 1000),
             )
+        rpc.estimated_wait = wait
         rpc.deadline = deadline = time.monotonic() + left
         return self._registry.enter(key, deadline)
 
@@ -148,6 +150,8 @@ class Dispatcher:
             LegatoError: as `Engine.submit` raises.
         """
         rpc = call.current()
+        if rpc.place is not None:
+            rpc.place.submitted()
         new = image if isinstance(image, NewImage) else original
         restage = functools.partial(self.images.stage, new) if isinstance(new, NewImage) else None
         stream = self._engine.submit(
@@ -225,4 +229,6 @@ def _record(done: Done) -> None:
     rpc = call.current()
     rpc.timings = done.timings
     rpc.resumptions += done.resumptions
+    if rpc.on_done is not None:
+        rpc.on_done(rpc, done)
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

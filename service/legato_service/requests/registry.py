@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 from legato_engine.core import RequestKey
-from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
+from legato_engine.errors import AdapterUnusable, Draining, ImageTooLarge, ImageUndecodable
 
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
@@ -68,7 +68,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
                     stream.abort()
         if self._registry is not None:
             self._registry.leave(self._key)
-        if isinstance(error, ImageUndecodable) and self._image_field:
+        if isinstance(error, (ImageUndecodable, ImageTooLarge)) and self._image_field:
             error.metadata["field"] = self._image_field
         if isinstance(error, AdapterUnusable):
             error.metadata["field"] = "options.adapter"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 
 import msgspec
 from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Done
 
 from legato_service.access.identifiers import IDENTIFIER
 from legato_service.access.principal import Principal
+from legato_service.rpc.gate import Place
 
 ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
@@ -41,11 +43,20 @@ class Call(msgspec.Struct, eq=False):
     client: str = ""  # name and version of its software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
+    is_identified: bool = False  # its tenant and priority are final
+    place: Place | None = None  # of a call that the gate counts
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
     usage: core.Usage | None = None
     timings: core.Timings | None = None
+    estimated_wait: float | None = None  # seconds, when a request of it was admitted
+    traceparent: str = ""
+    is_traced: bool | None = None  # None until the tracer decides
+    parent_id: str = ""  # of the caller's span
+    span_id: str = ""  # of its own span
+    arrived_ns: int = 0  # when its first request reached the engine, in `time.time_ns()`
+    on_done: Callable[[Call, Done], None] | None = None  # takes the end of each request of it
     resumptions: int = 0
 
     @property

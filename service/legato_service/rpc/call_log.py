@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
+import msgspec
 import structlog
+from legato_engine import core
+from legato_engine.ipc.messages import Done
 
 from legato_service.logs import configuration
 from legato_service.rpc.call import Call
@@ -17,31 +22,83 @@ DEBUG_METHODS = ("/grpc.health.", "/grpc.reflection.")
 log = structlog.get_logger("legato.rpc")
 
 
-_Ended: TypeAlias = tuple[Call, str, str, float, int]
+EndedCall: TypeAlias = tuple[Call, str, str, float, int]
 """A call, the name of its status, the reason, its seconds, and its end in `time.time_ns()`."""
+
+
+class EndedRequest(msgspec.Struct, eq=False):
+    """A request of a call that the engine finished; `ended_ns` is in `time.time_ns()`."""
+
+    call: Call
+    result: type[core.TaskResult]
+    finish_reason: core.FinishReason
+    usage: core.Usage
+    timings: core.Timings
+    preemptions: int
+    resumptions: int
+    ended_ns: int
+
+
+class CallObserver(Protocol):
+    """Takes ended calls and requests in batches, before their log records are written.
+
+    A call comes after its requests, perhaps in the same batch.
+    """
+
+    def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None: ...
 
 
 class CallLog:
     """Logs how RPCs ended, in order, a moment later. Needs a running event loop.
 
     A record costs several times as much between responses as in a batch, with warm caches.
+    `starts` counts the calls that began by method; it is None without observers.
     """
 
-    def __init__(self) -> None:
-        self._ended: list[_Ended] = []
+    def __init__(self, observers: Sequence[CallObserver] = ()) -> None:
+        self._observers = tuple(observers)
+        self._ended: list[EndedCall] = []
+        self._requests: list[EndedRequest] = []
+        self._flush_due = False
         self._closed = False
+        self.starts = collections.Counter[str]() if observers else None
+        self.on_done = self.request_done if observers else None
 
     def record(self, call: Call, code: str, reason: str = "") -> None:
-        if not self._ended and not self._closed:
-            asyncio.get_running_loop().call_later(FLUSH_DELAY, self.flush)
+        self._schedule_flush()
         call.received = b""  # perhaps megabytes
         seconds = time.monotonic() - call.started
         self._ended.append((call, code, reason, seconds, time.time_ns()))
         if self._closed:
             self.flush()
 
+    def request_done(self, call: Call, done: Done) -> None:
+        self._schedule_flush()
+        self._requests.append(
+            EndedRequest(
+                call,
+                type(done.result),
+                done.finish_reason,
+                done.usage,
+                done.timings,
+                done.preemptions,
+                done.resumptions,
+                time.time_ns(),
+            )
+        )
+
+    def _schedule_flush(self) -> None:
+        if not (self._flush_due or self._closed):
+            self._flush_due = True
+            asyncio.get_running_loop().call_later(FLUSH_DELAY, self.flush)
+
     def flush(self) -> None:
+        self._flush_due = False
         ended, self._ended = self._ended, []
+        if self._observers:
+            requests, self._requests = self._requests, []
+            for observer in self._observers:
+                observer.observe(ended, requests)
         configuration.write(log.bind(), [_log_record(*each) for each in ended])
 
     def close(self) -> None:
@@ -68,6 +125,7 @@ class _CallRecord(configuration.LogRecord, omit_defaults=True):
     priority: int = 0
     client: str = ""
     trace_id: str = ""
+    span_id: str = ""
     previous_attempts: int = 0
     reply: str = ""
     resumptions: int = 0
@@ -99,6 +157,7 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
         call.priority,
         call.client,
         call.trace_id,
+        call.span_id,
         call.previous_attempts,
         call.reply,
         call.resumptions,

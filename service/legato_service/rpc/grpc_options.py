@@ -11,6 +11,10 @@ TRANSPORT_FACTOR = 2
 """The transport takes messages up to this factor above the limit, which are refused with details.
 Beyond it gRPC itself responds with RESOURCE_EXHAUSTED, without details."""
 
+MAX_PENDING_CALLS = 16_384
+"""Calls that gRPC has received and this process has not accepted. They wait only for the event
+loop; `rpc.gate` refuses those that wait too long."""
+
 
 def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple[str, int]]:
     keepalive_timeout_ms = round(config.keepalive_timeout * 1000)
@@ -20,6 +24,9 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
         ("grpc.so_reuseport", int(shared)),
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
+        # Beyond these gRPC cancels new calls at random, without a status.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
         # Find dead peers.
         ("grpc.keepalive_time_ms", round(config.keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),

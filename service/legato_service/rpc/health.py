@@ -36,9 +36,7 @@ class Progress:
 
         A full queue counts as ready: busy is not broken. `now` is `time.monotonic()`.
         """
-        load = self._engine.load
-        idle = load.running + load.waiting + load.inflight == 0
-        if idle or self._engine.step != self._step:
+        if not self._engine.load.has_steps or self._engine.step != self._step:
             self._step, self._stepped_at = self._engine.step, now
         alive = now - self._engine.last_heartbeat < self._silent_after
         stepping = now - self._stepped_at < self._stuck_after

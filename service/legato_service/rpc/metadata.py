@@ -1,6 +1,7 @@
 """The metadata of a call.
 
-Unknown keys are ignored. A malformed value raises `InvalidField` with the field `metadata.<key>`.
+Unknown keys are ignored. A malformed value raises `InvalidField` with the field `metadata.<key>`,
+except for keys that only observe: a malformed trace context is as none, as W3C asks.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def read(call: Call) -> None:
         reader = _READERS.get(key)
         if reader is None:
             continue
-        if key in seen or not isinstance(value, str):
+        if key not in seen and isinstance(value, str):
+            seen.append(key)
+            reader(call, value)
+        elif key not in _OBSERVING:
             raise _malformed(key, "must be one value")
-        seen.append(key)
-        reader(call, value)
 
 
 def _priority(call: Call, value: str) -> None:
@@ -70,10 +72,8 @@ def _request_id(call: Call, value: str) -> None:
 
 
 def _trace(call: Call, value: str) -> None:
-    trace_id = trace_context.trace_id(value)
-    if not trace_id:
-        raise _malformed(trace_context.KEY, "must be a W3C trace context")
-    call.trace_id = trace_id
+    call.trace_id = trace_context.trace_id(value)
+    call.traceparent = value
 
 
 def _attempts(call: Call, value: str) -> None:
@@ -91,6 +91,9 @@ def _identifier(key: str, value: str) -> str:
 def _malformed(key: str, rule: str) -> InvalidField:
     return InvalidField(f"metadata {key} {rule}", field=f"metadata.{key}")
 
+
+_OBSERVING = (trace_context.KEY, "grpc-previous-rpc-attempts")
+"""They never fail a call; of several values the first counts."""
 
 _READERS: dict[str, Callable[[Call, str], None]] = {
     PRIORITY: _priority,

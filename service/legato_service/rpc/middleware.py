@@ -24,6 +24,7 @@ from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.context import Context
+from legato_service.rpc.gate import Gate
 from legato_service.rpc.metadata import REQUEST_ID
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
@@ -39,8 +40,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
     `expect` is called when a request for the engine arrives, before its message is read. With
-    `access` every call needs a credential that allows it. The server finds its handlers here,
-    because an interceptor would cost every call one more coroutine.
+    `access` every call needs a credential that allows it. `gate` admits the calls of
+    InferenceService. The server finds its handlers here, because an interceptor would cost every
+    call one more coroutine.
     """
 
     def __init__(
@@ -49,14 +51,18 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         call_log: CallLog,
         expect: Callable[[], None] = lambda: None,
         access: AccessControl | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._expect = expect
         self._access = access
+        self._gate = gate
         self._unknown = self._wrap(_UNKNOWN)
         self._stall_timeout = stall_timeout
         self._call_log = call_log
+        self._starts, self._on_done = call_log.starts, call_log.on_done
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, Handler] = {}  # by method
+        self._gated: dict[str, Handler] = {}  # the same behind the gate, for unary requests
 
     @property
     def as_server(self) -> grpc.aio.Server:
@@ -72,22 +78,41 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         method = handler_call_details.method
-        if method.startswith(_INFERENCE):
-            self._expect()
-        wrapped = self._wrapped.get(method)
+        wrapped = self._wrapped.get(method) or self._found(handler_call_details)
         if wrapped is None:
-            found = (each.service(handler_call_details) for each in self._added)
-            handler = next((each for each in found if each is not None), None)
-            if handler is None:
-                if self._access is None:
-                    return None
-                # Which methods there are is for callers with a credential.
-                CURRENT.set(Call(UNKNOWN_METHOD, metadata=_metadata_of(handler_call_details)))
-                return self._unknown
-            wrapped = self._wrapped[method] = self._wrap(handler)
+            if self._access is None:
+                return None
+            # Which methods there are is for callers with a credential.
+            wrapped, method = self._unknown, UNKNOWN_METHOD
+        given = _metadata_of(handler_call_details)
+        call = Call(method, metadata=given, on_done=self._on_done)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
-        CURRENT.set(Call(method, metadata=_metadata_of(handler_call_details)))
+        CURRENT.set(call)
+        if self._starts is not None:
+            self._starts[method] += 1
+        if (gate := self._gate) is not None:
+            gate.accepted()
+        if not method.startswith(_INFERENCE):
+            return wrapped
+        if gate is not None:
+            task = asyncio.current_task()
+            assert task is not None, "gRPC runs each call in a task"
+            call.place = gate.enter(task)
+            if gate.is_crowded:
+                return self._gated[method]
+        self._expect()
+        return wrapped
+
+    def _found(self, details: grpc.HandlerCallDetails) -> Handler | None:
+        found = (each.service(details) for each in self._added)
+        handler = next((each for each in found if each is not None), None)
+        if handler is None:
+            return None
+        method = details.method
+        wrapped = self._wrapped[method] = self._wrap(handler)
+        if self._gate is not None and method.startswith(_INFERENCE):
+            self._gated[method] = self._wrap_gate(wrapped, self._gate)
         return wrapped
 
     def _wrap(self, handler: Handler) -> Handler:
@@ -101,6 +126,61 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         if handler.request_streaming:
             return grpc.stream_unary_rpc_method_handler(one, None, None)
         return grpc.unary_unary_rpc_method_handler(one, None, None)
+
+    def _wrap_gate(self, wrapped: Handler, gate: Gate) -> Handler:
+        """Decide before the message is received; a handler of a stream reads it when it asks."""
+        handle, streams = _behaviour(wrapped), wrapped.response_streaming
+        assert not wrapped.request_streaming, "the gate reads one message"
+
+        async def at_gate(received: Any, context: Context) -> None:
+            call = CURRENT.get()
+            if self._is_refused(gate, call, context):
+                return
+            message = await context.read()
+            if message is grpc.aio.EOF:
+                return  # cancelled
+            self._expect()
+            handling = handle(message, context)
+            del message
+            try:
+                answer = await handling
+            except BaseException:
+                del received, context  # an abort refers to this frame
+                raise
+            if not streams:
+                await context.write(answer)
+
+        serialize = wrapped.response_serializer
+        return grpc.stream_stream_rpc_method_handler(at_gate, None, serialize)
+
+    def _is_refused(self, gate: Gate, call: Call, context: Context) -> bool:
+        """Set the status of a refused call, which costs neither an exception nor a message."""
+        try:
+            self._identify(call, context)
+        except Exception as error:  # noqa: BLE001 - as any failure of a call
+            outcome = self._failed(error, call, context)
+            assert outcome is not None, "no cancellation"
+            trailers = outcome.trailers()
+        else:
+            if gate.admits(call.tenant, call.priority):
+                return False
+            outcome, trailers = gate.refusal(call.request_id)
+            self._call_log.record(call, outcome.code.name, outcome.reason)
+        context.set_code(outcome.code)
+        context.set_details(outcome.message)
+        context.set_trailing_metadata((*trailers, (REQUEST_ID, call.request_id)))
+        return True
+
+    def _identify(self, call: Call, context: Context) -> None:
+        """Fill the call from credential and metadata; its tenant and priority are final then."""
+        if call.is_identified:
+            return
+        if self._access is not None:
+            self._enter(call, context)
+        metadata.read(call)
+        call.is_identified = True
+        if (place := call.place) is not None:
+            place.take_name(call.tenant)
 
     def _enter(self, call: Call, context: Context) -> None:
         """Let the call in as its credential allows."""
@@ -121,9 +201,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
-                if self._access is not None:
-                    self._enter(call, context)
-                metadata.read(call)
+                self._identify(call, context)
                 if not streams:
                     call.received = received
                 response = await inner(read(received), context)
@@ -147,9 +225,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
             try:
-                if self._access is not None:
-                    self._enter(call, context)
-                metadata.read(call)
+                self._identify(call, context)
                 async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:

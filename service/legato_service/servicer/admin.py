@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Literal, Protocol
 
 from legato.v1 import admin_pb2 as pb
@@ -11,6 +12,7 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import TimelineBatch
 
 from legato_service.convert import responses
 from legato_service.convert.response_info import duration
@@ -46,7 +48,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Responds under any load, because it never waits for the engine.
 
     `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
-    returns their count.
+    returns their count. `scrape` returns the metrics of all processes and their format.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         drain: Callable[[float], None],
         default_grace: float,
         abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
+        scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
     ) -> None:
         self._engine = engine
         self._progress = progress
@@ -67,6 +70,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._drain = drain
         self._default_grace = default_grace
         self._abort_elsewhere = abort_elsewhere
+        self._scrape = scrape
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         load = self._engine.load
@@ -117,6 +121,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: Context
+    ) -> pb.GetMetricsResponse:
+        text, content_type = await self._scrape(request.accept)
+        return pb.GetMetricsResponse(text=text.decode(), content_type=content_type)
+
+    async def WatchTimeline(
+        self, request: pb.WatchTimelineRequest, context: Context
+    ) -> AsyncIterator[pb.WatchTimelineResponse]:
+        """An idle engine sends nothing, so the first response does not wait for it."""
+        seconds = None
+        if request.HasField("duration"):
+            seconds = request.duration.ToNanoseconds() / 1e9
+            if seconds <= 0:
+                raise InvalidField("must be positive", field="duration")
+        yield responses.timeline(
+            TimelineBatch(spans=(), decode_steps=self._engine.load.decode_steps)
+        )
+        async with aclosing(self._engine.timeline.batches(seconds)) as batches:
+            async for batch in batches:
+                yield responses.timeline(batch)
 
     async def _elsewhere(self, target: RequestKey | None) -> int:
         return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)

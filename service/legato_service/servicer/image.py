@@ -92,7 +92,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         return pb.DeleteImageResponse()
 
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
-        image_format = await upload.finish()
+        image_format = upload.finish()
 
         def restage() -> EncodedImage | RawImage:
             return as_source(image_format, upload.writer.publish())

@@ -43,7 +43,12 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         with self._registry.reserve(key), _counted(rpc):
             opening = await self._opening(request_iterator)
             session = Session(
-                key.caller_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
+                key.caller_id,
+                opening,
+                self._dispatcher,
+                self._limits,
+                CONTRACT_REVISION,
+                self._registry.totals,
             )
             self._registry.opened(key, session)
             async with aclosing(session.messages(request_iterator)) as messages:

@@ -27,6 +27,7 @@ from legato_service.session.frame import (
 from legato_service.session.frame_queue import FrameQueue
 from legato_service.session.send_queue import SendQueue
 from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
+from legato_service.session.totals import SessionTotals
 
 MAX_UNREAD = 4096  # notices; only a client that sends without reading is due more
 
@@ -54,9 +55,12 @@ class SessionCore(Generic[F]):
     runs (`_running`), and has results to send (`_send_queue`), perhaps the last two at a time.
     """
 
-    def __init__(self, settings: SessionSettings, runner: Runner[F]) -> None:
+    def __init__(
+        self, settings: SessionSettings, runner: Runner[F], totals: SessionTotals | None = None
+    ) -> None:
         self._settings = settings
         self._runner = runner
+        self._totals = SessionTotals() if totals is None else totals
         self._queue: FrameQueue[F] = FrameQueue(settings.policy, settings.frame_credits)
         self._send_queue: SendQueue[F] = SendQueue(settings.response_credits)
         self._open: dict[int, F] = {}
@@ -74,6 +78,10 @@ class SessionCore(Generic[F]):
     @property
     def frame_credits(self) -> int:
         return 0 if self._going_away else self._settings.frame_credits
+
+    @property
+    def waits_for_credits(self) -> bool:
+        return self._starved_since is not None
 
     @property
     def is_settled(self) -> bool:
@@ -112,6 +120,7 @@ class SessionCore(Generic[F]):
             )
         self._last_sequence = frame.sequence
         self.num_frames += 1
+        self._totals.frames += 1
         self.num_must_run += frame.must_run
         self._open[frame.sequence] = frame
         if self._going_away:
@@ -206,6 +215,7 @@ class SessionCore(Generic[F]):
         message = self._send_queue.next()
         if isinstance(message, Result) and message.last:
             del self._open[message.frame.sequence]
+            self._totals.ages.append(now - message.frame.captured_at)
         self._check_credits(now)
         self._start_waiting()
         return message
@@ -253,6 +263,7 @@ class SessionCore(Generic[F]):
             self._runner.abort(frame)
         self._send_queue.remove(frame)
         self.dropped[reason] += 1
+        self._totals.dropped[reason] += 1
         total = self.dropped.total()
         self._send_queue.add_notice(Dropped(frame.sequence, reason, self.frame_credits, total))
 

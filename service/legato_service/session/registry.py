@@ -11,10 +11,16 @@ from legato_engine.core import RequestKey
 from legato_engine.errors import Draining, LegatoError, Preempted
 
 from legato_service.errors import SessionsFull
+from legato_service.session.totals import SessionTotals
 
 
 class OpenSession(Protocol):
-    """The ways to end a session from outside."""
+    """A session from outside."""
+
+    @property
+    def waits_for_credits(self) -> bool:
+        """Whether its client must grant credits for what waits to be sent."""
+        ...
 
     def fail(self, error: LegatoError) -> None: ...
 
@@ -31,6 +37,7 @@ class SessionRegistry:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.totals = SessionTotals()
         self._sessions: dict[RequestKey, OpenSession | None] = {}  # None while being opened
         self._going_away: tuple[float, LegatoError | None] | None = None
         self._empty = asyncio.Event()
@@ -70,6 +77,10 @@ class SessionRegistry:
         self._sessions[key] = session
         if self._going_away is not None:
             session.go_away(*self._going_away)
+
+    @property
+    def num_waiting_for_credits(self) -> int:
+        return sum(each is not None and each.waits_for_credits for each in self._sessions.values())
 
     def abort(self, target: RequestKey) -> int:
         """End matching sessions with ABORTED PREEMPTED; return how many were open."""

@@ -21,6 +21,7 @@ from legato_service.session.core import SessionCore
 from legato_service.session.frame import Outcome, Output
 from legato_service.session.frame_planner import FramePlanner, FrameRequest
 from legato_service.session.frame_runner import FrameRunner
+from legato_service.session.totals import SessionTotals
 
 log = structlog.get_logger("legato.session")
 
@@ -57,6 +58,7 @@ class Session:
         dispatcher: Dispatcher,
         limits: SessionLimits,
         contract_revision: int,
+        totals: SessionTotals | None = None,
     ) -> None:
         settings = conversion.settings(opening, credit_timeout=limits.credit_timeout)
         self._limits = limits
@@ -68,7 +70,7 @@ class Session:
         self._runner = FrameRunner(
             dispatcher, self, session_id, frame_deadline=limits.frame_deadline
         )
-        self._core: SessionCore[FrameRequest] = SessionCore(settings, self._runner)
+        self._core: SessionCore[FrameRequest] = SessionCore(settings, self._runner, totals)
         self._responses = conversion.ResponseBuilder(session_id)
         self._failure: LegatoError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -222,6 +224,10 @@ class Session:
         self._wake()
 
     # ------------------------------------------------------------ from outside
+
+    @property
+    def waits_for_credits(self) -> bool:
+        return self._core.waits_for_credits
 
     def fail(self, error: LegatoError) -> None:
         self._failure = error

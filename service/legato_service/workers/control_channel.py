@@ -10,6 +10,10 @@ import socket
 
 import msgspec
 
+from legato_service.metrics.snapshot import Snapshot
+
+_MAX_MESSAGE = 64 * 1024 * 1024  # bytes
+
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
     """From a worker: it serves requests."""
@@ -21,7 +25,20 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     grace: float  # seconds
 
 
-Message = Serving | Drain
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """Reply with `Collected`: a worker with its metrics, the first process with those of all."""
+
+    number: int
+
+
+class Collected(msgspec.Struct, frozen=True, tag=True):
+    """The reply to the `Collect` of this number."""
+
+    number: int
+    snapshot: Snapshot
+
+
+Message = Serving | Drain | Collect | Collected
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Message).decode
@@ -37,14 +54,14 @@ class ControlChannel:
     @classmethod
     async def over(cls, connection: socket.socket) -> ControlChannel:
         """The channel owns the connected socket."""
-        return cls(*await asyncio.open_unix_connection(sock=connection))
+        return cls(*await asyncio.open_unix_connection(sock=connection, limit=_MAX_MESSAGE))
 
     def send(self, message: Message) -> None:
         """Without effect when the other end is closed."""
         self._writer.write(_encode(message) + b"\n")
 
     async def receive(self) -> Message | None:
-        """None when the other end is closed."""
+        """Return None when the other end is closed."""
         try:
             line = await self._reader.readline()
         except ConnectionError:

@@ -20,7 +20,15 @@ from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle.peers import abort_elsewhere
-from legato_service.workers.control_channel import ControlChannel, Drain, Serving
+from legato_service.metrics.snapshot import Snapshot, merged
+from legato_service.workers.control_channel import (
+    Collect,
+    Collected,
+    ControlChannel,
+    Drain,
+    Serving,
+)
+from legato_service.workers.metrics_exchange import MetricsExchange, WorkerMetrics
 from legato_service.workers.worker import Settings
 
 log = structlog.get_logger("legato.service")
@@ -32,16 +40,23 @@ class WorkerProcesses:
     """Starts the workers, restarts those that die, and drains them with the server.
 
     Removes what a dead worker left in shared memory; the engine aborts its requests itself. The
-    `Peers` of the first process's server, which `drain_first` drains.
+    `Peers` of the first process's server, which `drain_first` drains and whose own metrics
+    `snapshot_first` returns.
     """
 
-    is_first = True
+    number = 0
 
     def __init__(
-        self, config: ServiceConfig, engine: EngineClient, drain_first: Callable[[float], None]
+        self,
+        config: ServiceConfig,
+        engine: EngineClient,
+        drain_first: Callable[[float], None],
+        snapshot_first: Callable[[], Snapshot],
     ) -> None:
         self._engine = engine
         self._drain_first = drain_first
+        self._snapshot_first = snapshot_first
+        self._metrics = WorkerMetrics()
         self._settings = [
             Settings(
                 config=config,
@@ -75,6 +90,12 @@ class WorkerProcesses:
 
     async def abort(self, target: RequestKey | None) -> int:
         return await abort_elsewhere(self._engine, target) if self._settings else 0
+
+    async def gather(self, own: Snapshot) -> Snapshot:
+        return merged((own, await self._metrics.gather())) if self._settings else own
+
+    async def _snapshot_all(self) -> Snapshot:
+        return await self.gather(self._snapshot_first())
 
     async def exited(self, within: float | None = None) -> bool:
         """Wait `within` seconds at most; return whether all have exited."""
@@ -110,7 +131,8 @@ class WorkerProcesses:
         """Return a worker's exit code; cancellation kills it."""
         ours, theirs = socket.socketpair()
         channel = await ControlChannel.over(ours)
-        listening = asyncio.create_task(self._listen(settings.number, channel))
+        exchange = MetricsExchange(channel, self._snapshot_all)
+        listening = asyncio.create_task(self._listen(settings.number, channel, exchange))
         process: ChildProcess | None = None
         try:
             with theirs:
@@ -124,18 +146,24 @@ class WorkerProcesses:
             return 127
         finally:
             self._channels.pop(settings.number, None)
+            self._metrics.remove(settings.number)
             if process is not None:
                 process.kill()
             listening.cancel()
             channel.close()
 
-    async def _listen(self, number: int, channel: ControlChannel) -> None:
+    async def _listen(
+        self, number: int, channel: ControlChannel, exchange: MetricsExchange
+    ) -> None:
         while (message := await channel.receive()) is not None:
             match message:
                 case Serving():
                     self._not_ready.discard(number)
+                    self._metrics.add(number, exchange)
                 case Drain(grace=grace):
                     self.drain(grace)
+                case Collect() | Collected():
+                    exchange.receive(message)
 
 
 def _command(settings: Settings, channel: socket.socket) -> list[str]:

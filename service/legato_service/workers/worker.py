@@ -14,11 +14,11 @@ import msgspec
 import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.supervisor import bind_to_parent
 from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.parent_process import bind_to_parent
 
 from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
@@ -26,8 +26,16 @@ from legato_service.lifecycle import tuning
 from legato_service.lifecycle.peers import abort_elsewhere
 from legato_service.lifecycle.watchdog import arm_watchdog
 from legato_service.logs import configuration
+from legato_service.metrics.snapshot import Snapshot
 from legato_service.server import Server
-from legato_service.workers.control_channel import ControlChannel, Drain, Serving
+from legato_service.workers.control_channel import (
+    Collect,
+    Collected,
+    ControlChannel,
+    Drain,
+    Serving,
+)
+from legato_service.workers.metrics_exchange import MetricsExchange
 
 log = structlog.get_logger("legato.service")
 
@@ -58,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _FirstProcess:
     """The `Peers` of a worker."""
 
-    is_first = False
-
-    def __init__(self, channel: ControlChannel, engine: EngineConnection) -> None:
+    def __init__(self, number: int, channel: ControlChannel, engine: EngineConnection) -> None:
+        self.number = number
         self._channel = channel
         self._engine = engine
+        self.exchange: MetricsExchange | None = None
 
     def drain(self, grace: float) -> None:
         self._channel.send(Drain(grace=grace))
@@ -70,19 +78,26 @@ class _FirstProcess:
     async def abort(self, target: RequestKey | None) -> int:
         return await abort_elsewhere(self._engine, target)
 
+    async def gather(self, own: Snapshot) -> Snapshot:
+        """The first process asks this one in turn."""
+        everything = None if self.exchange is None else await self.exchange.request()
+        return own if everything is None else everything
+
 
 async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
     """Serve until the first process orders a drain or is gone."""
     channel = await ControlChannel.over(connection)
     engine = EngineConnection(settings.namespace, policy, settings.number)
+    first = _FirstProcess(settings.number, channel, engine)
     try:
-        server = Server(settings.config, engine, engine.blobs, peers=_FirstProcess(channel, engine))
+        server = Server(settings.config, engine, engine.blobs, peers=first)
     except FileRejected as error:  # the files of credentials changed since the first process began
         log.error("configuration_rejected", number=settings.number, reason=str(error))
         await engine.close()
         channel.close()
         return 1
-    listening = asyncio.create_task(_listen(channel, server))
+    first.exchange = MetricsExchange(channel, server.snapshot)
+    listening = asyncio.create_task(_listen(channel, server, first.exchange))
     drained = asyncio.create_task(server.drained())
     announcing: asyncio.Task[None] | None = None
     try:
@@ -111,10 +126,13 @@ async def _announce_serving(engine: EngineConnection, channel: ControlChannel) -
         channel.send(Serving())
 
 
-async def _listen(channel: ControlChannel, server: Server) -> None:
+async def _listen(channel: ControlChannel, server: Server, exchange: MetricsExchange) -> None:
     while (message := await channel.receive()) is not None:
-        if isinstance(message, Drain):
-            server.begin_drain(message.grace)
+        match message:
+            case Drain(grace=grace):
+                server.begin_drain(grace)
+            case Collect() | Collected():
+                exchange.receive(message)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -36,6 +36,17 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
         self.requests.append(request)
         return admin_pb2.DrainResponse(running=1, waiting=2, sessions=3)
 
+    def GetMetrics(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return admin_pb2.GetMetricsResponse(text=f"# {request.accept}\n")
+
+    def WatchTimeline(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.requests.append(request)
+        span = admin_pb2.TimelineSpan(lane="slot 0", name="held", start_ns=5_000_000_000)
+        yield admin_pb2.WatchTimelineResponse(spans=[span])
+        yield admin_pb2.WatchTimelineResponse(
+            decode_steps=admin_pb2.DecodeSteps(steps=3, observed_gain=0.5)
+        )
+
 
 @pytest.fixture
 def admin():
@@ -88,3 +99,17 @@ def test_drain(operator, admin):
     operator.drain()
     assert admin.requests[0].grace.ToMilliseconds() == 2500
     assert not admin.requests[1].HasField("grace")
+
+
+def test_metrics(operator):
+    """The text is as the server sent it."""
+    assert operator.metrics("text/plain") == "# text/plain\n"
+
+
+def test_watch_timeline(operator, admin):
+    """Updates come one by one, times in seconds."""
+    first, second = operator.watch_timeline(2.5)
+    assert admin.requests[0].duration.ToMilliseconds() == 2500
+    assert (first.spans[0].lane, first.spans[0].start) == ("slot 0", 5.0)
+    assert first.decode_steps is None
+    assert (second.spans, second.decode_steps.observed_gain) == ((), 0.5)

@@ -1,9 +1,9 @@
 """An engine process without a model: it speaks the protocol and does what a question tells it.
 
 Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
-exits at once, "die as unservable" says that no engine can serve, "freeze" stops the heartbeats and
-everything else. "die once", "freeze once" and "pause" (after one delta) answer when an engine was
-lost before. Model "broken" never gets ready, model "heavy" is silent for two seconds before.
+exits at once, "die as unservable" says that no engine can serve. "die once", "freeze once"
+(heartbeats and all) and "pause" (after one delta) answer when an engine was lost before. Model
+"broken" never gets ready, model "heavy" is silent for two seconds before.
 """
 
 import argparse
@@ -81,14 +81,9 @@ def run(connections, request, blobs):
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
     question = question_of(request)
-    if question == "die" or (question == "die once" and resumed is None):
-        os._exit(3)
-    if question == "die as unservable":
-        os._exit(os.EX_CONFIG)
+    end_process(question, resumed)
     if question == "bad":
         connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
-    if question == "freeze" or (question == "freeze once" and resumed is None):
-        time.sleep(3600)
     if question == "hang":
         return
     for index in range(0 if resumed is None else len(resumed.token_ids), 3):
@@ -99,6 +94,16 @@ def run(connections, request, blobs):
             return
     if question != "slow":
         connections.send(done(name, "abc", FinishReason.STOP))
+
+
+def end_process(question, resumed):
+    """Exit or freeze, if the question says so."""
+    if question == "die" or (question == "die once" and resumed is None):
+        os._exit(3)
+    if question == "die as unservable":
+        os._exit(os.EX_CONFIG)
+    if question == "freeze once" and resumed is None:
+        time.sleep(3600)
 
 
 def done(name, text, reason):
@@ -190,8 +195,7 @@ def main():
                 continue
             assert isinstance(command, Submit)
             live.add(command.request.request_id)
-            question, resumed = question_of(command.request), command.request.resumed
-            if question == "freeze" or (question == "freeze once" and resumed is None):
+            if question_of(command.request) == "freeze once" and command.request.resumed is None:
                 frozen.set()
             run(connections, command.request, blobs)
 

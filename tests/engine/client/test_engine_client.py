@@ -389,6 +389,22 @@ async def test_a_hold_is_lost_with_its_engine():
             await client.drop(drop("img"))
 
 
+async def test_a_hold_is_sent_once_more():
+    """With its bytes at hand, an image is held by the next engine; not by a third one."""
+    async with running() as client:
+
+        def stage(data):
+            return EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
+
+        waiting = asyncio.create_task(client.hold(hold(client, b"hang"), lambda: stage(b"img")))
+        await until(lambda: len(client._commands))
+        running_process(client).kill()
+        assert (await waiting).image.image_id == "img"
+        with pytest.raises(EngineLost):
+            await client.hold(hold(client, b"die"), lambda: stage(b"die"))
+        assert len(client.blobs) == 0
+
+
 async def test_a_cancelled_hold_leaves_nothing():
     """Cancelling while an image is prepared leaves no blob and no pending command."""
     async with running() as client:

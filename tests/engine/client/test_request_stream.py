@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from legato_engine.client.request_stream import RequestStream, merge_events
+from legato_engine.client.request_stream import MAX_LOOSE, RequestStream, merge_events
 from legato_engine.core import (
     Box,
     Event,
@@ -75,6 +75,18 @@ async def test_lagging_consumer_gets_one_delta(stream):
         stream.feed(delta(TextDelta(text=text)))
     stream.feed(DONE)
     assert [r async for r in stream] == [delta(TextDelta(text="abc")), DONE]
+
+
+async def test_an_unread_stream_holds_its_text_and_few_objects(stream):
+    """4,000 tokens are merged while none is read, and no text is lost or out of order."""
+    words = [f"{number} " for number in range(4000)]
+    for word in words:
+        stream.feed(delta(TextDelta(text=word)))
+    assert len(stream._pending) <= 2 * MAX_LOOSE + len(words) // MAX_LOOSE
+    stream.feed(DONE)
+    first, *rest = [output async for output in stream]
+    assert [event.text for event in first.events] == ["".join(words)]
+    assert rest == [DONE]
 
 
 async def test_prompt_consumer_gets_each_delta(stream):

@@ -11,7 +11,8 @@ from legato_engine.engine import preprocessor
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.preprocessor import LoadedImage, PreprocessedImage, Preprocessor
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.decoding import content_key, decode_file, image_id, inspect
+from legato_engine.images.decoding import content_key, decode_baseline, image_id
+from legato_engine.images.headers import inspect
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.seen_images import SeenImages
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
@@ -58,9 +59,9 @@ class World:
             source, found, tenant="", keep=True, inline=inline, prefetch=prefetch
         )
 
-    def prepare(self, data: bytes) -> PreprocessedImage:
+    def prepare(self, data: bytes, mime_type: str = "image/png") -> PreprocessedImage:
         """Prepare a new image on a thread."""
-        future = self.start(data, inline=False)
+        future = self.start(data, inline=False, mime_type=mime_type)
         assert not isinstance(future, PreprocessedImage)
         return cast("PreprocessedImage", future.result(TIMEOUT))
 
@@ -92,7 +93,7 @@ def hashed_last(monkeypatch):
     decoded = threading.Event()
 
     def decode(*arguments: Any, **options: Any) -> Any:
-        pixels_HWC = decode_file(*arguments, **options)
+        pixels_HWC = decode_baseline(*arguments, **options)
         decoded.set()
         return pixels_HWC
 
@@ -100,14 +101,14 @@ def hashed_last(monkeypatch):
         assert decoded.wait(TIMEOUT)
         return content_key(*arguments)
 
-    monkeypatch.setattr(preprocessor, "decode_file", decode)
+    monkeypatch.setattr(preprocessor, "decode_baseline", decode)
     monkeypatch.setattr(preprocessor, "content_key", hash_behind)
 
 
 def test_a_new_image_is_decoded_while_its_bytes_are_hashed(world, hashed_last):
     """Decoding a new image does not wait for its hash."""
-    data = png()
-    assert world.prepare(data).image.info.image_id == image_id(content_key(data))
+    data = png(kind="JPEG")
+    assert world.prepare(data, "image/jpeg").image.info.image_id == image_id(content_key(data))
 
 
 def test_a_small_image_is_prepared_inline(hashed_last):

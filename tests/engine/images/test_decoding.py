@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.core import BlobRef, PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidRequest
-from legato_engine.images.decoding import (
-    ImageHeader,
-    content_key,
-    decode_encoded,
-    image_id,
-    inspect,
-)
+from legato_engine.images.decoding import content_key, decode_encoded, image_id
+from legato_engine.images.headers import ImageHeader, inspect
 from PIL import Image
 
 LIMITS = {"max_pixels": 40_000_000, "max_bytes": 10_000_000}
@@ -55,8 +50,9 @@ def forged_png(width, height):
 def test_header(kind, size):
     """The header alone gives an image's type and size."""
     data = save(Image.new("RGB", size), kind)
+    is_jpeg = kind == "JPEG"
     assert inspect(data, **LIMITS) == ImageHeader(
-        PILLOW[kind], size[0], size[1], is_plain_jpeg=kind == "JPEG"
+        PILLOW[kind], size[0], size[1], is_baseline=is_jpeg, has_metadata=not is_jpeg
     )
     assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (*size[::-1], 3)
 
@@ -65,7 +61,7 @@ def test_header(kind, size):
 def test_webp_header_kinds(options):
     """Lossy, lossless and extended WebP files have their size in the header."""
     data = save(Image.new("RGBA", (300, 7), (1, 2, 3, 128)), "WEBP", **options)
-    assert inspect(data, **LIMITS) == ImageHeader("image/webp", 300, 7)
+    assert inspect(data, **LIMITS) == ImageHeader("image/webp", 300, 7, has_metadata=True)
 
 
 @pytest.mark.parametrize(

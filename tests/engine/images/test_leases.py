@@ -76,13 +76,18 @@ class World:
         self.requests = RequestTable(wake=self.woken.set)
         self._names = iter(range(1000))
 
-    def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None):
+    def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None, quota_bytes=0):
         """Start to lease an image; return the command's id."""
         name = f"r{next(self._names)}"
         blob = self.blobs.put(data)
         image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
         command = HoldImage(
-            request_id=RequestKey(name), image=image, owner=owner, ttl=ttl, sha256=sha256
+            request_id=RequestKey(name),
+            image=image,
+            owner=owner,
+            ttl=ttl,
+            sha256=sha256,
+            quota_bytes=quota_bytes,
         )
         self.requests.add(self.leases.start(command))
         return name
@@ -288,3 +293,11 @@ def test_every_command_gets_one_output(world):
     dropped = world.drop(held.image.image_id)
     assert isinstance(dropped, ImageDropped)
     assert [output.request_id.caller_id for output in world.outputs] == ["r0", "r1"]
+
+
+def test_an_owner_may_have_a_quota_of_its_own(world):
+    """It comes with the command; without one the common quota holds."""
+    assert isinstance(world.hold(RED, owner="small", quota_bytes=PREPARED), ImageHeld)
+    refused = world.hold(GREEN, owner="small", quota_bytes=PREPARED)
+    assert kind(refused) == "BytesExceeded"
+    assert isinstance(world.hold(GREEN, owner="usual"), ImageHeld)

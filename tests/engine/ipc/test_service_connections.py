@@ -23,6 +23,8 @@ from legato_engine.ipc.messages import (
     StopElsewhere,
     Stopped,
     Submit,
+    TimelineBatch,
+    WatchTimeline,
 )
 
 from tests.engine.ipc.both_ends import as_key, both_ends, done, loading, submit, until
@@ -427,3 +429,23 @@ async def test_a_loop_sleeps_while_other_requests_are_open():
         assert not connection._busy_poll.active
         other.abort()
         await connection.close()
+
+
+async def test_the_timeline_goes_to_the_processes_that_watch():
+    """A batch reaches a process between its two `WatchTimeline`; one that leaves counts no more."""
+    with both_ends() as ends:
+        watching, other = ends.connect(), ends.connect()
+        batch = TimelineBatch(spans=())
+        assert not ends.engine.watched
+        watching.transport.send(WatchTimeline(watching=True))
+        while not ends.engine.watched:
+            await asyncio.sleep(0)
+            ends.engine.wait(10)
+            assert ends.engine.receive() == []
+        ends.engine.send_timeline(batch)
+        await until(lambda: watching.messages == [batch])
+        assert other.messages == []
+        watching.transport.close()
+        while ends.engine.watched:
+            ends.engine.wait(10)
+            ends.engine.receive()

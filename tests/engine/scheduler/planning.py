@@ -17,7 +17,7 @@ def make_planner(
     manager: KVCacheManager, *, max_overtakes: int = 16, limits: BatchLimits = ALONE
 ) -> PrefillPlanner:
     """Return a planner with an empty queue."""
-    queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=1.0)
+    queue = WaitingQueue[Sequence](max_overtakes=max_overtakes, priority_seconds=1.0)
     return PrefillPlanner(manager, queue, limits)
 
 
@@ -34,7 +34,7 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
 
 def members_of(*sequences: Sequence) -> RunningSequences:
     """Return these as the running sequences."""
-    queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
+    queue = WaitingQueue[Sequence](max_overtakes=0, priority_seconds=1.0)
     members = RunningSequences(KVCacheManager(17, PAGE, 1), queue)
     for sequence in sequences:
         members.add(sequence)

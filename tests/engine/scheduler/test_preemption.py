@@ -132,7 +132,7 @@ def test_an_image_is_computed_again_after_a_preemption() -> None:
 
 def test_a_sequence_without_a_lower_ranked_victim_stalls() -> None:
     """The lowest-ranked sequence keeps its pages and waits until another one ends."""
-    queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
+    queue = WaitingQueue[Sequence](max_overtakes=0, priority_seconds=1.0)
     manager = KVCacheManager(3, 4, 2)
     members = RunningSequences(manager, queue)
     both = [make_sequence(n, FakeTask(num_prompt=2)) for n in range(2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import warnings
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ from legato_service.access.tls import ServerCertificate
 
 from tests.service.access.certificates import HOST, Authority, Files, Pair, channel, replace
 from tests.service.access.tokens import Token, call_empty, write
-from tests.service.harness import running, until
+from tests.service.harness import Running, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")
 INTERVAL = 0.01  # between two looks at the files
@@ -40,9 +41,10 @@ def stranger():
 
 
 @asynccontextmanager
-async def secured(files: Files, **settings: Any):
+async def secured(files: Files, **settings: Any) -> AsyncIterator[Running]:
     """A server with these files; it reads changes at once."""
-    async with running(**files.settings, access_interval=INTERVAL, **settings) as server:
+    settings = {**files.settings, **settings, "access_interval": INTERVAL}
+    async with running(**settings) as server:
         yield server
 
 
@@ -157,11 +159,16 @@ def test_a_uri_names_a_client():
     )
     known = Credentials(Quotas(), 1, records)
     dns = {"peer_dns": [b"r.example"], "x509_common_name": [b"cn"]}
-    assert known.of_certificate({"peer_uri": [uri.encode()], **dns}).tenant == "by-uri"
-    assert known.of_certificate(dns).tenant == "by-dns"
-    assert known.of_certificate({"x509_common_name": [b"cn"]}).tenant == "by-cn"
+
+    def tenant(peer: dict[str, list[bytes]]) -> str:
+        principal = known.of_certificate(peer)
+        return principal.tenant if principal else ""
+
+    assert tenant({"peer_uri": [uri.encode()], **dns}) == "by-uri"
+    assert tenant(dns) == "by-dns"
+    assert tenant({"x509_common_name": [b"cn"]}) == "by-cn"
     spoofed = {"peer_dns": [b"other.example"], "x509_common_name": [b"cn"]}
-    assert known.of_certificate(spoofed) is None, "a common name beside other names is no name"
+    assert not tenant(spoofed), "a common name beside other names is no name"
 
 
 async def test_a_new_certificate_is_used_for_new_connections(tmp_path, authority, stranger):
@@ -200,6 +207,7 @@ async def test_a_broken_certificate_leaves_the_old_one(tmp_path, authority, brok
     with structlog.testing.capture_logs() as logs:
         async with secured(files) as server:
             certificate = server.server.listeners.certificate
+            assert certificate is not None
             if broken == "missing":
                 files.key.unlink()
             else:

@@ -137,7 +137,7 @@ async def test_a_broken_file_leaves_the_tokens_as_they_are(path, broken):
             assert access.num_failed_reloads == 1
     (failure,) = [line for line in logs if line["event"] == "credentials_reload_failed"]
     assert failure["file"] == str(path)
-    assert failure["error"].startswith("malformed")
+    assert failure["error"].startswith(f"{path}: malformed")
 
 
 async def test_a_removed_file_leaves_the_tokens_as_they_are(path):

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pool
 
-from tests.service.harness import Refusal, refusal
+from tests.service.harness import refusal
 
 CONTRACT = (
     "legato.v1.InferenceService",
@@ -75,8 +75,8 @@ def methods() -> dict[str, Any]:
     return found
 
 
-async def call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Refusal | None:
-    """Call a method with empty messages; None: it succeeded or streams."""
+async def call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any:
+    """The `Refusal` of a call with empty messages; None: it succeeded."""
     method = methods().get(path)
     client, server = (
         (False, False) if method is None else (method.client_streaming, method.server_streaming)

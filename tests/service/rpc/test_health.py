@@ -1,5 +1,7 @@
 """grpc.health.v1, as a load balancer sees it."""
 
+from typing import Any
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
@@ -110,7 +112,8 @@ def test_a_silent_engine_is_not_ready():
 
 async def test_all_statuses_are_listed():
     """Of every service, and of the process itself."""
+    messages: Any = health_pb2  # whose stubs lack these
     async with running() as server:
-        listed = await server.health.List(health_pb2.HealthListRequest())
+        listed = await server.health.List(messages.HealthListRequest())
         assert listed.statuses[""].status == health_pb2.HealthCheckResponse.SERVING
         assert "legato.v1.InferenceService" in listed.statuses

@@ -164,13 +164,19 @@ async def test_malformed_bytes_are_refused():
         f"00-4bf92f3577b34da6a3ce929d0e0e4736-{'0' * 16}-01",
     ],
 )
-async def test_a_malformed_traceparent_is_refused_by_its_key(value):
-    """INVALID_FIELD names the metadata key."""
+async def test_a_malformed_traceparent_fails_no_call(value):
+    """W3C: it is as none."""
+    with structlog.testing.capture_logs() as logs:
+        async with running() as server:
+            await server.inference.Query(QUESTION, metadata=(("traceparent", value),))
+    (line,) = lines_of(logs)
+    assert (line["code"], line.get("trace_id", "")) == ("OK", "")
+
+
+async def test_two_traceparents_fail_no_call():
+    """The first counts."""
     async with running() as server:
-        failed = await refusal(server.inference.Query(QUESTION, metadata=(("traceparent", value),)))
-        assert not server.engine.requests
-    assert failed.reason == "INVALID_FIELD"
-    assert failed.details["BadRequest"].field_violations[0].field == "metadata.traceparent"
+        await server.inference.Query(QUESTION, metadata=(("traceparent", TRACE),) * 2)
 
 
 def test_a_later_version_of_traceparent_may_be_longer():

@@ -132,16 +132,18 @@ async def test_a_killed_worker_fails_its_own_calls_only():
         await asyncio.gather(*endings, return_exceptions=True)
 
 
-async def test_a_killed_engine_fails_all_calls():
-    """Every open call fails with ENGINE_LOST in every process, and all serve again."""
+async def test_a_killed_engine_fails_no_call(tmp_path):
+    """Every open call of every process goes on with the next engine, and all serve again."""
     async with two_processes() as (running, worker, clients):
-        streams = await clients.begin("wait")
+        streams = await clients.begin(f"until {tmp_path / 'end'}")
         (engine,) = set(children(running.process.pid)) - {worker}
         os.kill(engine, signal.SIGKILL)
-        for stream in streams:
-            assert (await ended(stream)).reason == "ENGINE_LOST"
+        await running.line("engine_lost")
         for channel in clients.channels:
             await until_reply(channel, "again")
+        (tmp_path / "end").touch()
+        for stream in streams:
+            assert (await ended(stream)).finished.info.resumptions == 1
         assert exists(worker)
 
 

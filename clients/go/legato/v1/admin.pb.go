@@ -196,6 +196,9 @@ type DecodeSteps struct {
 	ZombieRatio float32 `protobuf:"fixed32,11,opt,name=zombie_ratio,json=zombieRatio,proto3" json:"zombie_ratio,omitempty"`
 	// Throughput gained over running without pipelining, estimated; 0.1 is a tenth more. Below 0 where it costs.
 	PredictedGain float32 `protobuf:"fixed32,12,opt,name=predicted_gain,json=predictedGain,proto3" json:"predicted_gain,omitempty"`
+	// Throughput gained over running without pipelining, from the time that these steps took, stalls included; compare
+	// it with `predicted_gain`, which is from medians.
+	ObservedGain  float32 `protobuf:"fixed32,13,opt,name=observed_gain,json=observedGain,proto3" json:"observed_gain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -310,6 +313,13 @@ func (x *DecodeSteps) GetZombieRatio() float32 {
 func (x *DecodeSteps) GetPredictedGain() float32 {
 	if x != nil {
 		return x.PredictedGain
+	}
+	return 0
+}
+
+func (x *DecodeSteps) GetObservedGain() float32 {
+	if x != nil {
+		return x.ObservedGain
 	}
 	return 0
 }
@@ -583,6 +593,327 @@ func (x *DrainResponse) GetSessions() uint32 {
 	return 0
 }
 
+// Asks GetMetrics.
+type GetMetricsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Wanted format, as in the `Accept` header of HTTP. Empty: Prometheus' text format.
+	Accept        string `protobuf:"bytes,1,opt,name=accept,proto3" json:"accept,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetMetricsRequest) Reset() {
+	*x = GetMetricsRequest{}
+	mi := &file_legato_v1_admin_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetMetricsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetMetricsRequest) ProtoMessage() {}
+
+func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetMetricsRequest.ProtoReflect.Descriptor instead.
+func (*GetMetricsRequest) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *GetMetricsRequest) GetAccept() string {
+	if x != nil {
+		return x.Accept
+	}
+	return ""
+}
+
+// Answers GetMetrics.
+type GetMetricsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// All metrics.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	// Format of the text, as in the `Content-Type` header of HTTP.
+	ContentType   string `protobuf:"bytes,2,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetMetricsResponse) Reset() {
+	*x = GetMetricsResponse{}
+	mi := &file_legato_v1_admin_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetMetricsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetMetricsResponse) ProtoMessage() {}
+
+func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetMetricsResponse.ProtoReflect.Descriptor instead.
+func (*GetMetricsResponse) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *GetMetricsResponse) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *GetMetricsResponse) GetContentType() string {
+	if x != nil {
+		return x.ContentType
+	}
+	return ""
+}
+
+// Asks WatchTimeline.
+type WatchTimelineRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long to watch. Absent: until the caller ends the call.
+	Duration      *durationpb.Duration `protobuf:"bytes,1,opt,name=duration,proto3" json:"duration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchTimelineRequest) Reset() {
+	*x = WatchTimelineRequest{}
+	mi := &file_legato_v1_admin_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchTimelineRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchTimelineRequest) ProtoMessage() {}
+
+func (x *WatchTimelineRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchTimelineRequest.ProtoReflect.Descriptor instead.
+func (*WatchTimelineRequest) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *WatchTimelineRequest) GetDuration() *durationpb.Duration {
+	if x != nil {
+		return x.Duration
+	}
+	return nil
+}
+
+// A part of WatchTimeline's answer: the launches that ended since the one before, about 50 ms.
+type WatchTimelineResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What was done, each launch's parts together.
+	Spans []*TimelineSpan `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
+	// What a decode step costs, with its gains. Absent: none has been measured since the engine started.
+	DecodeSteps   *DecodeSteps `protobuf:"bytes,2,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WatchTimelineResponse) Reset() {
+	*x = WatchTimelineResponse{}
+	mi := &file_legato_v1_admin_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WatchTimelineResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WatchTimelineResponse) ProtoMessage() {}
+
+func (x *WatchTimelineResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WatchTimelineResponse.ProtoReflect.Descriptor instead.
+func (*WatchTimelineResponse) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *WatchTimelineResponse) GetSpans() []*TimelineSpan {
+	if x != nil {
+		return x.Spans
+	}
+	return nil
+}
+
+func (x *WatchTimelineResponse) GetDecodeSteps() *DecodeSteps {
+	if x != nil {
+		return x.DecodeSteps
+	}
+	return nil
+}
+
+// Something that a lane did for one launch. Spans of one lane do not overlap.
+type TimelineSpan struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `cpu plan`, `cpu launch`, `cpu wait`, `cpu commit` and `cpu finalize` are the host's; `device compute`,
+	// `device copy` and `device idle` are the device's; `slot 0` and `slot 1` are the pipeline's. More may be added.
+	Lane string `protobuf:"bytes,1,opt,name=lane,proto3" json:"lane,omitempty"`
+	// What it is: `plan`, `launch`, `finalize`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or `held`.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Start, in nanoseconds of the server's monotonic clock.
+	StartNs uint64 `protobuf:"varint,3,opt,name=start_ns,json=startNs,proto3" json:"start_ns,omitempty"`
+	// Length, in nanoseconds.
+	DurationNs uint64 `protobuf:"varint,4,opt,name=duration_ns,json=durationNs,proto3" json:"duration_ns,omitempty"`
+	// Number of the launch since the engine started.
+	Launch uint64 `protobuf:"varint,5,opt,name=launch,proto3" json:"launch,omitempty"`
+	// Kind of the launch: `encode`, `prefill`, `decode` or `refine`.
+	Kind string `protobuf:"bytes,6,opt,name=kind,proto3" json:"kind,omitempty"`
+	// Tasks in the launch.
+	Rows uint32 `protobuf:"varint,7,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Of them, decodes that ride along in a prefill.
+	Riding uint32 `protobuf:"varint,8,opt,name=riding,proto3" json:"riding,omitempty"`
+	// Of them, tasks that had ended before.
+	Zombies       uint32 `protobuf:"varint,9,opt,name=zombies,proto3" json:"zombies,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TimelineSpan) Reset() {
+	*x = TimelineSpan{}
+	mi := &file_legato_v1_admin_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TimelineSpan) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TimelineSpan) ProtoMessage() {}
+
+func (x *TimelineSpan) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TimelineSpan.ProtoReflect.Descriptor instead.
+func (*TimelineSpan) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *TimelineSpan) GetLane() string {
+	if x != nil {
+		return x.Lane
+	}
+	return ""
+}
+
+func (x *TimelineSpan) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *TimelineSpan) GetStartNs() uint64 {
+	if x != nil {
+		return x.StartNs
+	}
+	return 0
+}
+
+func (x *TimelineSpan) GetDurationNs() uint64 {
+	if x != nil {
+		return x.DurationNs
+	}
+	return 0
+}
+
+func (x *TimelineSpan) GetLaunch() uint64 {
+	if x != nil {
+		return x.Launch
+	}
+	return 0
+}
+
+func (x *TimelineSpan) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *TimelineSpan) GetRows() uint32 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *TimelineSpan) GetRiding() uint32 {
+	if x != nil {
+		return x.Riding
+	}
+	return 0
+}
+
+func (x *TimelineSpan) GetZombies() uint32 {
+	if x != nil {
+		return x.Zombies
+	}
+	return 0
+}
+
 var File_legato_v1_admin_proto protoreflect.FileDescriptor
 
 const file_legato_v1_admin_proto_rawDesc = "" +
@@ -598,7 +929,7 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\fengine_state\x18\x06 \x01(\tR\vengineState\x12\x1f\n" +
 	"\vengine_step\x18\a \x01(\x04R\n" +
 	"engineStep\x129\n" +
-	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\"\xec\x02\n" +
+	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\"\x91\x03\n" +
 	"\vDecodeSteps\x12\x14\n" +
 	"\x05steps\x18\x01 \x01(\rR\x05steps\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\x04R\x06tokens\x12\x12\n" +
@@ -615,7 +946,8 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	" \x01(\x02R\n" +
 	"blockingMs\x12!\n" +
 	"\fzombie_ratio\x18\v \x01(\x02R\vzombieRatio\x12%\n" +
-	"\x0epredicted_gain\x18\f \x01(\x02R\rpredictedGain\"n\n" +
+	"\x0epredicted_gain\x18\f \x01(\x02R\rpredictedGain\x12#\n" +
+	"\robserved_gain\x18\r \x01(\x02R\fobservedGain\"n\n" +
 	"\fAbortRequest\x12\x1f\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tH\x00R\trequestId\x12\x1f\n" +
@@ -631,11 +963,35 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\rDrainResponse\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\rR\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\rR\awaiting\x12\x1a\n" +
-	"\bsessions\x18\x03 \x01(\rR\bsessions2\xd7\x01\n" +
+	"\bsessions\x18\x03 \x01(\rR\bsessions\"+\n" +
+	"\x11GetMetricsRequest\x12\x16\n" +
+	"\x06accept\x18\x01 \x01(\tR\x06accept\"K\n" +
+	"\x12GetMetricsResponse\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\x12!\n" +
+	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"M\n" +
+	"\x14WatchTimelineRequest\x125\n" +
+	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x81\x01\n" +
+	"\x15WatchTimelineResponse\x12-\n" +
+	"\x05spans\x18\x01 \x03(\v2\x17.legato.v1.TimelineSpanR\x05spans\x129\n" +
+	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\"\xe4\x01\n" +
+	"\fTimelineSpan\x12\x12\n" +
+	"\x04lane\x18\x01 \x01(\tR\x04lane\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
+	"\bstart_ns\x18\x03 \x01(\x04R\astartNs\x12\x1f\n" +
+	"\vduration_ns\x18\x04 \x01(\x04R\n" +
+	"durationNs\x12\x16\n" +
+	"\x06launch\x18\x05 \x01(\x04R\x06launch\x12\x12\n" +
+	"\x04kind\x18\x06 \x01(\tR\x04kind\x12\x12\n" +
+	"\x04rows\x18\a \x01(\rR\x04rows\x12\x16\n" +
+	"\x06riding\x18\b \x01(\rR\x06riding\x12\x18\n" +
+	"\azombies\x18\t \x01(\rR\azombies2\x82\x03\n" +
 	"\fAdminService\x12E\n" +
 	"\aGetLoad\x12\x19.legato.v1.GetLoadRequest\x1a\x1a.legato.v1.GetLoadResponse\"\x03\x90\x02\x01\x12?\n" +
 	"\x05Abort\x12\x17.legato.v1.AbortRequest\x1a\x18.legato.v1.AbortResponse\"\x03\x90\x02\x02\x12?\n" +
-	"\x05Drain\x12\x17.legato.v1.DrainRequest\x1a\x18.legato.v1.DrainResponse\"\x03\x90\x02\x02B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"\x05Drain\x12\x17.legato.v1.DrainRequest\x1a\x18.legato.v1.DrainResponse\"\x03\x90\x02\x02\x12N\n" +
+	"\n" +
+	"GetMetrics\x12\x1c.legato.v1.GetMetricsRequest\x1a\x1d.legato.v1.GetMetricsResponse\"\x03\x90\x02\x01\x12Y\n" +
+	"\rWatchTimeline\x12\x1f.legato.v1.WatchTimelineRequest\x1a .legato.v1.WatchTimelineResponse\"\x03\x90\x02\x010\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_admin_proto_rawDescOnce sync.Once
@@ -649,32 +1005,44 @@ func file_legato_v1_admin_proto_rawDescGZIP() []byte {
 	return file_legato_v1_admin_proto_rawDescData
 }
 
-var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_legato_v1_admin_proto_goTypes = []any{
-	(*GetLoadRequest)(nil),      // 0: legato.v1.GetLoadRequest
-	(*GetLoadResponse)(nil),     // 1: legato.v1.GetLoadResponse
-	(*DecodeSteps)(nil),         // 2: legato.v1.DecodeSteps
-	(*AbortRequest)(nil),        // 3: legato.v1.AbortRequest
-	(*AbortResponse)(nil),       // 4: legato.v1.AbortResponse
-	(*DrainRequest)(nil),        // 5: legato.v1.DrainRequest
-	(*DrainResponse)(nil),       // 6: legato.v1.DrainResponse
-	(*durationpb.Duration)(nil), // 7: google.protobuf.Duration
+	(*GetLoadRequest)(nil),        // 0: legato.v1.GetLoadRequest
+	(*GetLoadResponse)(nil),       // 1: legato.v1.GetLoadResponse
+	(*DecodeSteps)(nil),           // 2: legato.v1.DecodeSteps
+	(*AbortRequest)(nil),          // 3: legato.v1.AbortRequest
+	(*AbortResponse)(nil),         // 4: legato.v1.AbortResponse
+	(*DrainRequest)(nil),          // 5: legato.v1.DrainRequest
+	(*DrainResponse)(nil),         // 6: legato.v1.DrainResponse
+	(*GetMetricsRequest)(nil),     // 7: legato.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),    // 8: legato.v1.GetMetricsResponse
+	(*WatchTimelineRequest)(nil),  // 9: legato.v1.WatchTimelineRequest
+	(*WatchTimelineResponse)(nil), // 10: legato.v1.WatchTimelineResponse
+	(*TimelineSpan)(nil),          // 11: legato.v1.TimelineSpan
+	(*durationpb.Duration)(nil),   // 12: google.protobuf.Duration
 }
 var file_legato_v1_admin_proto_depIdxs = []int32{
-	7, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
-	2, // 1: legato.v1.GetLoadResponse.decode_steps:type_name -> legato.v1.DecodeSteps
-	7, // 2: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	0, // 3: legato.v1.AdminService.GetLoad:input_type -> legato.v1.GetLoadRequest
-	3, // 4: legato.v1.AdminService.Abort:input_type -> legato.v1.AbortRequest
-	5, // 5: legato.v1.AdminService.Drain:input_type -> legato.v1.DrainRequest
-	1, // 6: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
-	4, // 7: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
-	6, // 8: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
-	6, // [6:9] is the sub-list for method output_type
-	3, // [3:6] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	12, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
+	2,  // 1: legato.v1.GetLoadResponse.decode_steps:type_name -> legato.v1.DecodeSteps
+	12, // 2: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	12, // 3: legato.v1.WatchTimelineRequest.duration:type_name -> google.protobuf.Duration
+	11, // 4: legato.v1.WatchTimelineResponse.spans:type_name -> legato.v1.TimelineSpan
+	2,  // 5: legato.v1.WatchTimelineResponse.decode_steps:type_name -> legato.v1.DecodeSteps
+	0,  // 6: legato.v1.AdminService.GetLoad:input_type -> legato.v1.GetLoadRequest
+	3,  // 7: legato.v1.AdminService.Abort:input_type -> legato.v1.AbortRequest
+	5,  // 8: legato.v1.AdminService.Drain:input_type -> legato.v1.DrainRequest
+	7,  // 9: legato.v1.AdminService.GetMetrics:input_type -> legato.v1.GetMetricsRequest
+	9,  // 10: legato.v1.AdminService.WatchTimeline:input_type -> legato.v1.WatchTimelineRequest
+	1,  // 11: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
+	4,  // 12: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
+	6,  // 13: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
+	8,  // 14: legato.v1.AdminService.GetMetrics:output_type -> legato.v1.GetMetricsResponse
+	10, // 15: legato.v1.AdminService.WatchTimeline:output_type -> legato.v1.WatchTimelineResponse
+	11, // [11:16] is the sub-list for method output_type
+	6,  // [6:11] is the sub-list for method input_type
+	6,  // [6:6] is the sub-list for extension type_name
+	6,  // [6:6] is the sub-list for extension extendee
+	0,  // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_admin_proto_init() }
@@ -693,7 +1061,7 @@ func file_legato_v1_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_admin_proto_rawDesc), len(file_legato_v1_admin_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,9 +19,11 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	AdminService_GetLoad_FullMethodName = "/legato.v1.AdminService/GetLoad"
-	AdminService_Abort_FullMethodName   = "/legato.v1.AdminService/Abort"
-	AdminService_Drain_FullMethodName   = "/legato.v1.AdminService/Drain"
+	AdminService_GetLoad_FullMethodName       = "/legato.v1.AdminService/GetLoad"
+	AdminService_Abort_FullMethodName         = "/legato.v1.AdminService/Abort"
+	AdminService_Drain_FullMethodName         = "/legato.v1.AdminService/Drain"
+	AdminService_GetMetrics_FullMethodName    = "/legato.v1.AdminService/GetMetrics"
+	AdminService_WatchTimeline_FullMethodName = "/legato.v1.AdminService/WatchTimeline"
 )
 
 // AdminServiceClient is the client API for AdminService service.
@@ -41,6 +43,14 @@ type AdminServiceClient interface {
 	// UNAVAILABLE DRAINING, running ones finish within the grace. Returns at once. Draining again only shortens the
 	// grace.
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
+	// Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+	// scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+	// server does not record them.
+	GetMetrics(ctx context.Context, in *GetMetricsRequest, opts ...grpc.CallOption) (*GetMetricsResponse, error)
+	// Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+	// Ends after the duration; a lost engine leaves a gap.
+	WatchTimeline(ctx context.Context, in *WatchTimelineRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchTimelineResponse], error)
 }
 
 type adminServiceClient struct {
@@ -81,6 +91,35 @@ func (c *adminServiceClient) Drain(ctx context.Context, in *DrainRequest, opts .
 	return out, nil
 }
 
+func (c *adminServiceClient) GetMetrics(ctx context.Context, in *GetMetricsRequest, opts ...grpc.CallOption) (*GetMetricsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetMetricsResponse)
+	err := c.cc.Invoke(ctx, AdminService_GetMetrics_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminServiceClient) WatchTimeline(ctx context.Context, in *WatchTimelineRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchTimelineResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &AdminService_ServiceDesc.Streams[0], AdminService_WatchTimeline_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchTimelineRequest, WatchTimelineResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type AdminService_WatchTimelineClient = grpc.ServerStreamingClient[WatchTimelineResponse]
+
 // AdminServiceServer is the server API for AdminService service.
 // All implementations must embed UnimplementedAdminServiceServer
 // for forward compatibility.
@@ -98,6 +137,14 @@ type AdminServiceServer interface {
 	// UNAVAILABLE DRAINING, running ones finish within the grace. Returns at once. Draining again only shortens the
 	// grace.
 	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
+	// Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+	// scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+	// server does not record them.
+	GetMetrics(context.Context, *GetMetricsRequest) (*GetMetricsResponse, error)
+	// Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+	// Ends after the duration; a lost engine leaves a gap.
+	WatchTimeline(*WatchTimelineRequest, grpc.ServerStreamingServer[WatchTimelineResponse]) error
 	mustEmbedUnimplementedAdminServiceServer()
 }
 
@@ -116,6 +163,12 @@ func (UnimplementedAdminServiceServer) Abort(context.Context, *AbortRequest) (*A
 }
 func (UnimplementedAdminServiceServer) Drain(context.Context, *DrainRequest) (*DrainResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Drain not implemented")
+}
+func (UnimplementedAdminServiceServer) GetMetrics(context.Context, *GetMetricsRequest) (*GetMetricsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetMetrics not implemented")
+}
+func (UnimplementedAdminServiceServer) WatchTimeline(*WatchTimelineRequest, grpc.ServerStreamingServer[WatchTimelineResponse]) error {
+	return status.Error(codes.Unimplemented, "method WatchTimeline not implemented")
 }
 func (UnimplementedAdminServiceServer) mustEmbedUnimplementedAdminServiceServer() {}
 func (UnimplementedAdminServiceServer) testEmbeddedByValue()                      {}
@@ -192,6 +245,35 @@ func _AdminService_Drain_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AdminService_GetMetrics_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetMetricsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).GetMetrics(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AdminService_GetMetrics_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).GetMetrics(ctx, req.(*GetMetricsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AdminService_WatchTimeline_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchTimelineRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(AdminServiceServer).WatchTimeline(m, &grpc.GenericServerStream[WatchTimelineRequest, WatchTimelineResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type AdminService_WatchTimelineServer = grpc.ServerStreamingServer[WatchTimelineResponse]
+
 // AdminService_ServiceDesc is the grpc.ServiceDesc for AdminService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -211,7 +293,17 @@ var AdminService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "Drain",
 			Handler:    _AdminService_Drain_Handler,
 		},
+		{
+			MethodName: "GetMetrics",
+			Handler:    _AdminService_GetMetrics_Handler,
+		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "WatchTimeline",
+			Handler:       _AdminService_WatchTimeline_Handler,
+			ServerStreams: true,
+		},
+	},
 	Metadata: "legato/v1/admin.proto",
 }

@@ -101,8 +101,9 @@ const (
 	//
 	//	{"reason": "ENGINE_STARTING", "domain": "legato", "metadata": {"stage": "weights"}}
 	ErrorReason_ERROR_REASON_ENGINE_STARTING ErrorReason = 14
-	// UNAVAILABLE: the engine process ended with the request in flight. With RetryInfo. Remedy: retry,
-	// elsewhere if possible.
+	// UNAVAILABLE: the engine process has ended and another one is being started; or the request was in flight when
+	// four engines ended, or none can be started. A request in flight otherwise goes on with the next engine. With
+	// RetryInfo. Remedy: retry, elsewhere if possible.
 	//
 	//	{"reason": "ENGINE_LOST", "domain": "legato"}
 	ErrorReason_ERROR_REASON_ENGINE_LOST ErrorReason = 15
@@ -139,7 +140,7 @@ const (
 	//
 	//	{"reason": "INTERNAL", "domain": "legato"}
 	ErrorReason_ERROR_REASON_INTERNAL ErrorReason = 23
-	// INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+	// INTERNAL: the engine died each time that it ran this request, at last with nothing beside it. The same
 	// request is refused for a while. Remedy: do not retry; report it.
 	//
 	//	{"reason": "POISONED", "domain": "legato"}

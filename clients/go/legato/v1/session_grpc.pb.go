@@ -43,9 +43,10 @@ type SessionServiceClient interface {
 	//     held back and results wait in a ring whose oldest are lost and counted as dropped (OVERLOADED), frames as a
 	//     whole. A client that grants nothing for 30 s while something waits ends with ABORTED CLIENT_TOO_SLOW.
 	//     After half-close no credits are needed.
-	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost
-	//     (ENGINE_LOST in `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is
-	//     one such result, without a task id.
+	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost: running
+	//     frames wait for the next engine, and frames that come meanwhile fail (ENGINE_LOST or ENGINE_STARTING in
+	//     `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is one such result,
+	//     without a task id.
 	//   - `cancel` is idempotent. Half-close lets what runs finish, then ends with OK. Cancelling the call aborts
 	//     everything now.
 	//   - `go_away` announces the server's end of the session; open another one elsewhere. Once what came before it has
@@ -99,9 +100,10 @@ type SessionServiceServer interface {
 	//     held back and results wait in a ring whose oldest are lost and counted as dropped (OVERLOADED), frames as a
 	//     whole. A client that grants nothing for 30 s while something waits ends with ABORTED CLIENT_TOO_SLOW.
 	//     After half-close no credits are needed.
-	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost
-	//     (ENGINE_LOST in `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is
-	//     one such result, without a task id.
+	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost: running
+	//     frames wait for the next engine, and frames that come meanwhile fail (ENGINE_LOST or ENGINE_STARTING in
+	//     `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is one such result,
+	//     without a task id.
 	//   - `cancel` is idempotent. Half-close lets what runs finish, then ends with OK. Cancelling the call aborts
 	//     everything now.
 	//   - `go_away` announces the server's end of the session; open another one elsewhere. Once what came before it has

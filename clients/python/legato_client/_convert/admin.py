@@ -31,6 +31,32 @@ def unfinished(response: admin_pb2.DrainResponse) -> admin.Unfinished:
     return admin.Unfinished(response.running, response.waiting, response.sessions)
 
 
+def metrics(response: admin_pb2.GetMetricsResponse) -> str:
+    return response.text
+
+
+def timeline(response: admin_pb2.WatchTimelineResponse) -> admin.TimelineUpdate:
+    steps = response.decode_steps if response.HasField("decode_steps") else None
+    return admin.TimelineUpdate(
+        spans=tuple(map(_span, response.spans)),
+        decode_steps=None if steps is None else _steps(steps),
+    )
+
+
+def _span(span: admin_pb2.TimelineSpan) -> admin.TimelineSpan:
+    return admin.TimelineSpan(
+        lane=span.lane,
+        name=span.name,
+        start=span.start_ns / 1e9,
+        duration=span.duration_ns / 1e9,
+        launch=span.launch,
+        kind=span.kind,
+        rows=span.rows,
+        riding=span.riding,
+        zombies=span.zombies,
+    )
+
+
 def _steps(steps: admin_pb2.DecodeSteps) -> admin.DecodeSteps:
     return admin.DecodeSteps(
         steps=steps.steps,
@@ -45,4 +71,5 @@ def _steps(steps: admin_pb2.DecodeSteps) -> admin.DecodeSteps:
         blocking_ms=steps.blocking_ms,
         zombie_ratio=steps.zombie_ratio,
         predicted_gain=steps.predicted_gain,
+        observed_gain=steps.observed_gain,
     )

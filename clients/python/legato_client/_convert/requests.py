@@ -119,6 +119,10 @@ def abort(
     return admin_pb2.AbortRequest(all=True)
 
 
+def watch_timeline(seconds: float | None) -> admin_pb2.WatchTimelineRequest:
+    return admin_pb2.WatchTimelineRequest(duration=None if seconds is None else duration(seconds))
+
+
 def drain(grace: float | None) -> admin_pb2.DrainRequest:
     return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
 

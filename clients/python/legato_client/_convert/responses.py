@@ -194,6 +194,7 @@ def _info(message: inference_pb2.ResponseInfo) -> results.ResponseInfo:
         image=image_info(message.image) if message.HasField("image") else None,
         stamp=stamp(message.stamp) if message.HasField("stamp") else None,
         tokens=_tokens(message.tokens),
+        resumptions=message.resumptions,
     )
 
 

@@ -48,6 +48,8 @@ GET_SERVER_INFO = Method(
 LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, server.models)
 GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, admin.load)
 ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, admin.abort_count)
+GET_METRICS = Method(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, admin.metrics)
+WATCH_TIMELINE = Method(_ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, admin.timeline)
 DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)
 
 

@@ -21,6 +21,7 @@ class DecodeSteps:
     blocking_ms: float
     zombie_ratio: float
     predicted_gain: float
+    observed_gain: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,30 @@ class Unfinished:
     running: int
     waiting: int
     sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """What a lane of the server's engine did for one launch.
+
+    `start` and `duration` are in seconds, of the server's monotonic clock. `kind` is that of the
+    launch. `riding` decodes share a prefill; `zombies` are tasks that had ended before.
+    """
+
+    lane: str
+    name: str
+    start: float
+    duration: float
+    launch: int
+    kind: str
+    rows: int
+    riding: int
+    zombies: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineUpdate:
+    """The launches that ended since the update before, and what decode steps cost."""
+
+    spans: tuple[TimelineSpan, ...]
+    decode_steps: DecodeSteps | None

@@ -165,7 +165,8 @@ class ResponseInfo:
 
     `finish_reason` is "stop", "length", "max_objects", "superseded", "cancelled", or
     "unspecified" for a reason this client does not know. `tokens` are all sampled tokens, filled
-    with `Options(return_tokens=True)`.
+    with `Options(return_tokens=True)`. `resumptions`: how often the server lost its engine
+    meanwhile and went on with another.
     """
 
     request_id: str
@@ -176,6 +177,7 @@ class ResponseInfo:
     image: ImageInfo | None = None
     stamp: FrameStamp | None = None
     tokens: tuple[Token, ...] = ()
+    resumptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_security_options(group)
     group.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive,
         default=DEFAULT_TIMEOUT,
         metavar="SECONDS",
         help="deadline of the call, default %(default)g",
@@ -135,7 +135,7 @@ def count(text: str) -> int:
     return value
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")

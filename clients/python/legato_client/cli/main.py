@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 from legato_client import LegatoError
 from legato_client._version import version
-from legato_client.cli import arguments, demo, forward, info, load, tasks, token
+from legato_client.cli import (
+    arguments,
+    demo,
+    forward,
+    info,
+    load,
+    metrics,
+    tasks,
+    timeline,
+    token,
+)
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
@@ -20,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["bench"] and load.FLAG in words:
             load.main(words[1:], terminal)
+        elif words[:1] == ["trace"] and timeline.is_remote(words):
+            timeline.main(words[1:], terminal)
         elif words and words[0] in forward.MODULES:
             forward.run(words[0], words[1:])
         else:
@@ -46,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_command(commands)
     tasks.add_commands(commands)
     info.add_command(commands)
+    metrics.add_command(commands)
     token.add_command(commands)
     for name, (module, purpose) in forward.MODULES.items():
         commands.add_parser(name, help=f"{purpose} (options: those of python -m {module})")
     commands.add_parser(f"bench {load.FLAG}", help="load on a running server")
+    commands.add_parser(f"trace {timeline.FLAG}", help="timeline of a running server")
     return parser

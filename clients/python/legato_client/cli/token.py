@@ -14,7 +14,7 @@ from typing import Any
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
-SCOPES = ("infer", "upload", "admin")
+SCOPES = ("infer", "upload", "shared_images", "admin")
 _SECRET_BYTES = 32
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _TENANT = re.compile(r"[A-Za-z0-9._:-]{1,64}")

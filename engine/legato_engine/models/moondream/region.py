@@ -48,8 +48,7 @@ class Region(nn.Module):
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, 2] float32 in 2^-10 .. 1."""
-        bins_T2 = self._size_logits(hidden_TD).argmax(-1).float()
-        return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
+        return sizes_of(self._size_logits(hidden_TD).argmax(-1), self._size_bins)
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
@@ -71,6 +70,16 @@ class Region(nn.Module):
 
     def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return hidden_TD if self.ln is None else self.ln(hidden_TD)
+
+
+def sizes_of(bin_T2: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """[T, 2] float32.
+
+    The vectorised and the scalar exp2 of a CPU differ in the last bit, and a row's place in the
+    batch decides which computes it; rounded from float64 they agree.
+    """
+    octaves_T2 = bin_T2.float() / (num_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES
+    return torch.exp2(octaves_T2.double()).float()
 
 
 def _decoder(text_dim: int, inner_dim: int | None, bins: int) -> MLP | Linear:

@@ -3,9 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -108,6 +110,7 @@ class DecodeSteps(_message.Message):
     BLOCKING_MS_FIELD_NUMBER: _builtins.int
     ZOMBIE_RATIO_FIELD_NUMBER: _builtins.int
     PREDICTED_GAIN_FIELD_NUMBER: _builtins.int
+    OBSERVED_GAIN_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Steps behind these figures, a few hundred at most."""
     tokens: _builtins.int
@@ -132,6 +135,10 @@ class DecodeSteps(_message.Message):
     """Share of the tasks in a step that had ended before it, in [0, 1]."""
     predicted_gain: _builtins.float
     """Throughput gained over running without pipelining, estimated; 0.1 is a tenth more. Below 0 where it costs."""
+    observed_gain: _builtins.float
+    """Throughput gained over running without pipelining, from the time that these steps took, stalls included; compare
+    it with `predicted_gain`, which is from medians.
+    """
     def __init__(
         self,
         *,
@@ -147,10 +154,11 @@ class DecodeSteps(_message.Message):
         blocking_ms: _builtins.float = ...,
         zombie_ratio: _builtins.float = ...,
         predicted_gain: _builtins.float = ...,
+        observed_gain: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking_ms", b"blocking_ms", "bookkeeping_ms", b"bookkeeping_ms", "forward_ms", b"forward_ms", "idle_ms", b"idle_ms", "predicted_gain", b"predicted_gain", "rows", b"rows", "sampling_ms", b"sampling_ms", "step_ms", b"step_ms", "steps", b"steps", "tokens", b"tokens", "wait_ms", b"wait_ms", "zombie_ratio", b"zombie_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking_ms", b"blocking_ms", "bookkeeping_ms", b"bookkeeping_ms", "forward_ms", b"forward_ms", "idle_ms", b"idle_ms", "observed_gain", b"observed_gain", "predicted_gain", b"predicted_gain", "rows", b"rows", "sampling_ms", b"sampling_ms", "step_ms", b"step_ms", "steps", b"steps", "tokens", b"tokens", "wait_ms", b"wait_ms", "zombie_ratio", b"zombie_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,3 +275,161 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class GetMetricsRequest(_message.Message):
+    """Asks GetMetrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPT_FIELD_NUMBER: _builtins.int
+    accept: _builtins.str
+    """Wanted format, as in the `Accept` header of HTTP. Empty: Prometheus' text format."""
+    def __init__(
+        self,
+        *,
+        accept: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept", b"accept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    """Answers GetMetrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CONTENT_TYPE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """All metrics."""
+    content_type: _builtins.str
+    """Format of the text, as in the `Content-Type` header of HTTP."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        content_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_type", b"content_type", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
+
+@_typing.final
+class WatchTimelineRequest(_message.Message):
+    """Asks WatchTimeline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long to watch. Absent: until the caller ends the call."""
+
+    def __init__(
+        self,
+        *,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchTimelineRequest: _TypeAlias = WatchTimelineRequest  # noqa: Y015
+
+@_typing.final
+class WatchTimelineResponse(_message.Message):
+    """A part of WatchTimeline's answer: the launches that ended since the one before, about 50 ms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineSpan]:
+        """What was done, each launch's parts together."""
+
+    @_builtins.property
+    def decode_steps(self) -> Global___DecodeSteps:
+        """What a decode step costs, with its gains. Absent: none has been measured since the engine started."""
+
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[Global___TimelineSpan] | None = ...,
+        decode_steps: Global___DecodeSteps | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchTimelineResponse: _TypeAlias = WatchTimelineResponse  # noqa: Y015
+
+@_typing.final
+class TimelineSpan(_message.Message):
+    """Something that a lane did for one launch. Spans of one lane do not overlap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    START_NS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    RIDING_FIELD_NUMBER: _builtins.int
+    ZOMBIES_FIELD_NUMBER: _builtins.int
+    lane: _builtins.str
+    """`cpu plan`, `cpu launch`, `cpu wait`, `cpu commit` and `cpu finalize` are the host's; `device compute`,
+    `device copy` and `device idle` are the device's; `slot 0` and `slot 1` are the pipeline's. More may be added.
+    """
+    name: _builtins.str
+    """What it is: `plan`, `launch`, `finalize`, `wait`, `commit`, `forward`, `sample`, `copy`, `idle` or `held`."""
+    start_ns: _builtins.int
+    """Start, in nanoseconds of the server's monotonic clock."""
+    duration_ns: _builtins.int
+    """Length, in nanoseconds."""
+    launch: _builtins.int
+    """Number of the launch since the engine started."""
+    kind: _builtins.str
+    """Kind of the launch: `encode`, `prefill`, `decode` or `refine`."""
+    rows: _builtins.int
+    """Tasks in the launch."""
+    riding: _builtins.int
+    """Of them, decodes that ride along in a prefill."""
+    zombies: _builtins.int
+    """Of them, tasks that had ended before."""
+    def __init__(
+        self,
+        *,
+        lane: _builtins.str = ...,
+        name: _builtins.str = ...,
+        start_ns: _builtins.int = ...,
+        duration_ns: _builtins.int = ...,
+        launch: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        riding: _builtins.int = ...,
+        zombies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "kind", b"kind", "lane", b"lane", "launch", b"launch", "name", b"name", "riding", b"riding", "rows", b"rows", "start_ns", b"start_ns", "zombies", b"zombies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimelineSpan: _TypeAlias = TimelineSpan  # noqa: Y015

@@ -51,6 +51,16 @@ class AdminServiceStub:
                 request_serializer=legato_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=legato_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/legato.v1.AdminService/GetMetrics',
+                request_serializer=legato_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=legato_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
+        self.WatchTimeline = channel.unary_stream(
+                '/legato.v1.AdminService/WatchTimeline',
+                request_serializer=legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.SerializeToString,
+                response_deserializer=legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -83,6 +93,24 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+        scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+        server does not record them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTimeline(self, request, context):
+        """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+        nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+        Ends after the duration; a lost engine leaves a gap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -100,6 +128,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=legato_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=legato_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=legato_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=legato_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'WatchTimeline': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTimeline,
+                    request_deserializer=legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.FromString,
+                    response_serializer=legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -185,6 +223,60 @@ class AdminService:
             '/legato.v1.AdminService/Drain',
             legato_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             legato_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.AdminService/GetMetrics',
+            legato_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            legato_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/legato.v1.AdminService/WatchTimeline',
+            legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.SerializeToString,
+            legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,16 @@ class AdminServiceStub:
     UNAVAILABLE DRAINING, running ones finish within the grace. Returns at once. Draining again only shortens the
     grace.
     """
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]
+    """Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+    scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+    server does not record them.
+    """
+    WatchTimeline: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchTimelineRequest, _admin_pb2.WatchTimelineResponse]
+    """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+    nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+    Ends after the duration; a lost engine leaves a gap.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -66,6 +76,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Begins to shut down, as SIGTERM does: health turns NOT_SERVING, sessions get `go_away`, new requests
     UNAVAILABLE DRAINING, running ones finish within the grace. Returns at once. Draining again only shortens the
     grace.
+    """
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetMetricsRequest, _admin_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+    scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+    server does not record them.
+    """
+    WatchTimeline: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchTimelineRequest, _admin_pb2.WatchTimelineResponse]  # type: ignore[assignment]
+    """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+    nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+    Ends after the duration; a lost engine leaves a gap.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,6 +121,28 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Begins to shut down, as SIGTERM does: health turns NOT_SERVING, sessions get `go_away`, new requests
         UNAVAILABLE DRAINING, running ones finish within the grace. Returns at once. Draining again only shortens the
         grace.
+        """
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _admin_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetMetricsResponse, _abc.Awaitable[_admin_pb2.GetMetricsResponse]]:
+        """Tells the metrics of all service processes and of the engine, in a text format of Prometheus: the same as a
+        scrape over HTTP. Answers also while the engine is starting or lost. Metrics of calls are absent where the
+        server does not record them.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchTimeline(
+        self,
+        request: _admin_pb2.WatchTimelineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchTimelineResponse], _abc.AsyncIterator[_admin_pb2.WatchTimelineResponse]]:
+        """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
+        nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
+        Ends after the duration; a lost engine leaves a gap.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -105,8 +105,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
         {"reason": "ENGINE_STARTING", "domain": "legato", "metadata": {"stage": "weights"}}
     """
     ERROR_REASON_ENGINE_LOST: _ErrorReason.ValueType  # 15
-    """UNAVAILABLE: the engine process ended with the request in flight. With RetryInfo. Remedy: retry,
-    elsewhere if possible.
+    """UNAVAILABLE: the engine process has ended and another one is being started; or the request was in flight when
+    four engines ended, or none can be started. A request in flight otherwise goes on with the next engine. With
+    RetryInfo. Remedy: retry, elsewhere if possible.
 
         {"reason": "ENGINE_LOST", "domain": "legato"}
     """
@@ -152,7 +153,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
         {"reason": "INTERNAL", "domain": "legato"}
     """
     ERROR_REASON_POISONED: _ErrorReason.ValueType  # 24
-    """INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+    """INTERNAL: the engine died each time that it ran this request, at last with nothing beside it. The same
     request is refused for a while. Remedy: do not retry; report it.
 
         {"reason": "POISONED", "domain": "legato"}
@@ -259,8 +260,9 @@ ERROR_REASON_ENGINE_STARTING: ErrorReason.ValueType  # 14
     {"reason": "ENGINE_STARTING", "domain": "legato", "metadata": {"stage": "weights"}}
 """
 ERROR_REASON_ENGINE_LOST: ErrorReason.ValueType  # 15
-"""UNAVAILABLE: the engine process ended with the request in flight. With RetryInfo. Remedy: retry,
-elsewhere if possible.
+"""UNAVAILABLE: the engine process has ended and another one is being started; or the request was in flight when
+four engines ended, or none can be started. A request in flight otherwise goes on with the next engine. With
+RetryInfo. Remedy: retry, elsewhere if possible.
 
     {"reason": "ENGINE_LOST", "domain": "legato"}
 """
@@ -306,7 +308,7 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 23
     {"reason": "INTERNAL", "domain": "legato"}
 """
 ERROR_REASON_POISONED: ErrorReason.ValueType  # 24
-"""INTERNAL: the engine died each time that it ran this request, the last time with nothing beside it. The same
+"""INTERNAL: the engine died each time that it ran this request, at last with nothing beside it. The same
 request is refused for a while. Remedy: do not retry; report it.
 
     {"reason": "POISONED", "domain": "legato"}

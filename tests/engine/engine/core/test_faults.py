@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from legato_engine import failpoints
 from legato_engine.core import CachedImage, CaptionTask, DetectTask, EncodedImage, QueryTask
 from legato_engine.errors import InternalError, TaskUnsupported, from_value
 from legato_engine.ipc.messages import Done, Failed
@@ -101,3 +102,19 @@ def test_no_image_is_prepared_for_a_model_without_images(assembly):
     assert isinstance(world.error("named"), TaskUnsupported)
     assert not frontend.entered.is_set()
     world.close()
+
+
+def test_logits_that_are_not_finite_fail_their_row_only(world, monkeypatch):
+    """The first row of one launch fails with NumericError; its neighbour reads the same tokens."""
+    world.submit("alone", QueryTask(question="hello"), return_tokens=True)
+    (alone,) = world.run("alone")
+    points = failpoints._parse("sample.nan=corrupt@4")
+    monkeypatch.setattr(failpoints, "_points", points)
+    monkeypatch.setattr(failpoints, "ACTIVE", True)
+    for name in ("a", "b"):
+        world.submit(name, QueryTask(question="hello"), return_tokens=True)
+    ends = world.run("a", "b")
+    (failed,) = (each for each in ends if isinstance(each, Failed))
+    assert failed.error.kind == "NumericError"
+    (done,) = (each for each in ends if isinstance(each, Done))
+    assert done.tokens == alone.tokens

@@ -90,9 +90,9 @@ def test_every_moment(assembly, name):
     world = World(assembly)
     whole = run(world, request, has_image)
     deltas = [each for each in whole if isinstance(each, Delta)]
+    started = Started(request_id=KEY, model="", input_tokens=0, cached_tokens=0, queue_time=0.0)
     for count in range(len(deltas) + 1):
-        told = [Started(request_id=KEY, model="", input_tokens=0, cached_tokens=0, queue_time=0.0)]
-        told += deltas[:count]
+        told = [started, *deltas[:count]]
         rest = run(world, resumed_after(request, told), has_image)
         assert said(told + rest) == said(whole), f"after {count} of {len(deltas)} deltas"
     world.close()

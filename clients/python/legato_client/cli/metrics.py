@@ -1,0 +1,24 @@
+"""`legato metrics`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from legato_client.cli import arguments
+from legato_client.cli.terminal import Terminal
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("metrics", help="metrics of the server, as Prometheus reads them")
+    arguments.add_server_options(parser)
+    parser.add_argument("--match", default="", metavar="TEXT", help="only lines with this text")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    with arguments.connect(args) as client:
+        text = client.metrics()
+    lines = [line for line in text.splitlines() if args.match in line]
+    terminal.write("".join(f"{line}\n" for line in lines))
+    terminal.document({"metrics": lines})

@@ -1,0 +1,143 @@
+"""A process that decodes image files: `python -m legato_engine.images.decoding_worker`.
+
+File and pixels are in memory shared with the engine. The kernel ends the process when an image
+takes more CPU time than its limit, and refuses it memory beyond its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from legato_engine import failpoints
+from legato_engine.errors import (
+    ErrorValue,
+    ImageTooLarge,
+    InternalError,
+    LegatoError,
+    to_value,
+)
+from legato_engine.images.decoding import decode_file
+from legato_engine.images.headers import ImageHeader
+from legato_engine.images.pixel_memory import Pixels
+from legato_engine.parent_process import bind_to_parent
+
+MAX_MESSAGE = 64 * 1024  # bytes of a job or a reply
+_STATM_DATA = 5  # field of /proc/self/statm
+
+
+class Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """An image file at the start of the shared memory, whose pixels belong at `pixels_at`."""
+
+    header: ImageHeader
+    num_bytes: int  # of the file
+    pixels_at: int
+    memory_size: int  # of the shared memory
+    max_pixels: int
+    max_seconds: float  # of CPU time
+    max_memory: int  # bytes besides the shared memory
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """The pixels are written; the sides are those displayed."""
+
+    height: int
+    width: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The image could not be decoded."""
+
+    error: ErrorValue
+
+
+Reply = Decoded | Refused
+
+
+class SharedMemory:
+    """The worker's mapping of the memory that it shares with the engine."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._mapping: mmap.mmap | None = None
+
+    def view(self, size: int) -> memoryview:
+        if self._mapping is None or len(self._mapping) != size:
+            self._mapping = mmap.mmap(self._descriptor, size)
+        return memoryview(self._mapping)
+
+
+def main() -> int:
+    """Decode one image after another until the engine closes the connection."""
+    parser = argparse.ArgumentParser(prog="legato_engine.images.decoding_worker")
+    parser.add_argument("--connection", type=int, required=True, help="inherited SEQPACKET socket")
+    parser.add_argument("--memory", type=int, required=True, help="inherited memory file")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
+    parser.add_argument("--nice", type=int, default=0)
+    arguments = parser.parse_args()
+    bind_to_parent(arguments.parent)
+    os.nice(arguments.nice)
+    memory = SharedMemory(arguments.memory)
+    decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
+    with socket.socket(fileno=arguments.connection) as connection:
+        while message := connection.recv(MAX_MESSAGE):
+            job = decoder.decode(message)
+            signal.setitimer(signal.ITIMER_PROF, job.max_seconds)  # SIGPROF ends the process
+            reply = _run(job, memory.view(job.memory_size))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(encoder.encode(reply))
+    return 0
+
+
+def _run(job: Job, memory: memoryview) -> Reply:
+    _limit_memory(job.max_memory)
+    try:
+        height, width = _decode(job, memory)
+        return Decoded(height, width)
+    except LegatoError as error:
+        return Refused(to_value(error))
+    except MemoryError:
+        too_large = ImageTooLarge(
+            f"decoding the image takes more than {job.max_memory} bytes of memory",
+            field="image",
+            limit=job.max_memory,
+            unit="bytes of memory",
+        )
+        return Refused(to_value(too_large))
+    except Exception as error:  # noqa: BLE001 - the engine logs it
+        return Refused(to_value(InternalError(f"{type(error).__name__}: {error}")))
+
+
+def _decode(job: Job, memory: memoryview) -> tuple[int, int]:
+    data = memory[: job.num_bytes].toreadonly()
+    if failpoints.hit("decode.begin"):
+        data = data[: len(data) // 2]
+    size = job.header.num_pixels * 3
+    target_N = np.frombuffer(memory, np.uint8, size, job.pixels_at)
+
+    def allocate(shape: tuple[int, int, int]) -> Pixels:
+        return target_N.reshape(shape)
+
+    pixels_HWC = decode_file(data, job.header, allocate, max_pixels=job.max_pixels)
+    if not np.may_share_memory(pixels_HWC, target_N):
+        np.copyto(target_N.reshape(pixels_HWC.shape), pixels_HWC)
+    return pixels_HWC.shape[0], pixels_HWC.shape[1]
+
+
+def _limit_memory(num_bytes: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[_STATM_DATA]) * mmap.PAGESIZE
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Metrics of RPCs and requests, recorded when their log records are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from legato_engine import core
+from legato_engine.ipc.messages import SECONDS_BOUNDS
+
+from legato_service.metrics.catalogue import CALL_BOUNDS, TOKEN_BOUNDS
+from legato_service.metrics.snapshot import Histogram, Snapshot
+from legato_service.rpc.call_log import EndedCall, EndedRequest
+
+OTHER = "other"
+"""The label of all tenants beyond those that have one of their own."""
+
+SKILLS: dict[type, str] = {
+    core.QueryResult: "query",
+    core.CaptionResult: "caption",
+    core.DetectResult: "detect",
+    core.PointResult: "point",
+    core.SegmentResult: "segment",
+}
+REJECTIONS = (
+    "QUEUE_FULL",
+    "QUOTA_EXCEEDED",
+    "DEADLINE_UNREACHABLE",
+    "ENGINE_STARTING",
+    "ENGINE_LOST",
+    "DRAINING",
+)
+"""Reasons of errors with which an RPC is refused before any work."""
+
+
+class TenantLabels:
+    """The first `limit` tenants by name, the rest as one. Callers without a tenant have none."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._labels = {"": ""}
+
+    def __call__(self, tenant: str) -> str:
+        label = self._labels.get(tenant)
+        if label is None:
+            if len(self._labels) > self._limit:
+                return OTHER
+            label = self._labels[tenant] = tenant
+        return label
+
+
+class _RequestSeries:
+    """The requests of one skill and tenant."""
+
+    def __init__(self) -> None:
+        self.image = Histogram(CALL_BOUNDS)
+        self.queue = Histogram(CALL_BOUNDS)
+        self.prefill = Histogram(CALL_BOUNDS)
+        self.first_token = Histogram(CALL_BOUNDS)
+        self.decode = Histogram(CALL_BOUNDS)
+        self.token = Histogram(SECONDS_BOUNDS)
+        self.whole = Histogram(CALL_BOUNDS)
+        self.prompt = Histogram(TOKEN_BOUNDS)
+        self.output = Histogram(TOKEN_BOUNDS)
+        self.cached_tokens = 0
+        self.finish_reasons: dict[str, int] = {}
+
+    def add(self, request: EndedRequest) -> None:
+        timings, usage = request.timings, request.usage
+        self.queue.add(timings.queue)
+        self.prefill.add(timings.prefill)
+        self.first_token.add(timings.first_token)
+        self.decode.add(timings.decode)
+        self.whole.add(timings.total)
+        self.prompt.add(usage.input_tokens)
+        self.output.add(usage.output_tokens)
+        self.cached_tokens += usage.cached_tokens
+        if timings.image:
+            self.image.add(timings.image)
+        if usage.output_tokens > 1:
+            self.token.add(timings.decode / (usage.output_tokens - 1))
+        reason = request.finish_reason
+        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+
+    def write(self, snapshot: Snapshot, *labels: str) -> None:
+        for reason, count in self.finish_reasons.items():
+            snapshot.add("legato_requests", count, *labels, reason)
+        snapshot.add("legato_prompt_tokens", self.prompt.total, *labels)
+        snapshot.add("legato_cached_tokens", self.cached_tokens, *labels)
+        snapshot.add("legato_output_tokens", self.output.total, *labels)
+        for name, histogram in (
+            ("image_seconds", self.image),
+            ("queue_seconds", self.queue),
+            ("prefill_seconds", self.prefill),
+            ("first_token_seconds", self.first_token),
+            ("decode_seconds", self.decode),
+            ("token_seconds", self.token),
+            ("seconds", self.whole),
+            ("prompt_size_tokens", self.prompt),
+            ("output_size_tokens", self.output),
+        ):
+            snapshot.add_histogram(f"legato_request_{name}", histogram, *labels)
+
+
+class CallMetrics:
+    """A `call_log.CallObserver`."""
+
+    def __init__(self, max_tenants: int) -> None:
+        self._tenant = TenantLabels(max_tenants)
+        self._calls: dict[tuple[str, str, str], Histogram] = {}  # method, code, reason
+        self._requests: dict[tuple[type, str], _RequestSeries] = {}  # type of result, tenant
+        self._wait_error = Histogram(CALL_BOUNDS)
+
+    def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None:
+        for call, code, reason, seconds, _ in calls:
+            key = call.method, code, reason
+            series = self._calls.get(key)
+            if series is None:
+                series = self._calls[key] = Histogram(CALL_BOUNDS)
+            series.add(seconds)
+        for request in requests:
+            self._observe_request(request)
+
+    def _observe_request(self, request: EndedRequest) -> None:
+        call = request.call
+        key = request.result, self._tenant(call.tenant)
+        series = self._requests.get(key)
+        if series is None:
+            series = self._requests[key] = _RequestSeries()
+        series.add(request)
+        if call.estimated_wait is not None:
+            self._wait_error.add(abs(call.estimated_wait - request.timings.queue))
+
+    def write(self, snapshot: Snapshot, starts: dict[str, int]) -> None:
+        """`starts` are counts of begun RPCs by method."""
+        for method, count in starts.items():
+            snapshot.add("grpc_server_call_started", count, method.lstrip("/"))
+        rejections = dict.fromkeys(REJECTIONS, 0)
+        durations: dict[tuple[str, str], Histogram] = {}
+        for (path, code, reason), series in self._calls.items():
+            count, method = sum(series.counts), path.lstrip("/")
+            snapshot.add("legato_rpcs", count, method, code, reason)
+            if reason in rejections:
+                rejections[reason] += count
+            known = durations.setdefault((method, code), Histogram(CALL_BOUNDS))
+            known.counts = [a + b for a, b in zip(known.counts, series.counts, strict=True)]
+            known.total += series.total
+        for labels, series in durations.items():
+            snapshot.add_histogram("grpc_server_call_duration_seconds", series, *labels)
+        for reason, count in rejections.items():
+            snapshot.add("legato_admission_rejections", count, reason)
+        for (result, tenant), requests in self._requests.items():
+            requests.write(snapshot, SKILLS.get(result, OTHER), tenant)
+        snapshot.add_histogram("legato_wait_estimate_error_seconds", self._wait_error)

@@ -1,0 +1,171 @@
+"""Spans of calls, made after their end from what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from legato_service.rpc import trace_context
+from legato_service.rpc.call import Call
+from legato_service.rpc.call_log import DEBUG_METHODS, EndedCall, EndedRequest
+from legato_service.tracing import attributes
+from legato_service.tracing.attributes import Attributes, RpcConvention
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope("legato_service")
+_SECOND = 1_000_000_000  # nanoseconds
+_SESSION = "/legato.v1.SessionService/"
+
+
+class Tracer:
+    """A `call_log.CallObserver`.
+
+    A call with a trace context is traced as its caller decided; of the others the share `ratio` is.
+    `model` returns the name of the served model.
+    """
+
+    def __init__(
+        self, processor: SpanProcessor, ratio: float, model: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._processor = processor
+        self._sampler = TraceIdRatioBased(ratio)
+        self._model = model
+        self._ids = RandomIdGenerator()
+        self._convention = RpcConvention()
+        self._resource = Resource.create({"service.name": "legato"})
+
+    def observe(self, calls: Sequence[EndedCall], requests: Sequence[EndedRequest]) -> None:
+        for request in requests:
+            if self._is_traced(request.call):
+                self._add_request(request)
+        clock_offset = time.time_ns() - time.monotonic_ns()
+        for call, code, reason, seconds, ended_ns in calls:
+            if self._is_traced(call):
+                self._add_call(call, code, reason, ended_ns - round(seconds * _SECOND), ended_ns)
+                if call.arrived_ns:
+                    started_ns = round(call.started * _SECOND) + clock_offset
+                    self._add(call, "receive", min(started_ns, call.arrived_ns), call.arrived_ns)
+
+    async def close(self) -> None:
+        """Send what waits."""
+        await asyncio.to_thread(self._processor.shutdown)
+
+    # ------------------------------------------------------------ which
+
+    def _is_traced(self, call: Call) -> bool:
+        if call.is_traced is None:
+            call.is_traced = self._decide(call)
+        return call.is_traced
+
+    def _decide(self, call: Call) -> bool:
+        if call.method.startswith(DEBUG_METHODS):
+            return False
+        parent = trace_context.parse(call.traceparent)
+        if parent is not None:
+            if not parent.sampled:
+                return False
+            call.parent_id = parent.parent_id
+        else:
+            trace_id = self._ids.generate_trace_id()
+            decision = self._sampler.should_sample(None, trace_id, "").decision
+            if decision is not Decision.RECORD_AND_SAMPLE:
+                return False
+            call.trace_id = f"{trace_id:032x}"
+        call.span_id = f"{self._ids.generate_span_id():016x}"
+        return True
+
+    # ------------------------------------------------------------ spans
+
+    def _add_call(self, call: Call, code: str, reason: str, started_ns: int, ended_ns: int) -> None:
+        trace_id = int(call.trace_id, 16)
+        parent = None
+        if call.parent_id:
+            parent = SpanContext(trace_id, int(call.parent_id, 16), True, _SAMPLED)
+        status = Status(StatusCode.ERROR) if attributes.is_fault(code) else Status()
+        self._end(
+            ReadableSpan(
+                call.method.lstrip("/"),
+                context=SpanContext(trace_id, int(call.span_id, 16), False, _SAMPLED),
+                parent=parent,
+                resource=self._resource,
+                attributes=self._convention.attributes(call, code, reason),
+                kind=SpanKind.SERVER,
+                status=status,
+                start_time=started_ns,
+                end_time=ended_ns,
+                instrumentation_scope=_SCOPE,
+            )
+        )
+
+    def _add_request(self, request: EndedRequest) -> None:
+        """A span of the request, with one for each part of it."""
+        call, timings, ended_ns = request.call, request.timings, request.ended_ns
+        arrived_ns = ended_ns - round(timings.total * _SECOND)
+        if not call.arrived_ns and not call.method.startswith(_SESSION):
+            call.arrived_ns = arrived_ns
+        model = self._model()
+        given = attributes.of_request(request, model)
+        name = f"{given['gen_ai.operation.name']} {model}".rstrip()
+        events = [
+            Event(event, {"count": count}, ended_ns)
+            for event, count in (
+                ("preempted", request.preemptions),
+                ("resumed", request.resumptions),
+            )
+            if count
+        ]
+        parent = self._add(call, name, arrived_ns, ended_ns, attributes=given, events=events)
+        at = arrived_ns
+        for part, seconds in (
+            ("decode image", timings.image),
+            ("queue", timings.queue),
+            ("prefill", timings.prefill),
+            ("decode", timings.decode),
+        ):
+            end = at + round(seconds * _SECOND)
+            if seconds or part != "decode image":
+                self._add(call, part, at, end, parent=parent)
+            at = end
+
+    def _add(
+        self,
+        call: Call,
+        name: str,
+        started_ns: int,
+        ended_ns: int,
+        *,
+        parent: SpanContext | None = None,
+        attributes: Attributes | None = None,
+        events: Sequence[Event] = (),
+    ) -> SpanContext:
+        """Add a child of `parent`, by default of the call's own span."""
+        trace_id = int(call.trace_id, 16)
+        if parent is None:
+            parent = SpanContext(trace_id, int(call.span_id, 16), False, _SAMPLED)
+        context = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED)
+        self._end(
+            ReadableSpan(
+                name,
+                context=context,
+                parent=parent,
+                resource=self._resource,
+                attributes=attributes or {},
+                events=events,
+                kind=SpanKind.INTERNAL,
+                start_time=started_ns,
+                end_time=ended_ns,
+                instrumentation_scope=_SCOPE,
+            )
+        )
+        return context
+
+    def _end(self, span: ReadableSpan) -> None:
+        self._processor.on_end(span)

@@ -1,0 +1,79 @@
+"""Metrics of the processes of a server, over their control channels."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+from legato_service.metrics import catalogue
+from legato_service.metrics.snapshot import Snapshot, merged
+from legato_service.workers.control_channel import Collect, Collected, ControlChannel
+
+TIMEOUT = 2.0  # seconds for another process to reply
+
+
+class MetricsExchange:
+    """One end's requests for the other's metrics, and its replies, made by `collect`."""
+
+    def __init__(self, channel: ControlChannel, collect: Callable[[], Awaitable[Snapshot]]) -> None:
+        self._channel = channel
+        self._collect = collect
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def request(self) -> Snapshot | None:
+        """Return the other end's metrics, or None if it does not reply in time."""
+        number = next(self._numbers)
+        reply: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        self._channel.send(Collect(number=number))
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return await reply
+        except TimeoutError:
+            return None
+        finally:
+            del self._waiting[number]
+
+    def receive(self, message: Collect | Collected) -> None:
+        if isinstance(message, Collect):
+            task = asyncio.create_task(self._reply(message.number))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif (reply := self._waiting.get(message.number)) is not None and not reply.done():
+            reply.set_result(message.snapshot)
+
+    async def _reply(self, number: int) -> None:
+        self._channel.send(Collected(number=number, snapshot=await self._collect()))
+
+
+class WorkerMetrics:
+    """The metrics of all workers, as the first process adds them up.
+
+    A worker that does not reply counts with its last reply, and one that died goes on counting in
+    what only grows, so that sums never fall.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: dict[int, MetricsExchange] = {}  # by number of a running worker
+        self._latest: dict[int, Snapshot] = {}
+        self._ended = Snapshot()
+
+    def add(self, number: int, exchange: MetricsExchange) -> None:
+        self._exchanges[number] = exchange
+
+    def remove(self, number: int) -> None:
+        self._exchanges.pop(number, None)
+        if (latest := self._latest.pop(number, None)) is not None:
+            growing = latest.only(each.name for each in catalogue.OWN if each.adds_up)
+            self._ended = merged((self._ended, growing))
+
+    async def gather(self) -> Snapshot:
+        exchanges = list(self._exchanges.items())
+        replies = await asyncio.gather(*(exchange.request() for _, exchange in exchanges))
+        for (number, exchange), reply in zip(exchanges, replies, strict=True):
+            if reply is not None and self._exchanges.get(number) is exchange:
+                self._latest[number] = reply
+        return merged((self._ended, *self._latest.values()))

@@ -1,0 +1,100 @@
+"""`legato trace --server` and `legato metrics` against a fake AdminService."""
+
+from __future__ import annotations
+
+import json
+from concurrent import futures
+
+import grpc
+import pytest
+from legato.v1 import admin_pb2, admin_pb2_grpc
+from legato_client.cli import chrome_trace, main
+from legato_engine.ipc.messages import TimelineBatch
+from legato_engine.telemetry import timeline
+from legato_service.convert import responses
+
+from tests.engine.telemetry.steps import make_step
+
+STEPS = [make_step(1000 + index, zombies=index % 2) for index in range(6)]
+
+
+def messages():
+    """The steps as the server sends them, three launches a message."""
+    maker = timeline.SpanMaker()
+    for first in (0, 3):
+        spans = [span for step in STEPS[first : first + 3] for span in maker.spans(step)]
+        message = responses.timeline(TimelineBatch(spans=tuple(spans)))
+        message.decode_steps.predicted_gain = 0.25
+        message.decode_steps.observed_gain = 0.125
+        yield message
+
+
+class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
+    """Notes how long a caller watches."""
+
+    seconds = 0.0
+
+    def GetLoad(self, request, context):
+        raise NotImplementedError
+
+    Abort = Drain = GetLoad
+
+    def WatchTimeline(self, request, context):
+        self.seconds = request.duration.ToMilliseconds() / 1000
+        yield from messages()
+
+    def GetMetrics(self, request, context):
+        return admin_pb2.GetMetricsResponse(text="# HELP a b\na 1.0\nc 2.0\n")
+
+
+@pytest.fixture
+def admin():
+    """The fake and its address."""
+    fake = FakeAdmin()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield fake, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def comparable(events):
+    """Events in an order of their own, times to a nanosecond."""
+    rounded = [
+        {key: round(value, 3) if key in ("ts", "dur") else value for key, value in event.items()}
+        for event in events
+    ]
+    return sorted(json.dumps(event, sort_keys=True) for event in rounded)
+
+
+def test_the_file_is_what_the_engine_itself_would_write(tmp_path, admin, capsys):
+    """Spans that travelled give the same events as the engine's own dump, and the gains."""
+    fake, address = admin
+    path = tmp_path / "trace.json"
+    options = ["--server", address, "--duration", "1.5", "--output", str(path)]
+    assert main(["trace", *options]) == 0
+    assert fake.seconds == 1.5
+    written = json.loads(path.read_text())
+    assert written["displayTimeUnit"] == "ms"
+    assert comparable(written["traceEvents"]) == comparable(timeline.trace_events(STEPS))
+    assert chrome_trace.LANES == timeline.LANES
+    out = capsys.readouterr().out
+    assert "6 launches" in out
+    assert "+25.0% predicted, +12.5% observed" in out
+
+
+def test_json(tmp_path, admin, capsys):
+    """`--json` prints one document."""
+    path = tmp_path / "trace.json"
+    assert main(["trace", f"--server={admin[1]}", "--json", "--output", str(path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["launches"], document["observed_gain"]) == (6, 0.125)
+
+
+def test_metrics(admin, capsys):
+    """The text is printed as it is, or the lines that match."""
+    assert main(["metrics", "--server", admin[1]]) == 0
+    assert capsys.readouterr().out == "# HELP a b\na 1.0\nc 2.0\n"
+    assert main(["metrics", "--server", admin[1], "--match", "c "]) == 0
+    assert capsys.readouterr().out == "c 2.0\n"

@@ -1,0 +1,318 @@
+"""TLS, tokens and certificates from every client to a real server, and two tenants of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from legato_client import (
+    AsyncClient,
+    CaptionTask,
+    Client,
+    DetectTask,
+    ImageNotFound,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from legato_client.cli import main
+
+from tests.clients.python.secure_server import Certificates
+from tests.conformance import programs
+from tests.e2e.server import Server
+from tests.service.access.tokens import Token, write
+
+STREET = (importlib.resources.files("legato_tiny") / "samples" / "street.jpg").read_bytes()
+PAGE = (programs.ROOT / "docs" / "quickstart-shell.md").read_text()
+ACME = Token("acme-1", ["infer", "upload"], tenant="acme")
+RIVAL = Token("rival-1", ["infer", "upload"], tenant="rival")
+READER = Token("reader-1", ["upload"], tenant="acme")
+EXPIRED = Token("old-1", ["infer"], tenant="acme", expires="2020-01-01T00:00:00Z")
+CERTIFICATE = (
+    '[[credential]]\nid = "robot-7"\ntenant = "acme"\nscopes = ["infer"]\nsan = "robot-7"\n'
+)
+
+pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)  # the first build of Go's takes long
+
+
+@dataclasses.dataclass(frozen=True)
+class Secured:
+    """A server with TLS and tokens that also asks for certificates, and its files."""
+
+    address: str
+    files: Certificates
+    token_file: Path
+
+    @property
+    def own(self):
+        """The client's certificate as settings of a Python client."""
+        return {"cert": self.files.client_cert, "key": self.files.client_key}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """Certificates of one authority."""
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+def serve(folder, certificates, *options):
+    """Start a server with TLS and tokens."""
+    trusted = grpc.ssl_channel_credentials(
+        certificates.ca.read_bytes(),
+        certificates.client_key.read_bytes(),
+        certificates.client_cert.read_bytes(),
+    )
+    tokens = write(folder / "tokens.toml", ACME, RIVAL, READER, EXPIRED)
+    with open(tokens, "a") as file:
+        file.write(CERTIFICATE)
+    tls = ["--tls-cert", str(certificates.cert), "--tls-key", str(certificates.key)]
+    return Server(
+        folder, "--model", "null", "--tokens", tokens, *tls, *options, credentials=trusted
+    )
+
+
+@pytest.fixture(scope="module")
+def secured(certificates, tmp_path_factory):
+    """A server with TLS and tokens."""
+    folder = tmp_path_factory.mktemp("secured")
+    token_file = folder / "token"
+    token_file.write_text(ACME.text + "\n")
+    with serve(folder, certificates) as running:
+        yield Secured(running.address, certificates, token_file)
+
+
+@pytest.fixture(scope="module")
+def mutual(certificates, tmp_path_factory):
+    """A server that also needs a certificate of its authority."""
+    folder = tmp_path_factory.mktemp("mutual")
+    token_file = folder / "token"
+    token_file.write_text(ACME.text + "\n")
+    with serve(folder, certificates, "--tls-client-ca", str(certificates.ca)) as running:
+        yield Secured(running.address, certificates, token_file)
+
+
+# ---------------------------------------------------------------- Python
+
+
+def test_the_blocking_client(secured):
+    """Unary calls, streams, uploads and sessions, with the token of a file."""
+    settings = {"ca": secured.files.ca, "token": secured.token_file}
+    with Client(secured.address, **settings) as client:
+        assert client.models()
+        assert client.detect(STREET, "cup").info.request_id
+        assert list(client.generate(STREET, CaptionTask()))
+        client.delete_image(client.put_image(STREET))
+        with client.session([DetectTask("cup")]) as session:
+            assert session.terms.session_id
+
+
+def test_the_asyncio_client(secured):
+    """The same."""
+
+    async def use():
+        settings = {"ca": secured.files.ca, "token": lambda: ACME.text}
+        async with AsyncClient(secured.address, **settings) as client:
+            assert await client.models()
+            assert (await client.detect(STREET, "cup")).info.request_id
+            assert [event async for event in client.generate(STREET, CaptionTask())]
+            await client.delete_image(await client.put_image(STREET))
+            async with client.session([DetectTask("cup")]) as session:
+                assert session.terms.session_id
+
+    asyncio.run(use())
+
+
+def test_certificates_of_clients(mutual):
+    """A certificate is a credential, a token beside it decides, and without one nothing is sent."""
+    with Client(mutual.address, ca=mutual.files.ca, **mutual.own) as client:
+        assert client.detect(STREET, "cup").info.request_id
+        with pytest.raises(PermissionDenied):
+            client.put_image(STREET)
+    with Client(mutual.address, ca=mutual.files.ca, token=ACME.text, **mutual.own) as client:
+        client.delete_image(client.put_image(STREET))
+    alone = Client(mutual.address, ca=mutual.files.ca, token=ACME.text, timeout=5)
+    with alone, pytest.raises(Unavailable):
+        alone.models()
+
+
+@pytest.mark.parametrize(
+    ("token", "error"),
+    [
+        ("", Unauthenticated),
+        (EXPIRED.text, Unauthenticated),
+        (ACME.text + "x", Unauthenticated),
+        (READER.text, PermissionDenied),
+    ],
+    ids=["none", "expired", "wrong", "without the scope"],
+)
+def test_refused_credentials(secured, token, error):
+    """The error is typed, and a missing scope is named."""
+    client = Client(secured.address, ca=secured.files.ca, token=token)
+    with client, pytest.raises(error) as caught:
+        client.detect(STREET, "cup")
+    if error is PermissionDenied:
+        assert caught.value.metadata["scope"] == "infer"
+        assert caught.value.reason == "FORBIDDEN"
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def test_two_tenants_know_nothing_of_each_other(secured):
+    """What one holds and showed is unknown to the other, who gets what it would get alone."""
+    acme, rival = (
+        Client(secured.address, ca=secured.files.ca, token=each.text) for each in (ACME, RIVAL)
+    )
+    with acme, rival:
+        held = acme.put_image(STREET)
+        for attempt in (rival.delete_image, rival.caption):
+            with pytest.raises(ImageNotFound):
+                attempt(held)
+        assert hits(rival.caption(STREET)) == (False, False)
+        assert hits(rival.caption(STREET)) == (True, True)
+        assert hits(acme.caption(held)) == (True, True)
+        acme.delete_image(held)
+        assert hits(rival.caption(STREET)) == (True, True)
+
+
+def hits(result):
+    """Return whether the image was known, and whether any token was."""
+    return result.info.image.cache_hit, result.info.usage.cached_tokens > 0
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_commands(secured, mutual, capsys, tmp_path, monkeypatch):
+    """A skill, `info` and the load; with a certificate and the environment's token."""
+    image = tmp_path / "street.jpg"
+    image.write_bytes(STREET)
+    ca = ["--ca", str(secured.files.ca)]
+    options = ["--server", secured.address, *ca, "--token-file", str(secured.token_file)]
+    assert main(["detect", str(image), "cup", *options]) == 0
+    load = ["--rate", "20", "--seconds", "1", "--warm-up", "0"]
+    assert main(["bench", "--serve", *options, *load]) == 0
+    monkeypatch.setenv("LEGATO_TOKEN", ACME.text)
+    own = ["--cert", str(mutual.files.client_cert), "--key", str(mutual.files.client_key)]
+    assert main(["info", "--server", mutual.address, *ca, *own]) == 0
+    out, _ = capsys.readouterr()
+    assert "connection: TLS, with a client certificate, as credential acme-1" in out
+    assert ACME.secret not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ([], "add --tls or --ca"),
+        (["--tls"], "name its PEM file with --ca"),
+        (["--ca", "CA"], "--token-file"),
+    ],
+)
+def test_the_commands_say_what_is_missing(secured, options, hint, capsys):
+    """TLS, the authority, the token."""
+    words = [str(secured.files.ca) if word == "CA" else word for word in options]
+    assert main(["info", "--server", secured.address, *words]) != 0
+    assert hint in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- other languages
+
+
+def recipes(kind, start=""):
+    """Return the blocks of the shell quickstart for a server elsewhere."""
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [
+        part
+        for block in blocks
+        for part in re.split(r"\n\n(?=grpcurl )", block)
+        if "robots.example:50051" in part and part.startswith(start)
+    ]
+
+
+def lay_out(folder: Path, server: Secured) -> dict[str, str]:
+    """Put the files beside the recipes that these name; return the environment."""
+    for name, source in {
+        "ca.pem": server.files.ca,
+        "robot.pem": server.files.client_cert,
+        "robot-key.pem": server.files.client_key,
+        "token": server.token_file,
+    }.items():
+        shutil.copy(source, folder / name)
+    (folder / "street.jpg").write_bytes(STREET)
+    return {**os.environ, "PATH": programs.PATH}
+
+
+def test_the_grpcurl_recipes(secured, mutual, tmp_path):
+    """A token over TLS lists the models; a certificate alone is a credential as well."""
+    if shutil.which("grpcurl", path=programs.PATH) is None:
+        pytest.skip("needs grpcurl")
+    with_token, with_certificate = recipes("sh", "grpcurl")
+    for text, server in ((with_token, secured), (with_certificate, mutual)):
+        environment = lay_out(tmp_path, server)
+        done = subprocess.run(
+            ["bash", "-euc", text.replace("robots.example:50051", server.address)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)
+
+
+def test_the_node_recipe(secured, tmp_path):
+    """The program prints what it found."""
+    try:
+        programs.install_node_packages()
+    except programs.Missing as error:
+        pytest.skip(str(error))
+    (program,) = recipes("js")
+    environment = lay_out(tmp_path, secured)
+    (tmp_path / "proto").symlink_to(programs.ROOT / "proto")
+    (tmp_path / "node_modules").symlink_to(programs.NODE / "node_modules")
+    path = tmp_path / "detect.js"
+    path.write_text(program.replace("robots.example:50051", secured.address))
+    done = subprocess.run(
+        ["node", str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+
+
+def test_the_go_client(secured, mutual):
+    """Its own test against a server that it is told of by the environment."""
+    try:
+        programs.fetch_go_modules()
+    except programs.Missing as error:
+        pytest.skip(str(error))
+    for server in (secured, mutual):
+        done = subprocess.run(
+            ["go", "test", "-json", "-count=1", "-run", "TestSecuredServer", "./legato"],
+            cwd=programs.GO,
+            env={
+                **programs.ENVIRONMENT,
+                "LEGATO_SECURED_SERVER": server.address,
+                "LEGATO_SECURED_CA": str(server.files.ca),
+                "LEGATO_SECURED_CERT": str(server.files.client_cert),
+                "LEGATO_SECURED_KEY": str(server.files.client_key),
+                "LEGATO_SECURED_TOKEN_FILE": str(server.token_file),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=programs.PATIENCE,
+        )
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
+        assert ended == {"TestSecuredServer": "pass"}, done.stdout + done.stderr

@@ -1,0 +1,272 @@
+"""The gate of InferenceService: refusals before a message is read, and what they cost nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2
+from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato_engine.errors import EngineLost
+from legato_service.rpc import gate as gate_module
+from legato_service.rpc.accept_queue import AcceptQueue
+from legato_service.rpc.gate import Gate
+
+from tests.service import fakes
+from tests.service.fakes import MODEL, FakeEngine
+from tests.service.harness import Running, refusal, running, until
+
+QUERY = "/legato.v1.InferenceService/Query"
+QUESTION = inference_pb2.QueryRequest(question="What is in the picture?")
+GENERATE = inference_pb2.GenerateRequest(
+    task=task_pb2.Task(query=task_pb2.QueryTask(question="What?"))
+)
+LIMIT = 4
+
+
+def gate_of(served: Running) -> Gate:
+    """The gate of the main listener."""
+    gate = served.server.listeners.main.gate
+    assert gate is not None
+    return gate
+
+
+def tenant(name: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a tenant."""
+    return (("legato-tenant", name),)
+
+
+@asynccontextmanager
+async def small_service(script: Any = fakes.hold) -> AsyncIterator[Running]:
+    """Serve with an engine that takes `LIMIT` requests and answers none of them by itself."""
+    engine = FakeEngine(script)
+    engine.model = msgspec.structs.replace(MODEL, max_running=1, max_waiting=LIMIT - 1)
+    async with running(engine) as served:
+        yield served
+
+
+async def fill(served: Running, count: int, name: str = "greedy") -> list[Any]:
+    """Open `count` calls that are not answered."""
+    calls = [served.inference.Query(QUESTION, metadata=tenant(name)) for _ in range(count)]
+    await until(lambda: len(served.engine.streams) == count)
+    return calls
+
+
+async def end(served: Running, calls: list[Any]) -> None:
+    """Cancel calls, and wait until the engine knows."""
+    for each in calls:
+        each.cancel()
+    await until(lambda: not served.engine.streams)
+
+
+async def test_a_call_too_many_is_refused_with_details_before_its_message_is_read() -> None:
+    """A message that is no protobuf would get INVALID_ARGUMENT if it were read."""
+    async with small_service() as served:
+        calls = await fill(served, LIMIT)
+        query = served.channel.unary_unary(QUERY)
+        with structlog.testing.capture_logs() as logs:
+            metadata = (*tenant("greedy"), ("x-request-id", "mine"))
+            refused = await refusal(query(b"\xff", metadata=metadata))
+            await until(lambda: bool(logs))
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.reason == "QUEUE_FULL"
+        assert refused.details["RetryInfo"].retry_delay.ToMilliseconds() >= 50
+        assert int(refused.trailers["grpc-retry-pushback-ms"]) >= 50
+        assert refused.details["RequestInfo"].request_id == "mine"
+        assert refused.trailers["x-request-id"] == "mine"
+        (line,) = (each for each in logs if each["event"] == "rpc_ended")
+        assert (line["code"], line["reason"]) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert line["tenant"] == "greedy"
+        assert len(served.engine.requests) == LIMIT
+        await end(served, calls)
+        assert (await refusal(query(b"\xff"))).code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_is_refused_likewise() -> None:
+    """The details are in the trailers, and no message comes."""
+    async with small_service() as served:
+        await fill(served, LIMIT)
+        stream = served.inference.Generate(GENERATE, metadata=tenant("greedy"))
+        assert (await refusal(stream.read())).reason == "QUEUE_FULL"
+
+
+async def test_a_refused_image_is_not_stored() -> None:
+    """Its bytes reach no blob."""
+    async with small_service() as served:
+        await fill(served, LIMIT)
+        image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=bytes(100_000)))
+        request = inference_pb2.CaptionRequest(image=image)
+        refused = await refusal(served.inference.Caption(request, metadata=tenant("greedy")))
+        assert refused.reason == "QUEUE_FULL"
+        assert len(served.engine.blobs) == 0
+
+
+async def test_operators_and_probes_are_never_refused() -> None:
+    """Health, load and administration pass a full gate."""
+    async with small_service() as served:
+        await fill(served, LIMIT)
+        query = served.inference.Query(QUESTION, metadata=tenant("greedy"))
+        assert (await refusal(query)).reason == "QUEUE_FULL"
+        await served.health.Check(health_pb2.HealthCheckRequest())
+        await served.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+        await served.admin.GetLoad(admin_pb2.GetLoadRequest())
+
+
+@pytest.mark.parametrize("how", ["answered", "cancelled", "failed"])
+async def test_every_end_gives_the_place_back(how: str) -> None:
+    """Thrice as many calls as places, one after the other."""
+    async with small_service() as served:
+        engine = served.engine
+        calls = await fill(served, LIMIT - 1)
+        for _ in range(3 * LIMIT):
+            call = served.inference.Query(QUESTION)
+            await until(lambda: len(engine.streams) == LIMIT)
+            stream = list(engine.streams.values())[-1]
+            if how == "answered":
+                fakes.answer(engine, stream)
+                await call
+            elif how == "cancelled":
+                call.cancel()
+            else:
+                fakes.refuse(EngineLost("lost"))(engine, stream)
+                await refusal(call)
+            await until(lambda: len(engine.streams) == LIMIT - 1)
+        await end(served, calls)
+        gate = gate_of(served)
+        await until(lambda: not gate.calls_by_tenant)
+        assert gate.num_unsubmitted == 0
+
+
+async def test_a_call_that_is_cancelled_before_it_is_read_gives_its_place_back() -> None:
+    """A call whose message never comes takes a place only while it lasts."""
+    async with small_service() as served:
+        query = served.channel.stream_unary(QUERY)  # sends headers without a message
+        calls = [query() for _ in range(LIMIT)]
+        gate = gate_of(served)
+        await until(lambda: gate.num_unsubmitted == LIMIT)
+        for each in calls:
+            each.cancel()
+        await until(lambda: gate.num_unsubmitted == 0)
+
+
+async def test_an_unread_stream_takes_no_place_once_the_engine_has_ended_it() -> None:
+    """Callers that do not read take no places of others."""
+    async with small_service(fakes.answer) as served:
+        streams = [served.inference.Generate(GENERATE) for _ in range(3 * LIMIT)]
+        await until(lambda: len(served.engine.requests) == 3 * LIMIT)
+        await served.inference.Query(QUESTION)
+        for each in streams:
+            each.cancel()
+
+
+async def test_a_tenant_below_its_share_passes_a_full_gate() -> None:
+    """Also a higher priority passes. The engine decides whose request gives way."""
+    async with small_service() as served:
+        await fill(served, LIMIT)  # a reserve of 2, of which priorities get 1
+        urgent = (*tenant("greedy"), ("legato-priority", "1"))
+        call = served.inference.Generate(GENERATE, metadata=urgent)
+        await until(lambda: len(served.engine.streams) == LIMIT + 1)
+        for metadata in (urgent, tenant("greedy")):
+            refused = await refusal(served.inference.Query(QUESTION, metadata=metadata))
+            assert refused.reason == "QUEUE_FULL"
+        small = served.inference.Query(QUESTION, metadata=tenant("small"))
+        await until(lambda: len(served.engine.streams) == LIMIT + 2)
+        for name in ("small", "new"):  # the reserve is used up
+            refused = await refusal(served.inference.Query(QUESTION, metadata=tenant(name)))
+            assert refused.reason == "QUEUE_FULL"
+        for stream in list(served.engine.streams.values()):
+            fakes.answer(served.engine, stream)
+        assert (await small).answer
+        assert (await call.read()).HasField("started")
+        call.cancel()
+
+
+async def test_a_malformed_call_gets_its_own_error_at_a_full_gate() -> None:
+    """It is told what is wrong, not to come again."""
+    async with small_service() as served:
+        await fill(served, LIMIT)
+        metadata = (("legato-priority", "high"),)
+        refused = await refusal(served.inference.Query(QUESTION, metadata=metadata))
+        assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_overdue_calls_are_refused_first_come_first() -> None:
+    """As many as wait too long in gRPC's queue; a tenant below its share is spared."""
+    async with small_service() as served:
+        calls = await fill(served, 2)
+        gate_of(served).num_overdue = 2
+        spared = served.inference.Query(QUESTION, metadata=tenant("small"))
+        await until(lambda: len(served.engine.streams) == 3)
+        for _ in range(2):
+            refused = await refusal(served.inference.Query(QUESTION, metadata=tenant("greedy")))
+            assert refused.reason == "QUEUE_FULL"
+        calls.append(served.inference.Query(QUESTION, metadata=tenant("greedy")))
+        await until(lambda: len(served.engine.streams) == 4)
+        await end(served, [*calls, spared])
+
+
+async def test_the_length_of_the_accept_queue_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that come while the event loop is blocked wait in gRPC; then there are none."""
+    monkeypatch.setattr(gate_module, "WATCH_INTERVAL", 3600.0)
+    async with small_service(fakes.answer) as served:
+        queue: AcceptQueue = gate_of(served)._accept_queue
+        await served.inference.Query(QUESTION)
+        await until(lambda: queue.num_waiting() == 0)
+        target = f"127.0.0.1:{served.port}"
+
+        def call() -> list[Any]:
+            with grpc.insecure_channel(target) as channel:
+                query: Any = channel.unary_unary(QUERY)
+                grpc.channel_ready_future(channel).result()
+                sent = [query.future(QUESTION.SerializeToString()) for _ in range(20)]
+                return [each.result() for each in sent]
+
+        calling = asyncio.get_running_loop().run_in_executor(None, call)
+        while queue.num_waiting() < 19:  # the event loop is blocked; one call was handed over
+            time.sleep(0.001)  # noqa: ASYNC251
+        assert len(await calling) == 20
+        await until(lambda: queue.num_waiting() == 0)
+
+
+async def test_a_burst_is_answered_with_statuses_of_ours() -> None:
+    """GRPC's own queue drops nothing: each of 4,000 calls at once gets an answer or our refusal."""
+    async with small_service(fakes.answer) as served:
+        query = served.channel.unary_unary(QUERY)
+        data = QUESTION.SerializeToString()
+
+        async def one() -> str:
+            try:
+                await query(data)
+            except grpc.aio.AioRpcError as error:
+                trailers = dict(error.trailing_metadata() or ())
+                return f"{error.code().name} {'grpc-status-details-bin' in trailers}"
+            return "OK"
+
+        counts = Counter(await asyncio.gather(*(one() for _ in range(4000))))
+        assert set(counts) <= {"OK", "RESOURCE_EXHAUSTED True"}
+        assert counts["OK"]
+
+
+async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, after the last of them; not after a few."""
+    monkeypatch.setattr(gate_module, "QUIET_DELAY", 0.0)
+    monkeypatch.setattr(gate_module, "MANY_CALLS", LIMIT)
+    given: list[None] = []
+    async with small_service() as served:
+        gate = gate_of(served)
+        monkeypatch.setattr(gate, "_on_quiet", lambda: given.append(None))
+        await end(served, await fill(served, LIMIT - 1))
+        await until(lambda: not gate.calls_by_tenant)
+        calls = await fill(served, LIMIT)
+        assert not given
+        await end(served, calls)
+        await until(lambda: bool(given))
+    assert len(given) == 1
