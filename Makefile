@@ -29,7 +29,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -109,6 +109,9 @@ test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narr
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
+
+kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
+	@$(PY) -m tests.e2e.kill_run $(ARGS)
 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)

@@ -9,7 +9,6 @@ the way to another process and back is missing, which `benchmarks.serve` measure
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -57,11 +56,6 @@ class InsideEngine:
     def step(self) -> int:
         """Steps so far."""
         return self._engine.steps_committed
-
-    @property
-    def last_heartbeat(self) -> float:
-        """Now: it lives as long as its service."""
-        return time.monotonic()
 
     def expect(self) -> None:
         """It never sleeps."""

@@ -100,6 +100,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_policy: str = "auto"
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
+    crash_folder: str = ""  # of crash bundles; empty: in the temporary folder
+    crash_bundles: int = 8  # newest ones that are kept; 0: none is written
     null_step_ms: float = 0.0
     null_objects: int = 3
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import uvloop
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.ipc import latency_policy
+from legato_engine.log_sink import standard_error
 from rich.console import Console
 
 from legato_service import arguments
@@ -19,6 +20,7 @@ from legato_service.process import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    standard_error()
     config = arguments.parse(argv)
     faulthandler.enable()  # SIGABRT writes the stacks
     console = Console(stderr=True)

@@ -62,6 +62,20 @@ def _parser() -> argparse.ArgumentParser:
         help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
         "other threads; auto: low-latency with 8 or more cores, else shared",
     )
+    parser.add_argument(
+        "--crash-folder",
+        metavar="FOLDER",
+        default=engine.crash_folder,
+        help="where an engine that died leaves a crash bundle; by default legato-crashes-UID in "
+        "the temporary folder",
+    )
+    parser.add_argument(
+        "--crash-bundles",
+        metavar="N",
+        type=_whole,
+        default=engine.crash_bundles,
+        help="newest crash bundles that are kept; 0: none is written",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser
 

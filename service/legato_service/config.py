@@ -58,9 +58,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 1000
     max_session_age: float = 3600.0  # then its client is asked to close it
     session_open_timeout: float = 10.0  # from the call to its `open` message
-    stuck_after: float = 30.0  # not serving after so long with pending work and no step
-    silent_after: float = 5.0  # not serving after so long without a heartbeat
-    health_interval: float = 0.25
     drain_grace: float = 30.0
     keepalive_time: float = 20.0
     keepalive_timeout: float = 5.0

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient, EngineState
+from legato_engine.client.supervisor import EXIT_UNSERVABLE
+from legato_engine.errors import InvalidField
 
 from legato_service import addresses
 from legato_service.access.files import FileRejected
@@ -26,8 +28,10 @@ log = structlog.get_logger("legato.service")
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # the address is in use, or the engine never got ready
+"""Exit codes; `EXIT_UNSERVABLE` when no restart would help."""
 START_ATTEMPTS = 5  # engines, or workers of one number, that may die before one gets ready
 _POLL_INTERVAL = 0.1  # seconds
+_CUT_TIME = 3.0  # seconds for workers to end their calls after a second signal
 
 
 class Signals:
@@ -51,11 +55,16 @@ async def serve(
 ) -> int:
     """Serve until a signal or an operator's Drain; return the exit code.
 
-    That is 0 after a drain, also when its grace ran out; 1 when serving never began; 128 plus the
-    number of a second signal, which ends the drain. `make_engine` runs within the loop.
+    That is 0 after a drain, also when its grace ran out; 1 when serving never began, 78 when it
+    never can with this configuration; 128 plus the number of a second signal, which ends the drain.
+    `make_engine` runs within the loop.
     """
     signals = Signals()
-    engine = make_engine()
+    try:
+        engine = make_engine()
+    except InvalidField as error:
+        log.error("configuration_rejected", reason=str(error), **error.metadata)
+        return EXIT_UNSERVABLE
     with ExitStack() as stack:
         try:
             if config.processes > 1:
@@ -87,7 +96,7 @@ async def serve(
             workers.start()
             start_up = _start_up(engine, workers, address, announcer)
             if not await _first_of(server.drain_begun(), start_up):
-                return EXIT_FAILED
+                return EXIT_UNSERVABLE if engine.unservable else EXIT_FAILED
             announcer.close()
             return await _finish_drain(server, workers, signals)
         finally:
@@ -146,6 +155,8 @@ async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signa
     await _first_of(signals.second.wait(), _all_drained(server, workers))
     if signals.second.is_set():
         log.warning("drain_cut", in_flight=server.num_in_flight)
+        workers.drain(0.0)
+        await asyncio.gather(server.stop(), workers.exited(within=_CUT_TIME))
         return 128 + signals.number
     if server.num_in_flight:
         log.warning("drain_grace_expired", in_flight=server.num_in_flight)

@@ -23,7 +23,7 @@ from legato_service.config import ServiceConfig
 from legato_service.engine import Engine
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
-from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.drain import CUT_WRITES, LAST_WRITES, Drain
 from legato_service.lifecycle.memory import give_back
 from legato_service.lifecycle.peers import Peers
 from legato_service.listeners import Listeners
@@ -36,7 +36,7 @@ from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate
-from legato_service.rpc.health import HealthServicer, Progress
+from legato_service.rpc.health import HealthServicer
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
 from legato_service.servicer.inference import InferenceServicer
@@ -104,11 +104,7 @@ class Server:
             max_pixels=config.engine.max_image_pixels,
             read_shared=shared_reader(config, blobs),
         )
-        progress = Progress(
-            engine, stuck_after=config.stuck_after, silent_after=config.silent_after
-        )
-        self._health = HealthServicer(BUILT, progress)
-        self._health_task: asyncio.Task[None] | None = None
+        self._health = HealthServicer(BUILT)
         self.listeners = Listeners(
             config,
             self._call_log,
@@ -119,7 +115,6 @@ class Server:
         )
         admin = AdminServicer(
             engine,
-            progress,
             self._requests,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
@@ -128,7 +123,7 @@ class Server:
             scrape=self.metrics.exposition,
         )
         self._add_services(admin, blobs)
-        engine.subscribe(lambda _: self._health.update())
+        engine.subscribe(self._health.update)
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.images, self._requests)
@@ -197,10 +192,7 @@ class Server:
                 await self.listeners.stop(0)
                 raise
         self.metrics.start()
-        self._health.update()
-        self._health_task = asyncio.create_task(
-            self._health.keep_updated(self._config.health_interval), name="health"
-        )
+        self._health.update(self._engine.state)
         return port
 
     def begin_drain(self, grace: float) -> None:
@@ -233,16 +225,20 @@ class Server:
         return await self.drained()
 
     async def stop(self) -> None:
-        """Send finished responses, abort the rest, and close the listeners. Idempotent."""
+        """Send finished responses, end the rest with `Draining`, close the listeners. Idempotent.
+
+        Without open requests responses have `LAST_WRITES` seconds, else `CUT_WRITES`.
+        """
         self._health.withdraw()
         self._health.close()
-        if self._health_task is not None:
-            self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
         self.metrics.close()
-        drained = len(self._requests) + len(self.sessions) == 0
-        grace = LAST_WRITES if drained else 0
+        grace = LAST_WRITES
+        if len(self._requests) + len(self.sessions):
+            grace = CUT_WRITES
+            self._requests.close()
+            await self._drain.cut()
         await self.listeners.stop(grace)
         self._call_log.close()
         if self._scrapes is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -78,7 +80,7 @@ class Report:
     failed: list[str]
     resumed: int
     refusals: int
-    pauses: list[float]  # seconds from a kill to a stream's next event
+    pauses: list[float]  # longest silences of resumed streams, in seconds
 
     @property
     def share(self) -> float:
@@ -153,11 +155,16 @@ class History:
         )
 
     def _pauses(self, call: Call) -> list[float]:
+        """The longest silence after each kill; events may be under way when the engine dies."""
+        if not call.resumptions:
+            return []
         found = []
-        for kill in self.kills:
-            later = [each for each in call.arrivals if each > kill]
-            if later and call.arrivals[0] < kill:
-                found.append(later[0] - kill)
+        for kill, following in itertools.pairwise([*self.kills, math.inf]):
+            begun = [each for each in call.arrivals if each <= kill][-1:]
+            later = [each for each in call.arrivals if kill < each <= following]
+            gaps = [right - left for left, right in itertools.pairwise(begun + later)]
+            if begun and gaps:
+                found.append(max(gaps))
         return found
 
 

@@ -161,6 +161,10 @@ class Server:
     def _engines(self) -> list[int]:
         return [pid for pid in children(self.process.pid) if _is_engine(pid)]
 
+    def child_pids(self) -> list[int]:
+        """Its engine and its workers."""
+        return children(self.process.pid)
+
     def blobs(self) -> list[Path]:
         """Images on their way to the engine."""
         return list(blob_folder().glob(f"legato-{self.process.pid}-*"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import threading
 
 from legato_engine import core
@@ -36,7 +37,8 @@ def main() -> None:
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name)
     parser.add_argument("--listeners", type=int, nargs=2)
-    arguments = parser.parse_args()
+    arguments, _ = parser.parse_known_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     connections = ServiceConnections(arguments.listeners[0], os.eventfd(0))
     connections.broadcast(Loading(stage="weights", fraction=0.5))
     connections.broadcast(Ready(model=MODEL, pid=os.getpid()))

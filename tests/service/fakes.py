@@ -64,7 +64,6 @@ class FakeEngine:
         self.timeline = TimelineWatch(self.watched.append)
         self.step = 0
         self.estimated_wait = 0.0
-        self.silent_since: float | None = None
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
         self.expected = 0
@@ -81,8 +80,8 @@ class FakeEngine:
 
     @property
     def last_heartbeat(self) -> float:
-        """Now, unless the engine is silent."""
-        return time.monotonic() if self.silent_since is None else self.silent_since
+        """Now."""
+        return time.monotonic()
 
     @property
     def num_open(self) -> int:
@@ -118,6 +117,7 @@ class FakeEngine:
         refusals: dict[EngineState, LegatoError] = {
             EngineState.STARTING: EngineStarting("loading"),
             EngineState.LOST: EngineLost("restarting"),
+            EngineState.HUNG: EngineLost("hung"),
             EngineState.DRAINING: Draining("draining"),
         }
         stream = RequestStream(request, self._on_abort, self._on_stop, restage)

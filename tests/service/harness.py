@@ -108,7 +108,7 @@ async def running(
     engine = engine or FakeEngine()
     config = ServiceConfig(
         engine=EngineConfig(**(engine_settings or {})),
-        **{"listen": "127.0.0.1:0", "admin_listen": "same", "health_interval": 0.01, **settings},
+        **{"listen": "127.0.0.1:0", "admin_listen": "same", **settings},
     )
     server = Server(config, engine, engine.blobs, sessions)
     port = await server.start()

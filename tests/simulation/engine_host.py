@@ -17,7 +17,7 @@ from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import ImageNotFound
-from legato_engine.images.cache import ImageCache
+from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.quota import ByteQuota
 from legato_engine.ipc.messages import (
@@ -164,7 +164,7 @@ class Incarnation:
         )
         preprocessor: Any = FakePreprocessor(chance, self._wake)
         frontend: Any = FakeFrontend()
-        cache = ImageCache[PreparedImage](0)
+        cache = ImageCache[ImageKey, PreparedImage](0)
         leases = LeaseHandler(
             preprocessor,
             ImageLeases(cache, ByteQuota("images", per_caller=0, total=0)),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import msgspec
 import structlog
 
-from legato_engine.client.monitor import EngineMonitor, EngineState
+from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.recovery import Recovery
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
@@ -64,8 +63,14 @@ class EngineConnection(EngineMonitor):
     lost engine wait for the next one and go on there (`Recovery`).
     """
 
-    def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        namespace: str,
+        policy: LatencyPolicy,
+        number: int = 0,
+        hang_limits: HangLimits | None = None,
+    ) -> None:
+        super().__init__(hang_limits)
         self._number = number
         self._streams: dict[RequestKey, RequestStream] = {}
         self._commands = PendingCommands(self._send)
@@ -75,6 +80,7 @@ class EngineConnection(EngineMonitor):
         self._policy = policy
         self._busy_poll = BusyPoll()
         self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
+        self.num_answered = 0  # requests that engines ended
         self.blobs = BlobStore(namespace)
         self.recovery = Recovery(self.blobs)
         self.restarts = 0
@@ -89,7 +95,7 @@ class EngineConnection(EngineMonitor):
         """
         self._endpoint = endpoint
         self._transport = EngineTransport(endpoint, self._on_message, self._on_end)
-        self.last_heartbeat = time.monotonic()
+        self._watch_liveness()
 
     def drain(self) -> None:
         """Refuse new requests and finish the open ones; a lost engine is not restarted."""
@@ -104,6 +110,7 @@ class EngineConnection(EngineMonitor):
         if self.state is EngineState.STOPPED:
             return
         self._set_state(EngineState.STOPPED)
+        self._end_watch()
         self._fail_open(Draining("the server is shutting down"))
         self._disconnect()
         self.blobs.close()
@@ -302,13 +309,17 @@ class EngineConnection(EngineMonitor):
         else:
             stream.feed(output)
             if stream.ended:
+                self.num_answered += 1
                 self._forget(stream)
 
     def _on_ready(self, ready: Ready) -> None:
         super()._on_ready(ready)
         if self.state is _READY:
-            for stream in [each for each in self._streams.values() if not each.is_sent]:
-                self._send_again(stream)
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        for stream in [each for each in self._streams.values() if not each.is_sent]:
+            self._send_again(stream)
 
     @staticmethod
     def _lacks_image(stream: RequestStream, failed: Failed) -> bool:
@@ -339,8 +350,8 @@ class EngineConnection(EngineMonitor):
         self._disconnect()
         self.step, self.load, self.estimated_wait = 0, Load(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)
-        was_ready = self.state is _READY
-        if self.state in (EngineState.STARTING, EngineState.READY):
+        was_ready = self.state in (_READY, EngineState.HUNG)
+        if was_ready or self.state is EngineState.STARTING:
             self._set_state(EngineState.LOST)
         if was_ready:
             for stream, failure in list(self.recovery.lost(self._streams.values(), error)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -13,14 +14,22 @@ import msgspec
 import structlog
 
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.monitor import EngineState
-from legato_engine.client.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
+from legato_engine.client.liveness import TICK
+from legato_engine.client.monitor import EngineState, HangLimits
+from legato_engine.client.supervisor import (
+    EXIT_UNSERVABLE,
+    SERVED_AFTER,
+    Backoff,
+    ChildProcess,
+)
 from legato_engine.config import EngineConfig
+from legato_engine.crash import bundle
+from legato_engine.crash.bundle import CrashFiles, Death, default_folder
 from legato_engine.errors import EngineLost
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import Heartbeat, Loading, Ready, Shutdown
+from legato_engine.ipc.messages import Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
-from legato_engine.shm.blob_store import new_namespace
+from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
 
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
 
@@ -29,19 +38,21 @@ _log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds after which a hanging engine is aborted, and a dead one restarted.
+    """Seconds after which a hanging engine is looked into, and a dead one restarted.
 
-    An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
-    is pending. While it loads, `loading` replaces `silence`, because importing from a slow disk
-    blocks its interpreter.
+    An engine writes its stacks after `silence` without a heartbeat, or `stuck` without a step while
+    work is pending, and is killed after twice that. While it loads, `loading` replaces `silence`,
+    because importing from a slow disk blocks its interpreter; what it reads counts as a sign of
+    life. After `hang` a ready engine gets no new requests.
     """
 
-    silence: float = 10.0
+    hang: HangLimits = HangLimits()
+    silence: float = 5.0
     loading: float = 60.0
-    stuck: float = 60.0
+    stuck: float = 30.0
     backoff_first: float = 0.25
     backoff_cap: float = 30.0
-    stable: float = 60.0
+    backoff_ready_cap: float = 1.0
 
 
 class EngineClient(EngineConnection):
@@ -58,20 +69,28 @@ class EngineClient(EngineConnection):
         limits: EngineLimits | None = None,
         command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
     ) -> None:
-        super().__init__(new_namespace(), latency_policy.resolve(config.latency_policy))
-        self._config = config
         self._limits = limits or EngineLimits()
+        super().__init__(
+            new_namespace(),
+            latency_policy.resolve(config.latency_policy),
+            hang_limits=self._limits.hang,
+        )
+        self._config = config
         self._command = tuple(command)
         self._backoff = Backoff(
             first=self._limits.backoff_first,
             cap=self._limits.backoff_cap,
-            stable=self._limits.stable,
+            ready_cap=self._limits.backoff_ready_cap,
         )
         self._listeners = ListeningSockets()
+        self._owner_lock = own_namespace(self.blobs.namespace)
         self._process: ChildProcess | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._step_moved = 0.0
-        self._ready_at = 0.0
+        self._ready_at = 0.0  # monotonic seconds; 0 before the engine is ready
+        self._answered_before = 0
+        self._crash_files: CrashFiles | None = None  # of the running engine
+        self._num_started = self._pid = 0
+        self._bundling: set[asyncio.Task[None]] = set()
         self.unservable = False
 
     @property
@@ -81,7 +100,13 @@ class EngineClient(EngineConnection):
     # ------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
-        """Start the engine process and its supervision; does not wait for `READY`."""
+        """Start the engine process and its supervision; does not wait for `READY`.
+
+        Removes what service processes that were killed have left.
+        """
+        blobs, folders = sweep_blobs(), ListeningSockets.sweep()
+        if blobs or folders:
+            _log.info("leftovers_removed", blobs=blobs, folders=folders)
         self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
 
     async def close(self) -> None:
@@ -96,17 +121,15 @@ class EngineClient(EngineConnection):
             self._supervision.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervision
+        await asyncio.gather(*self._bundling)
         self._listeners.close()
+        self._owner_lock.release()
 
     # ------------------------------------------------------------ messages
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
-        if not beat.load.has_steps or beat.step != self.step:
-            self._step_moved = time.monotonic()
-        super()._on_heartbeat(beat)
-
     def _on_ready(self, ready: Ready) -> None:
-        self._ready_at = self._step_moved = time.monotonic()
+        self._ready_at = time.monotonic()
+        self._answered_before = self.num_answered
         super()._on_ready(ready)
 
     # ------------------------------------------------------------ supervision
@@ -115,14 +138,18 @@ class EngineClient(EngineConnection):
         while True:
             code = await self._run_once()
             uptime = time.monotonic() - self._ready_at if self._ready_at else 0.0
+            answered = self.num_answered > self._answered_before
+            ready = bool(self._ready_at)
+            served = ready and (answered or uptime >= SERVED_AFTER)
             self._ready_at = 0.0
+            self._keep_crash(code, uptime)
             self._lose(EngineLost("the engine process died", exit_code=code))
             if code == EXIT_UNSERVABLE:
                 self.unservable = True
                 self._fail_open(EngineLost("the engine cannot be started again"))
                 return
             if self.state is EngineState.LOST:
-                delay = self._backoff.delay_after(uptime)
+                delay = self._backoff.delay(ready=ready, served=served)
                 _log.error("engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
                 await asyncio.sleep(delay)
             if self.state is not EngineState.LOST:
@@ -135,10 +162,10 @@ class EngineClient(EngineConnection):
         self._disconnect()  # else rejecting pending connections would end this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)
-        self._step_moved = time.monotonic()
         watchdog: asyncio.Task[None] | None = None
         try:
             self._process = await ChildProcess.spawn(self._arguments(), self._listeners.filenos)
+            self._pid = self._process.pid
             watchdog = asyncio.create_task(self._watch(self._process))
             return await self._process.wait()
         except OSError as error:
@@ -158,16 +185,60 @@ class EngineClient(EngineConnection):
             *("--listeners", *map(str, self._listeners.filenos)),
             *("--namespace", self.blobs.namespace),
             *("--parent", str(os.getpid())),
+            *self._crash_arguments(),
         ]
 
+    def _crash_arguments(self) -> tuple[str, ...]:
+        """Each engine has files of its own, in memory, where a write waits for no disk."""
+        if not self._config.crash_bundles:
+            return ()
+        self._num_started += 1
+        self._crash_files = CrashFiles(private_path(self.blobs.namespace, str(self._num_started)))
+        return ("--crash-files", str(self._crash_files.prefix))
+
+    def _keep_crash(self, code: int, uptime: float) -> None:
+        files, self._crash_files = self._crash_files, None
+        if files is None:
+            return
+        if code in (0, EXIT_UNSERVABLE) or self.state is EngineState.STOPPED:
+            files.remove()
+            return
+        death = Death(pid=self._pid, exit_code=code, uptime=uptime, restarts=self.restarts)
+        task = asyncio.create_task(asyncio.to_thread(self._write_bundle, files, death))
+        self._bundling.add(task)
+        task.add_done_callback(self._bundling.discard)
+
+    def _write_bundle(self, files: CrashFiles, death: Death) -> None:
+        config = self._config
+        folder = pathlib.Path(config.crash_folder) if config.crash_folder else default_folder()
+        try:
+            path = bundle.write(files, death, config, folder, config.crash_bundles)
+            _log.error("engine_crash_bundle", path=str(path), exit_code=death.exit_code)
+        except OSError as error:
+            _log.error("crash_bundle_failed", folder=str(folder), error=str(error))
+        finally:
+            files.remove()
+
     async def _watch(self, process: ChildProcess) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_interval)
-            now = time.monotonic()
-            limit = self._limits.silence if self._ready_at else self._limits.loading
-            silent = now - self.last_heartbeat > limit
-            stuck = bool(self._ready_at) and now - self._step_moved > self._limits.stuck
-            if silent or stuck:
-                _log.error("engine_hung", silent=silent, stuck=stuck, step=self.step)
-                await process.abort()
-                return
+        """Kill an engine that hangs; its stacks are written halfway."""
+        asked, began, bytes_read = False, time.monotonic(), 0
+        while (hang := self._hang()) < 2:
+            if hang < 1:
+                asked = False
+            elif not asked and self.last_heartbeat > began:  # else it may not handle the signal
+                asked = True
+                process.dump_stacks()
+            await asyncio.sleep(TICK)
+            if not self._ready_at and (now_read := process.bytes_read()) != bytes_read:
+                bytes_read = now_read
+                self._liveness.restart()
+        silent, unmoved = round(self._liveness.silent, 1), round(self._liveness.unmoved, 1)
+        _log.error("engine_killed", silent=silent, without_step=unmoved, step=self.step)
+        process.kill()
+
+    def _hang(self) -> float:
+        """How long the engine hangs, in units of the limit."""
+        limits, liveness = self._limits, self._liveness
+        if not self._ready_at:
+            return liveness.silent / limits.loading
+        return max(liveness.silent / limits.silence, liveness.unmoved / limits.stuck)

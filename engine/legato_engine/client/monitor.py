@@ -7,8 +7,10 @@ import enum
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
+from legato_engine.client.liveness import TICK, Liveness
 from legato_engine.errors import Draining, EngineLost, EngineStarting
 from legato_engine.ipc.messages import (
     Heartbeat,
@@ -28,15 +30,29 @@ class EngineState(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    HUNG = "hung"  # alive, perhaps: it serves again with its next heartbeat or step
     LOST = "lost"
     DRAINING = "draining"
     STOPPED = "stopped"
 
 
+class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds after which a ready engine counts as hung.
+
+    `silence` is without a heartbeat, `stuck` without a step while work is pending.
+    """
+
+    silence: float = 2.0
+    stuck: float = 30.0
+
+
 class EngineMonitor:
     """The latest state, load and start-up progress. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_limits: HangLimits | None = None) -> None:
+        self._hang_limits = hang_limits or HangLimits()
+        self._liveness = Liveness()
+        self._timer: asyncio.TimerHandle | None = None
         self._subscribers: list[Callable[[EngineState], None]] = []
         self.state = EngineState.STARTING
         self.model: ModelInfo | None = None
@@ -77,9 +93,54 @@ class EngineMonitor:
             raise EngineStarting(f"the engine is starting: {stage}, {fraction:.0%}")
         if self.state is EngineState.LOST:
             raise EngineLost("the engine is being restarted")
+        if self.state is EngineState.HUNG:
+            raise EngineLost("the engine does not respond")
+
+    @property
+    def num_open(self) -> int:
+        """Requests that this process waits for."""
+        return 0
+
+    # ------------------------------------------------------------ hangs
+
+    def _watch_liveness(self) -> None:
+        """Begin with a connection; repeated, only start the count again."""
+        self._liveness.restart()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
+
+    def _end_watch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
+        self._liveness.tick()
+        self._judge()
+
+    def _judge(self) -> None:
+        liveness, limits = self._liveness, self._hang_limits
+        hung = liveness.silent >= limits.silence or liveness.unmoved >= limits.stuck
+        if hung and self.state is EngineState.READY:
+            silent, unmoved = round(liveness.silent, 1), round(liveness.unmoved, 1)
+            _log.error("engine_hung", silent=silent, without_step=unmoved, step=self.step)
+            self._set_state(EngineState.HUNG)
+        elif not hung and self.state is EngineState.HUNG:
+            _log.info("engine_responds", step=self.step)
+            self._set_state(EngineState.READY)
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send the requests that waited for the engine."""
+
+    # ------------------------------------------------------------ messages
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         self.last_heartbeat = time.monotonic()
+        self._liveness.heard(beat, has_requests=self.num_open > 0)
+        if self.state is EngineState.HUNG:
+            self._judge()
         self.step = beat.step
         self.load = beat.load
         self.step_totals = beat.steps
@@ -95,7 +156,7 @@ class EngineMonitor:
         self.model = ready.model
         self.pid = ready.pid
         self.progress = Loading(stage="ready", fraction=1.0)
-        self.last_heartbeat = time.monotonic()
+        self._liveness.restart()
         _log.info("engine_ready", pid=ready.pid, model=ready.model.name)
         if self.state in (EngineState.STARTING, EngineState.LOST):
             self._set_state(EngineState.READY)

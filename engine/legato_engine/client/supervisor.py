@@ -5,29 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pathlib
 import signal
 from collections.abc import Sequence
 
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
-_ABORT_GRACE = 2.0  # seconds to dump stacks
+STACKS_SIGNAL = signal.SIGUSR2
+"""Has an engine write the stacks of all threads."""
+
+
+SERVED_AFTER = 1.0
+"""Seconds for which a ready process counts as one that served."""
 
 
 class Backoff:
-    """Exponential delays, doubled per crash; a run of `stable` seconds resets them."""
+    """Delays before restarts: none after a process that served, else doubled.
 
-    def __init__(self, *, first: float, cap: float, stable: float) -> None:
+    Up to `cap`, or up to `ready_cap` after a process that got ready: that one starts well and dies
+    of its first request each time, or is killed. The delays keep it from taking up the machine.
+    """
+
+    def __init__(self, *, first: float, cap: float, ready_cap: float) -> None:
         self._first = first
         self._cap = cap
-        self._stable = stable
+        self._ready_cap = ready_cap
         self._next = first
 
-    def delay_after(self, uptime: float) -> float:
-        if uptime >= self._stable:
+    def delay(self, *, ready: bool, served: bool) -> float:
+        if served:
             self._next = self._first
-        delay = self._next
-        self._next = min(self._next * 2, self._cap)
+            return 0.0
+        delay = min(self._next, self._ready_cap) if ready else self._next
+        self._next = min(delay * 2, self._cap)
         return delay
 
 
@@ -61,12 +72,19 @@ class ChildProcess:
         """Return the exit code, negative for a signal."""
         return await self._process.wait()
 
-    async def abort(self) -> None:
-        """End a process that hangs."""
+    def dump_stacks(self) -> None:
+        """Have a process that handles `STACKS_SIGNAL` write its stacks; it goes on."""
         if self.alive:
-            self._process.send_signal(signal.SIGABRT)
-            await self.wait_at_most(_ABORT_GRACE)
-        self.kill()
+            self._process.send_signal(STACKS_SIGNAL)
+
+    def bytes_read(self) -> int:
+        """From files and devices so far, pages of mapped files included; 0 when unknown."""
+        try:
+            lines = pathlib.Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        counts = {name: int(count) for name, _, count in (line.partition(":") for line in lines)}
+        return counts.get("rchar", 0) + counts.get("read_bytes", 0)
 
     async def wait_at_most(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

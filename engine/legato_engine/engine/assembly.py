@@ -44,7 +44,7 @@ from legato_engine.scheduler.launch import ALONE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import SilentSink, Sink
-from legato_engine.scheduler.step_record import Observer
+from legato_engine.scheduler.step_record import FlightRecorder, Observer
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.speculative.block_sizes import block_sizes
 from legato_engine.speculative.proposer import Proposer
@@ -98,6 +98,7 @@ class Assembly:
         prefills_per_decode: int = 1,
         shares: bool = True,
         observer: Observer | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> Scheduler:
         """Return a scheduler with an empty KV cache; the previous one must be idle.
 
@@ -125,6 +126,7 @@ class Assembly:
             limits=self.runner.limits if shares else ALONE,
             block_sizes=block_sizes(self.config.speculation),
             observer=observer,
+            recorder=recorder,
         )
 
     def core(
@@ -134,6 +136,7 @@ class Assembly:
         send: Callable[[EngineOutput], None],
         wake: Callable[[], None],
         observer: Observer | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> EngineCore:
         """Make an engine; `wake` is called on other threads."""
         config = self.config
@@ -154,7 +157,9 @@ class Assembly:
         sink = OutputSink(self.frontend.name, requests, send=send, finish=refinements.finish)
         return EngineCore(
             self.frontend,
-            self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer),
+            self.scheduler(
+                sink, pipeline_depth=config.pipeline_depth, observer=observer, recorder=recorder
+            ),
             requests,
             preprocessor,
             LeaseHandler(preprocessor, ImageLeases(cache, image_quota(config)), send=send),

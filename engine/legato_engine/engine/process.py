@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import functools
 import gc
-import logging
 import math
 import os
+import pathlib
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
 from legato_engine import failpoints
-from legato_engine.client.supervisor import EXIT_UNSERVABLE
+from legato_engine.client.supervisor import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
+from legato_engine.crash.bundle import CrashFiles
+from legato_engine.crash.recording import Recorder
+from legato_engine.engine.logs import configure_logging
 from legato_engine.engine.quarantine import Quarantine
-from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
+from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
 from legato_engine.ipc.messages import (
@@ -68,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
     bind_to_parent(arguments.parent)
+    files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
+    _write_stacks_to(None if files is None else files.stacks)
     if config.model != engine.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
@@ -86,25 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, blobs, connections, wake_fd, vitals)
+        serve(config, blobs, connections, wake_fd, vitals, files)
     except UnservableConfig as error:
         _log.error("configuration_rejected", reason=str(error), **error.cause.metadata)
         return EXIT_UNSERVABLE
-    except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
+    except Exception as error:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine_failed")
+        if files is not None:
+            with contextlib.suppress(OSError), files.stacks.open("a") as stacks:
+                traceback.print_exception(error, file=stacks)
         return 1
     finally:
         heartbeat.stop()
         connections.close(_LINGER_MS)
     return 0
-
-
-class UnservableConfig(Exception):
-    """The configuration cannot be served."""
-
-    def __init__(self, cause: LegatoError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def serve(
@@ -113,6 +116,7 @@ def serve(
     connections: ServiceConnections,
     wake_fd: int,
     vitals: Vitals,
+    files: CrashFiles | None = None,
 ) -> None:
     """Load the model and run requests until `Shutdown`.
 
@@ -120,10 +124,10 @@ def serve(
         UnservableConfig: a model or setting cannot be served.
     """
     telemetry = Telemetry.of(connections)
-    try:
-        core, model = _open(config, blobs, connections, wake_fd, telemetry)
-    except (InvalidField, ModelNotFound) as error:
-        raise UnservableConfig(error) from None
+    failpoints.hit("engine.startup")
+    recorder = _recorder(files)
+    with unservable():
+        core, model = _open(config, blobs, connections, wake_fd, telemetry, recorder)
     quarantine = Quarantine(core, functools.partial(_apply, core), connections.announce)
     loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
@@ -159,6 +163,7 @@ def _open(
     connections: ServiceConnections,
     wake_fd: int,
     telemetry: Telemetry,
+    recorder: Recorder | None,
 ) -> tuple[Core, ModelInfo]:
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=connections.post)
@@ -169,12 +174,38 @@ def _open(
         config,
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
+    recorders = () if recorder is None else (recorder,)
     return assembly.core(
         blobs=blobs,
         send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
-        observer=StepFeed(assembly.runner.times, (*telemetry.listeners, *_timelines(config))),
+        observer=StepFeed(
+            assembly.runner.times, (*telemetry.listeners, *recorders, *_timelines(config))
+        ),
+        recorder=recorder,
     ), assembly.info
+
+
+def _recorder(files: CrashFiles | None) -> Recorder | None:
+    if files is None:
+        return None
+    try:
+        return Recorder(files.recording)
+    except OSError as error:
+        _log.warning("crash_recording_off", error=str(error))
+        return None
+
+
+def _write_stacks_to(path: pathlib.Path | None) -> None:
+    """Those of a fatal signal, and those that the service asks for; None: to standard error."""
+    file: IO[Any] = sys.stderr
+    if path is not None:
+        try:
+            file = path.open("ab")
+        except OSError as error:
+            _log.warning("crash_stacks_off", error=str(error))
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable(file=file)
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
@@ -273,30 +304,6 @@ def _timeout_ms(deadline: float) -> int | None:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
 
-def configure_logging() -> None:
-    """Log JSON lines, the standard library's included."""
-    shared: list[structlog.typing.Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer()],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
-        )
-    )
-    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_engine.engine.process", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
@@ -304,6 +311,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--listeners", required=True, type=int, nargs=2, help="inherited sockets, see `transport`"
     )
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
+    parser.add_argument("--crash-files", default="", help="prefix of the files to write")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")
     return parser.parse_args(argv)
 

@@ -12,28 +12,58 @@ control bounds what can accumulate.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import pathlib
 import shutil
 import socket
 import tempfile
 from collections.abc import Callable
 
+from legato_engine.errors import InvalidField
 from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
 from legato_engine.ipc.service_connections import pending_connections
+from legato_engine.shm.owner_lock import OwnerLock, sweep_folders
 
 _READS_PER_TURN = 16  # then other callbacks get their turn
 _REQUESTS, _VITALS = "requests", "vitals"
 _BACKLOG = 128
 
 
+_PREFIX = "legato-"
+_LOCK_NAME = "lock"
+_MAX_PATH = 107  # bytes of a Unix socket's path
+
+
+def _unusable(parent: pathlib.Path, error: OSError) -> str:
+    most = _MAX_PATH - len(f"/{_PREFIX}12345678/{_REQUESTS}")
+    length = len(os.fsencode(parent))
+    if length > most:
+        return (
+            f"the temporary folder {parent} has a path of {length} bytes, and the engine's sockets "
+            f"in it can be reached with {most} at most; set TMPDIR to a shorter one"
+        )
+    return f"the temporary folder {parent} takes no sockets: {error.strerror or error}"
+
+
 class ListeningSockets:
     """The two listening sockets, in a private folder that `close` removes."""
 
     def __init__(self) -> None:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="legato-"))  # mkdtemp makes it 0700
+        """Listen.
+
+        Raises:
+            InvalidField: the temporary folder takes no sockets.
+        """
+        parent = pathlib.Path(tempfile.gettempdir())
+        try:
+            self._folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # 0700
+            self._lock = OwnerLock(self._folder / _LOCK_NAME)
+            self._sockets = self._listening()
+        except OSError as error:
+            raise InvalidField(_unusable(parent, error), field="TMPDIR") from None
         self.endpoint = str(self._folder)
-        self._sockets = tuple(self._listen(name) for name in (_REQUESTS, _VITALS))
 
     @property
     def filenos(self) -> tuple[int, ...]:
@@ -54,12 +84,25 @@ class ListeningSockets:
         for each in self._sockets:
             each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
 
-    def _listen(self, name: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        listener.bind(str(self._folder / name))
-        listener.listen(_BACKLOG)
-        return listener
+    @staticmethod
+    def sweep() -> int:
+        """Remove the folders that dead service processes left; return how many."""
+        return sweep_folders(pathlib.Path(tempfile.gettempdir()), f"{_PREFIX}*", _LOCK_NAME)
+
+    def _listening(self) -> tuple[socket.socket, ...]:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.release)
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            sockets = []
+            for name in (_REQUESTS, _VITALS):
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                sockets.append(undo.enter_context(listener))
+                listener.bind(str(self._folder / name))
+                listener.listen(_BACKLOG)
+            undo.pop_all()
+        return tuple(sockets)
 
 
 class EngineTransport:

@@ -37,7 +37,8 @@ def load(
 
     Raises:
         InvalidField: the tensors do not fit the network (see `plan`), or the network does not fit
-            `memory` bytes (None: unlimited). The network is unchanged.
+            `memory` bytes (None: unlimited), and the network is unchanged; or a tensor holds a
+            number that is not finite.
     """
     moves = plan(network, headers, rename)
     require_memory(network, device, memory)
@@ -45,7 +46,8 @@ def load(
     for part in _mappings(moves):
         with opened(part[0].header.file) as stored:
             for move in part:
-                _carry(network, move.destination, stored(move.header.name), device)
+                filled = _carry(network, move.destination, stored(move.header.name), device)
+                _require_finite(filled, move.header)
                 meter.add(move.header.num_bytes)
     meter.finish()
 
@@ -138,8 +140,8 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 def _carry(
     network: nn.Module, destination: Destination, stored: torch.Tensor, device: torch.device
-) -> None:
-    """Copy a tensor as stored, and cast it on the device."""
+) -> torch.Tensor:
+    """Copy a tensor as stored, and cast it on the device; return what it fills."""
     path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
     if getattr(module, leaf).is_meta:
@@ -152,3 +154,16 @@ def _carry(
         target = target[destination.first_row : destination.first_row + source.shape[0]]
     with torch.no_grad():
         target.copy_(source.to(device))
+    return target
+
+
+def _require_finite(tensor: torch.Tensor, header: Header) -> None:
+    """One pass without a copy; of the 8-bit types only some have what is not finite."""
+    if not tensor.is_floating_point() or tensor.itemsize == 1 or not tensor.numel():
+        return
+    if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        raise InvalidField(
+            f"{header.name} in {header.file} holds numbers that are not finite: the file is "
+            "damaged, or its numbers are too large for the dtype",
+            field="weights",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from legato_engine.device.base import Device
+from legato_engine.device.host import available_memory
 from legato_engine.errors import InvalidField
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
@@ -54,7 +55,23 @@ def token_bytes(model: Model) -> int:
 
 
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
-    """Zeroed pages of all layers; page 0 is scratch."""
+    """Zeroed pages of all layers; page 0 is scratch.
+
+    Raises:
+        InvalidField: they need more memory than there is.
+    """
+    free = device.free_memory()
+    free = available_memory() if free is None else free
+    needed = num_pages * page_size * token_bytes(model)
+    if needed > free:
+        raise InvalidField(
+            f"the KV cache needs {needed / 2**30:.2f} GiB for {num_pages} pages, and "
+            f"{free / 2**30:.2f} GiB are free on {device.name}: lower max_running or max_context, "
+            "or free memory",
+            field="max_running",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
     shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
     keys, values = (
         torch.zeros(shape, dtype=kv_dtype(model), device=device.torch_device) for _ in range(2)

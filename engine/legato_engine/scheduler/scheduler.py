@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection
 
+from legato_engine import failpoints
 from legato_engine.core import FinishReason, Request, RequestKey
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
@@ -22,7 +23,7 @@ from legato_engine.scheduler.prefill_planner import PrefillPlanner
 from legato_engine.scheduler.runner import RowTokens, Runner
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.sink import Sink
-from legato_engine.scheduler.step_record import Observer, StepRecord
+from legato_engine.scheduler.step_record import FlightRecorder, Observer, StepRecord
 from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
 
@@ -53,6 +54,7 @@ class Scheduler:
         crops_per_launch: int = 5,
         block_sizes: BlockSizes | None = None,
         observer: Observer | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """With `block_sizes` the runner must be able to draft, and launches are not shared."""
         self._runner = runner
@@ -62,6 +64,7 @@ class Scheduler:
         self._sink = sink
         self._speculates = block_sizes is not None
         self._observer = observer
+        self._recorder = recorder
         self._queue = WaitingQueue[Sequence](
             max_overtakes=max_overtakes, priority_seconds=priority_seconds
         )
@@ -120,6 +123,8 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
         self._live[request.request_id] = sequence
         self._prefill.add(sequence)
+        if self._recorder is not None:
+            self._recorder.submitted(sequence)
 
     def abort(self, request_id: RequestKey) -> None:
         """End a request without further events; ignore unknown ids."""
@@ -237,8 +242,12 @@ class Scheduler:
         plan = self._planner.plan()
         if plan is None:
             return None
+        failpoints.hit("engine.plan")
         plan_end = self._clock.perf_ns()
         launch = self._pipeline.launch(plan)
+        if self._recorder is not None:
+            self._recorder.launching(launch, plan_start)
+        failpoints.hit("engine.launch")
         self._runner.forward(launch)
         for sequence, position, num_tokens, _, num_drafts, _ in plan.sampled_rows:
             progress = sequence.progress
@@ -279,6 +288,7 @@ class Scheduler:
 
     def _commit(self, launch: Launch) -> None:
         record = self._records.popleft()
+        failpoints.hit("engine.commit")
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
@@ -322,6 +332,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.WAITING:
             self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+        if self._recorder is not None:
+            self._recorder.ended(sequence)
         sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence
 
 

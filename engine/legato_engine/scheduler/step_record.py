@@ -6,6 +6,7 @@ import dataclasses
 from typing import Protocol
 
 from legato_engine.scheduler.launch import Launch
+from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,3 +51,18 @@ class Observer(Protocol):
     def committed(self, record: StepRecord) -> None:
         """On the scheduler's thread; must be fast."""
         ...
+
+
+class FlightRecorder(Protocol):
+    """Records what is under way, for a process that may end at any moment.
+
+    On the scheduler's thread; must take microseconds.
+    """
+
+    def submitted(self, sequence: Sequence) -> None: ...
+
+    def launching(self, launch: Launch, at: int) -> None:
+        """Before the forward pass is enqueued; `at` is in `Clock.perf_ns` nanoseconds."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None: ...

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 from legato_engine.core import BlobRef
 from legato_engine.errors import QueueFull
+from legato_engine.shm.owner_lock import OwnerLock, sweep_files
 from legato_engine.shm.segment_pool import SegmentPool
 
 _MAX_APPEND = 4 * 1024 * 1024  # bytes per system call, which takes a few milliseconds
@@ -34,6 +35,28 @@ def blob_folder() -> pathlib.Path:
 
 def new_namespace() -> str:
     return f"legato-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+_LOCK_NAME = ".*.lock"  # hidden from whatever lists blobs; `*` is the namespace
+
+
+def own_namespace(namespace: str) -> OwnerLock:
+    """Hold a namespace, and those that begin with it, until the lock is released.
+
+    Raises:
+        OSError: the folder of the blobs takes no files.
+    """
+    return OwnerLock(blob_folder() / _LOCK_NAME.replace("*", namespace))
+
+
+def private_path(namespace: str, name: str) -> pathlib.Path:
+    """The path of a file that is no blob; it is swept with the namespace."""
+    return blob_folder() / f".{namespace}-{name}"
+
+
+def sweep_blobs() -> int:
+    """Remove the blobs of namespaces whose owner is dead; return how many."""
+    return sweep_files(blob_folder(), _LOCK_NAME)
 
 
 def namespace_of(name: str) -> str:

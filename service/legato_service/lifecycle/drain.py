@@ -11,8 +11,11 @@ from legato_engine.errors import Draining
 from legato_service.requests.registry import RequestRegistry
 from legato_service.session.registry import SessionRegistry
 
+_END_TIME = 0.5  # seconds for open requests to be told that they end
 LAST_WRITES = 5.0
 """Seconds for finished responses to be sent after the grace of a drain."""
+CUT_WRITES = 1.0
+"""Seconds for the statuses of requests that a drain has cut."""
 
 
 class Drain:
@@ -38,6 +41,17 @@ class Drain:
         self.begun.set()
         if self._timeout is not None:
             self._timeout.reschedule(self._end)
+
+    async def cut(self) -> None:
+        """End what is open with `Draining`; return when all has, or after `_END_TIME`."""
+        error = Draining("the server is shutting down")
+        self._sessions.go_away(0, error)
+        self._requests.fail_all(error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_TIME):
+                await self._requests.wait_empty()
+                await self._sessions.wait_empty()
+        self._sessions.fail_all(error)  # those whose clients take no results
 
     async def wait(self) -> bool:
         """Wait for all to end, within the grace; return whether they did. One waiter only."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import structlog
-
-from legato_service.logs.writer import LogWriter
+from legato_engine.log_sink import LogSink, SinkHandler, standard_error
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor
@@ -26,21 +24,21 @@ def configure(level: str, *, terminal: bool) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
     # The usual tracebacks show local variables, and with them prompts and credentials.
     plain = structlog.dev.plain_traceback
-    last: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
-    factory: Callable[..., Any] = structlog.WriteLoggerFactory(file=sys.stderr)
+    last: list[Processor] = [structlog.dev.ConsoleRenderer(exception_formatter=plain), _bytes]
+    report: Callable[[int], bytes] = _dropped_text
     wrapper: type[Any] = structlog.make_filtering_bound_logger(number)
     if not terminal:
         last = [structlog.processors.format_exc_info, _json]
-        lines = LogWriter(sys.stderr.buffer)
-        factory = lambda *_: lines  # noqa: E731 - all loggers write to one place
+        report = _dropped_json
         wrapper = type("JsonLogger", (_JsonLogger,), {"threshold": number})
+    sink = LogSink(standard_error(), report)
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=wrapper,
-        logger_factory=factory,
+        logger_factory=lambda *_: sink,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = SinkHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -91,7 +89,7 @@ class _JsonLogger(structlog.BoundLoggerBase):
     """Encodes a record in one step; a chain of structlog processors costs several times as much."""
 
     threshold = logging.INFO
-    _logger: LogWriter
+    _logger: LogSink
 
     def debug(self, event: str, **fields: object) -> None:
         if self.threshold <= logging.DEBUG:
@@ -144,6 +142,19 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 def _json(_logger: object, _method: str, event: EventDict) -> bytes:
     return _encode(event)
+
+
+def _bytes(_logger: object, _method: str, line: Any) -> bytes:
+    return str(line).encode(errors="replace")
+
+
+def _dropped_json(count: int) -> bytes:
+    line = {"count": count, "event": "log_lines_dropped", "level": "warning"}
+    return _encode(_stamped(None, "warning", line))
+
+
+def _dropped_text(count: int) -> bytes:
+    return f"log_lines_dropped count={count}".encode()
 
 
 def _text(_logger: object, _method: str, line: Any) -> str:

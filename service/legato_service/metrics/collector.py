@@ -7,9 +7,10 @@ import os
 import platform
 from collections.abc import Awaitable, Callable
 
+from legato_engine import log_sink
+
 from legato_service.config import ServiceConfig
 from legato_service.engine import Engine
-from legato_service.logs import writer
 from legato_service.metrics import aliases, catalogue, engine, process_usage
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.catalogue import CALL_BOUNDS
@@ -102,7 +103,7 @@ class Collector:
             snapshot.add("legato_session_frames_dropped", count, reason.name.lower())
         snapshot.add_histogram("legato_session_frame_age_seconds", self._frame_ages)
         snapshot.add_histogram("legato_event_loop_lag_seconds", self._lag.histogram)
-        snapshot.add("legato_log_lines_dropped", writer.num_dropped())
+        snapshot.add("legato_log_lines_dropped", log_sink.lines_dropped())
         process_usage.write(snapshot, f"service-{self._number}", os.getpid())
 
     def _take_frame_ages(self) -> None:

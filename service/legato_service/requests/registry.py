@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
 from legato_engine.core import RequestKey
-from legato_engine.errors import AdapterUnusable, Draining, ImageTooLarge, ImageUndecodable
+from legato_engine.errors import (
+    AdapterUnusable,
+    Draining,
+    ImageTooLarge,
+    ImageUndecodable,
+    LegatoError,
+)
 
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
@@ -33,6 +40,9 @@ class ActiveRequest(msgspec.Struct, eq=False):
     _deadlines: Deadlines | None = None
     _image_field: str = ""
     stopped: bool = False
+    failure: LegatoError | None = None
+    on_fail: Callable[[], None] | None = None
+    """Ends work that is not a stream's, after `failure` is set."""
 
     def own(self, stream: Stream, deadlines: Deadlines, image_field: str = "") -> None:
         """`deadlines` aborts the stream; `image_field` is the field of an image's bytes."""
@@ -40,8 +50,18 @@ class ActiveRequest(msgspec.Struct, eq=False):
         self._deadlines = deadlines
         self._image_field = self._image_field or image_field
         deadlines.watch(stream, self.deadline)
-        if self.stopped:
+        if self.failure is not None:
+            stream.abort(self.failure)
+        elif self.stopped:
             stream.stop()
+
+    def fail(self, error: LegatoError) -> None:
+        """End with `error` now, or as soon as there is a stream."""
+        self.failure = error
+        for stream in self._streams:
+            stream.abort(error)
+        if self.on_fail is not None:
+            self.on_fail()
 
     def stop(self) -> bool:
         """End with the partial result; False when it was stopped before."""
@@ -138,6 +158,10 @@ class RequestRegistry:
     def stop_all(self) -> int:
         """Return how many were not stopped before."""
         return sum(each.stop() for each in self._active.values())
+
+    def fail_all(self, error: LegatoError) -> None:
+        for each in list(self._active.values()):
+            each.fail(error)
 
     def close(self) -> None:
         self._open = False

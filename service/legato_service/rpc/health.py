@@ -1,9 +1,8 @@
-"""grpc.health.v1, from the engine's state, heartbeats and steps."""
+"""grpc.health.v1, from the engine's state."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -11,7 +10,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato_engine.client.engine_client import EngineState
 
-from legato_service.engine import Engine
 from legato_service.rpc.context import Context
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -21,34 +19,14 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 LIVENESS = ""  # SERVING while this process responds
 
 
-class Progress:
-    """Whether an engine with work makes progress. Times are seconds."""
-
-    def __init__(self, engine: Engine, *, stuck_after: float, silent_after: float) -> None:
-        self._engine = engine
-        self._stuck_after = stuck_after
-        self._silent_after = silent_after
-        self._step = engine.step
-        self._stepped_at = time.monotonic()
-
-    def is_ready(self, now: float) -> bool:
-        """Whether the engine is ready, sends heartbeats, and is idle or stepping.
-
-        A full queue counts as ready: busy is not broken. `now` is `time.monotonic()`.
-        """
-        if not self._engine.load.has_steps or self._engine.step != self._step:
-            self._step, self._stepped_at = self._engine.step, now
-        alive = now - self._engine.last_heartbeat < self._silent_after
-        stepping = now - self._stepped_at < self._stuck_after
-        return self._engine.state is EngineState.READY and alive and stepping
-
-
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Never waits for the engine, so it responds under any load."""
+    """Never waits for the engine, so it responds under any load.
 
-    def __init__(self, services: Iterable[str], progress: Progress) -> None:
+    A full queue counts as ready: busy is not broken.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
         self._services = tuple(services)
-        self._progress = progress
         self._ready = False
         self._withdrawn = False  # for good: the server shuts down
         self._closed = False
@@ -91,17 +69,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             return SERVICE_UNKNOWN
         return SERVING if self._ready and not self._withdrawn else NOT_SERVING
 
-    def update(self) -> None:
-        ready = self._progress.is_ready(time.monotonic())
+    def update(self, state: EngineState) -> None:
+        """Call with every new state of the engine."""
+        ready = state is EngineState.READY
         if ready != self._ready:
             self._ready = ready
             self._notify()
-
-    async def keep_updated(self, interval: float) -> None:
-        """`interval` is seconds."""
-        while True:
-            self.update()
-            await asyncio.sleep(interval)
 
     def withdraw(self) -> None:
         self._withdrawn = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Literal, Protocol
@@ -20,10 +19,11 @@ from legato_service.engine import Engine
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
-from legato_service.rpc.health import Progress
 
 _STATES = {
     EngineState.STARTING: "starting",
+    EngineState.READY: "serving",
+    EngineState.HUNG: "stuck",
     EngineState.LOST: "lost",
     EngineState.DRAINING: "draining",
     EngineState.STOPPED: "draining",
@@ -54,7 +54,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         engine: Engine,
-        progress: Progress,
         registry: RequestRegistry,
         sessions: Sessions,
         *,
@@ -64,7 +63,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
     ) -> None:
         self._engine = engine
-        self._progress = progress
         self._registry = registry
         self._sessions = sessions
         self._drain = drain
@@ -150,9 +148,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def _state(self) -> str:
         if self._registry.closed:
             return "draining"
-        if self._engine.state is not EngineState.READY:
-            return _STATES[self._engine.state]
-        return "serving" if self._progress.is_ready(time.monotonic()) else "stuck"
+        return _STATES[self._engine.state]
 
 
 def _key(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> RequestKey:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
@@ -28,7 +29,7 @@ from legato_service.convert.response_info import image_info
 from legato_service.engine import Engine
 from legato_service.images.intake import as_source
 from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
-from legato_service.requests.registry import RequestRegistry
+from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
 from legato_service.rpc.quota_owner import quota_owner
@@ -65,7 +66,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     ) -> pb.PutImageResponse:
         owner = quota_owner(context)
         key = self._key()
-        with self._registry.admit(key), self._deadline_timeout(context) as timeout:
+        with self._registry.admit(key) as active, self._timeout(context, active) as timeout:
             async with timeout:
                 messages = aiter(request_iterator)
                 header = read_header(await self._next(messages), self._limits)
@@ -84,7 +85,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
         key = self._key()
-        with self._registry.admit(key), self._deadline_timeout(context) as timeout:
+        with self._registry.admit(key) as active, self._timeout(context, active) as timeout:
             async with timeout:
                 await self._engine.drop(
                     DropImage(request_id=key, image_id=request.image_id, owner=quota_owner(context))
@@ -128,15 +129,25 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             ) from None
 
     @contextmanager
-    def _deadline_timeout(self, context: Context) -> Iterator[asyncio.Timeout]:
+    def _timeout(self, context: Context, active: ActiveRequest) -> Iterator[asyncio.Timeout]:
+        """Ends the call at its deadline, or when `active` fails."""
         # None without a deadline, despite grpc's annotation.
         given: float | None = context.time_remaining()
         left = self._deadline if given is None else given
         call.current().deadline = time.monotonic() + left
+        timeout = asyncio.timeout(max(left, 0))
+        active.on_fail = functools.partial(_end_now, timeout)
         try:
-            yield asyncio.timeout(max(left, 0))
+            yield timeout
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed") from None
+            raise active.failure or DeadlineExceeded("the deadline passed") from None
+        finally:
+            active.on_fail = None
+
+
+def _end_now(timeout: asyncio.Timeout) -> None:
+    with suppress(RuntimeError):  # it has ended
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
 def _quota_bytes() -> int:

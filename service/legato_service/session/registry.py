@@ -90,6 +90,12 @@ class SessionRegistry:
     def abort_all(self) -> int:
         return _abort(self._sessions.values())
 
+    def fail_all(self, error: LegatoError) -> None:
+        """End them without the results of their frames."""
+        for session in self._sessions.values():
+            if session is not None:
+                session.fail(error)
+
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
         """Sessions that open later go away too."""
         self._going_away = (time_left, reason)

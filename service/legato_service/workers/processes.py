@@ -14,7 +14,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient
-from legato_engine.client.supervisor import Backoff, ChildProcess
+from legato_engine.client.supervisor import SERVED_AFTER, Backoff, ChildProcess
 from legato_engine.core import RequestKey
 from legato_engine.shm.blob_store import BlobStore
 
@@ -70,6 +70,7 @@ class WorkerProcesses:
         self._drain_until = math.inf  # monotonic seconds
         self._channels: dict[int, ControlChannel] = {}  # by number of a running worker
         self._not_ready = {each.number for each in self._settings}
+        self._serving_since: dict[int, float] = {}  # monotonic seconds, of running workers
         self._tasks: list[asyncio.Task[None]] = []
         self.failed_starts = 0  # of workers that died before one of the same number ever served
 
@@ -111,9 +112,9 @@ class WorkerProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, settings: Settings) -> None:
-        backoff = Backoff(first=0.25, cap=30.0, stable=60.0)
+        backoff = Backoff(first=0.25, cap=30.0, ready_cap=1.0)
         while not self._draining.is_set():
-            began = time.monotonic()
+            self._serving_since.pop(settings.number, None)
             try:
                 code = await self._run_once(settings)
             finally:
@@ -121,7 +122,9 @@ class WorkerProcesses:
             if self._draining.is_set():
                 return
             self.failed_starts += settings.number in self._not_ready
-            delay = backoff.delay_after(time.monotonic() - began)
+            since = self._serving_since.get(settings.number, math.inf)
+            served = time.monotonic() - since >= SERVED_AFTER
+            delay = backoff.delay(ready=since < math.inf, served=served)
             log.error("worker_lost", number=settings.number, exit_code=code, restart_in=delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
@@ -160,6 +163,7 @@ class WorkerProcesses:
                 case Serving():
                     self._not_ready.discard(number)
                     self._metrics.add(number, exchange)
+                    self._serving_since[number] = time.monotonic()
                 case Drain(grace=grace):
                     self.drain(grace)
                 case Collect() | Collected():

@@ -18,6 +18,7 @@ from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.log_sink import standard_error
 from legato_engine.parent_process import bind_to_parent
 
 from legato_service.access.files import FileRejected
@@ -54,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code is 0 only after a drain."""
+    standard_error()
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)

@@ -1,13 +1,15 @@
 """An engine process without a model: it speaks the protocol and does what a question tells it.
 
 Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
-exits at once, "die as unservable" says that no engine can serve. "die once", "freeze once"
-(heartbeats and all) and "pause" (after one delta) answer when an engine was lost before. Model
-"broken" never gets ready, model "heavy" is silent for two seconds before.
+exits at once, "die as unservable" says that no engine can serve, "freeze" stops the heartbeats and
+everything else, "stick" everything but the heartbeats. "die once", "freeze once" and "pause" (after
+one delta) answer when an engine was lost before. Model "broken" never gets ready, model "heavy" is
+silent for two seconds before, and so is "reader", which reads a file all the while.
 """
 
 import argparse
 import os
+import signal
 import sys
 import threading
 import time
@@ -69,6 +71,16 @@ def question_of(request: Request) -> str:
     return request.task.question
 
 
+def fail_as_asked(question, *, is_first):
+    """Die or stop; "once" is for requests that lost no engine."""
+    if question == "die" or (question == "die once" and is_first):
+        os._exit(3)
+    if question == "die as unservable":
+        os._exit(os.EX_CONFIG)
+    if question in ("freeze", "stick") or (question == "freeze once" and is_first):
+        time.sleep(3600)
+
+
 def run(connections, request, blobs):
     """Do what the question says."""
     name, resumed = request.request_id, request.resumed
@@ -81,7 +93,7 @@ def run(connections, request, blobs):
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
     question = question_of(request)
-    end_process(question, resumed)
+    fail_as_asked(question, is_first=resumed is None)
     if question == "bad":
         connections.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
     if question == "hang":
@@ -144,7 +156,7 @@ def beat(arguments, config, live, frozen):
     subscribers = Subscribers(arguments.listeners[1])
     step = 0
     while not frozen.is_set():
-        step += 1
+        step += "stick" not in {key.name for key in live}
         if os.getppid() != int(arguments.parent):
             os._exit(1)
         subscribers.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
@@ -153,8 +165,12 @@ def beat(arguments, config, live, frozen):
 
 def load(model):
     """Load for as long as the model says, perhaps for ever."""
-    if model == "heavy":
-        time.sleep(2)
+    until = time.monotonic() + (2 if model in ("heavy", "reader") else 0)
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        if model == "reader":
+            with open(__file__, "rb") as file:
+                file.read()
     if model == "broken":
         sys.exit(1)
 
@@ -165,7 +181,8 @@ def main():
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name, required=True)
     parser.add_argument("--listeners", required=True, type=int, nargs=2)
-    arguments = parser.parse_args()
+    arguments, _ = parser.parse_known_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     load(config.model)
     blobs = BlobReader(arguments.namespace)

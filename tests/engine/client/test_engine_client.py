@@ -6,13 +6,17 @@ import os
 import pathlib
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import EngineClient, EngineLimits, EngineState
+from legato_engine.client.monitor import HangLimits
 from legato_engine.client.request_stream import merge_events
 from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig
@@ -46,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("child_python_path")
 
 @contextlib.asynccontextmanager
 async def running(
-    *, model: str = "fake", ready: bool = True, **limits: float
+    *, model: str = "fake", ready: bool = True, **limits: Any
 ) -> AsyncIterator[EngineClient]:
     """A started client that must end with nothing open."""
     config = EngineConfig(model=model, heartbeat_interval=0.02)
@@ -282,26 +286,123 @@ async def test_engine_that_never_starts():
 
 async def test_a_loading_engine_may_be_silent_for_longer():
     """Until it is ready, the limit `loading` holds; after that it is replaced, too."""
-    async with running(model="heavy", silence=1.0) as client:
+    async with running(model="heavy", silence=0.5) as client:
         assert client.restarts == 0
-    async with running(model="heavy", ready=False, loading=1.0) as client:
+    async with running(model="heavy", ready=False, loading=0.5) as client:
         await until(lambda: client.restarts >= 1)
 
 
+async def test_a_loading_engine_that_reads_files_is_not_killed():
+    """A slow disk is no hang, however long it takes."""
+    async with running(model="reader", loading=0.5) as client:
+        assert client.restarts == 0
+
+
 async def test_frozen_engine_is_replaced():
-    """An engine without heartbeats is aborted and restarted."""
-    async with running(silence=1.0) as client:
+    """An engine without heartbeats is killed and restarted."""
+    async with running(silence=0.5) as client:
         done = await client.submit(request_to("freeze once")).done()
         assert done.resumptions == 1
         assert client.restarts == 1
 
 
+async def test_an_engine_that_does_not_step_is_replaced():
+    """Heartbeats alone do not keep an engine with work alive."""
+    async with running(stuck=0.5, hang=HangLimits(stuck=0.3)) as client:
+        states: list[EngineState] = []
+        client.subscribe(states.append)
+        stream = client.submit(request_to("stick", "stick"))
+        with pytest.raises(EngineLost):
+            [r async for r in stream]
+        await client.wait_ready()
+        assert states[:2] == [EngineState.HUNG, EngineState.LOST]
+
+
 async def test_stopped_engine_is_replaced():
     """An engine that a signal stopped is killed and restarted."""
-    async with running(silence=1.0) as client:
+    async with running(silence=0.5) as client:
         os.kill(running_process(client).pid, signal.SIGSTOP)
         await until(lambda: client.restarts >= 1)
         await client.wait_ready()
+
+
+async def test_a_stopped_engine_gets_no_request_and_serves_on_when_it_continues():
+    """It is neither replaced nor asked before its next heartbeat."""
+    async with running(hang=HangLimits(silence=0.5)) as client:
+        pid = running_process(client).pid
+        states: list[EngineState] = []
+        client.subscribe(states.append)
+        held = client.submit(request_to("slow"))
+        assert isinstance(await anext(held), Started)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: client.state is EngineState.HUNG)
+        with pytest.raises(EngineLost, match="does not respond"):
+            client.submit(request_to("echo", "refused"))
+        waiting = client.submit(request_to("echo", "waits"), may_wait=True)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: client.state is EngineState.READY)
+        assert (await waiting.done()).resumptions == 0
+        assert isinstance([r async for r in client.submit(request_to("echo", "r2"))][-1], Done)
+        assert isinstance(await anext(held), Delta)
+        held.abort()
+        assert states == [EngineState.HUNG, EngineState.READY]
+        assert (client.restarts, running_process(client).pid) == (0, pid)
+
+
+async def test_a_pause_of_this_process_is_not_the_engines():
+    """An event loop that did not turn for longer than every limit kills no engine."""
+    async with running(hang=HangLimits(silence=0.5), silence=0.5) as client:
+        pid = running_process(client).pid
+        states: list[EngineState] = []
+        client.subscribe(states.append)
+        for _ in range(3):
+            time.sleep(1.5)  # noqa: ASYNC251 - the pause
+            await asyncio.sleep(0.1)
+        assert (states, client.restarts, running_process(client).pid) == ([], 0, pid)
+
+
+async def restart_delays(client, num_deaths, before_death):
+    """The delays before the restarts of an engine that is killed whenever it is ready."""
+    with structlog.testing.capture_logs() as lines:
+        for number in range(num_deaths):
+            await client.wait_ready()
+            await before_death(number)
+            running_process(client).kill()
+            await until(lambda: client.state is not EngineState.READY)
+        await client.wait_ready()
+    return [line["restart_in"] for line in lines if line["event"] == "engine_lost"]
+
+
+async def test_an_engine_that_served_is_restarted_at_once():
+    """One answered request is enough, however often it dies."""
+    async with running() as client:
+
+        async def answer(number):
+            await client.submit(request_to("echo", f"r{number}")).done()
+
+        assert await restart_delays(client, 8, answer) == [0] * 8
+
+
+async def test_an_engine_that_dies_of_each_first_request_is_restarted_later():
+    """Else it would take up the machine: it has not served."""
+    async with running(backoff_first=0.01, backoff_ready_cap=0.04) as client:
+
+        async def die(number):
+            with pytest.raises(EngineLost):
+                await client.submit(request_to("die", f"r{number}")).done()
+
+        async def nothing(_):
+            pass
+
+        with structlog.testing.capture_logs() as lines:
+            for number in range(2):
+                await client.wait_ready()
+                await die(number)
+            await client.wait_ready()
+        delays = [line["restart_in"] for line in lines if line["event"] == "engine_lost"]
+        assert delays[:3] == [0.01, 0.02, 0.04]
+        assert set(delays[3:]) == {0.04}
+        assert await restart_delays(client, 2, nothing) == [0.04, 0.04]
 
 
 async def test_abort_races():

@@ -1,16 +1,38 @@
 """Restart delays and the child process."""
 
+import asyncio
+import pathlib
 import signal
 import sys
+import tempfile
 
 from legato_engine.client.supervisor import Backoff, ChildProcess
 
 
-def test_backoff_doubles_up_to_the_cap_and_resets():
-    """Every crash doubles the delay up to the cap; a stable run starts over."""
-    backoff = Backoff(first=1, cap=5, stable=60)
-    assert [backoff.delay_after(0) for _ in range(5)] == [1, 2, 4, 5, 5]
-    assert [backoff.delay_after(60), backoff.delay_after(59)] == [1, 2]
+def delays(backoff, count, **how):
+    """The delays after as many deaths of this kind."""
+    return [backoff.delay(**{"ready": False, "served": False, **how}) for _ in range(count)]
+
+
+def test_a_process_that_never_got_ready_is_restarted_ever_later():
+    """Every crash doubles the delay up to the cap."""
+    assert delays(Backoff(first=1, cap=5, ready_cap=2), 5) == [1, 2, 4, 5, 5]
+
+
+def test_a_process_that_got_ready_and_served_nothing_is_restarted_a_little_later():
+    """Up to a lower cap: it starts well."""
+    backoff = Backoff(first=1, cap=50, ready_cap=3)
+    assert delays(backoff, 4, ready=True) == [1, 2, 3, 3]
+    assert delays(backoff, 2) == [6, 12]
+    assert delays(backoff, 1, ready=True) == [3]
+
+
+def test_a_process_that_served_is_restarted_at_once():
+    """However often it dies; and the delays start over."""
+    backoff = Backoff(first=1, cap=5, ready_cap=2)
+    assert delays(backoff, 3) == [1, 2, 4]
+    assert delays(backoff, 100, ready=True, served=True) == [0] * 100
+    assert delays(backoff, 1) == [1]
 
 
 async def test_kill_takes_the_whole_group():
@@ -23,11 +45,21 @@ async def test_kill_takes_the_whole_group():
     process.kill()  # again, with no process left
 
 
-async def test_abort_ends_a_process_that_ignores_it():
-    """A process that ignores SIGABRT is killed."""
+async def test_a_process_that_is_asked_for_its_stacks_goes_on():
+    """It writes them and lives."""
     script = (
-        "import signal,time; signal.signal(6, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+        "import faulthandler,signal,sys,time; faulthandler.register(signal.SIGUSR2);"
+        "sys.stdin.close(); open(sys.argv[1], 'w').close(); time.sleep(60)"
     )
-    process = await ChildProcess.spawn([sys.executable, "-c", script])
-    await process.abort()
-    assert await process.wait() in (-signal.SIGKILL, -signal.SIGABRT)
+    with tempfile.TemporaryDirectory() as folder:
+        mark = pathlib.Path(folder) / "mark"
+        process = await ChildProcess.spawn([sys.executable, "-c", script, str(mark)])
+        while not mark.exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+        process.dump_stacks()
+        await process.wait_at_most(0.2)
+        assert process.alive
+        assert process.bytes_read() > 0
+        process.kill()
+        await process.wait()
+        process.dump_stacks()  # without effect

@@ -236,3 +236,21 @@ async def test_a_slow_image_does_not_make_the_engine_look_stuck(monkeypatch):
         assert client.restarts == 0
     finally:
         await client.close()
+
+
+async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, tmp_path):
+    """It writes them before it is killed."""
+    monkeypatch.setenv("LEGATO_FAILPOINTS", "engine.launch=hang@9")
+    config = msgspec.structs.replace(CONFIG, crash_folder=str(tmp_path / "crashes"))
+    client = EngineClient(config, limits=EngineLimits(stuck=3.0))
+    await client.start()
+    try:
+        await client.wait_ready()
+        stream = client.submit(ask("a", max_tokens=200))
+        await until(lambda: client.restarts == 1)
+        stream.abort()
+    finally:
+        await client.close()
+    (bundle,) = (tmp_path / "crashes").iterdir()
+    assert "_hang" in (bundle / "stacks.txt").read_text()
+    assert json.loads((bundle / "bundle.json").read_text())["signal"] == "SIGKILL"

@@ -4,11 +4,11 @@ import asyncio
 
 import grpc
 from grpc_health.v1 import health_pb2
-from legato.v1 import inference_pb2, server_pb2, task_pb2
+from legato.v1 import image_pb2, inference_pb2, media_pb2, server_pb2, session_pb2, task_pb2
 
 from tests.grammar import Grammar
 from tests.service.fakes import FakeEngine, answer, begin, delta, done, solution
-from tests.service.harness import refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -59,6 +59,50 @@ async def test_a_drain_lasts_no_longer_than_its_grace():
         assert failed.code is grpc.StatusCode.UNAVAILABLE
         await until(lambda: not engine.streams)
     assert engine.aborted == [engine.requests[0].request_id]
+
+
+async def test_what_the_grace_does_not_end_is_told_so():
+    """Unary calls, streams, uploads and sessions end with DRAINING and a time to retry after."""
+    engine = FakeEngine(begin)
+    async with running(engine) as server:
+        calls = await one_of_each(server, engine)
+        assert not await server.server.drain(0.05)
+        stopping = asyncio.create_task(server.server.stop())
+        for call in calls:
+            failed = await refusal(last_message(call))
+            assert failed.code is grpc.StatusCode.UNAVAILABLE
+            assert failed.reason == "DRAINING"
+            assert failed.details["RetryInfo"].retry_delay.ToMilliseconds() > 0
+        await stopping
+        await until(lambda: not engine.streams)
+
+
+async def one_of_each(server, engine):
+    """A call of every kind that the engine does not end."""
+    stamp = media_pb2.FrameStamp(sequence=1)
+    frame = session_pb2.Frame(stamp=stamp, image=image_message(), extra_tasks=[TASK])
+    opening = session_pb2.SessionOpen(session_name="s")
+    session = server.sessions.Session()
+    await session.write(session_pb2.SessionRequest(open=opening))
+    await session.write(session_pb2.SessionRequest(frame=frame))
+    upload = server.images.PutImage()
+    header = image_pb2.PutImageHeader(mime_type="image/png")
+    await upload.write(image_pb2.PutImageRequest(header=header))
+    stream = server.inference.Generate(STREAM)
+    assert await stream.read()
+    tasks = inference_pb2.RunTasksRequest(tasks=[TASK, TASK], image=image_message())
+    unary = [server.inference.Query(QUESTION), server.inference.RunTasks(tasks)]
+    await until(lambda: len(engine.streams) >= 4)
+    return [session, stream, upload, *unary]
+
+
+async def last_message(call):
+    """Read to the end."""
+    if not hasattr(call, "read"):
+        return await call
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    return None
 
 
 async def test_an_idle_server_drains_at_once():

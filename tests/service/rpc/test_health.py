@@ -6,8 +6,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from legato_engine.client.engine_client import EngineState
-from legato_engine.ipc.messages import Load
-from legato_service.rpc.health import Progress
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import refusal, running
@@ -49,7 +47,7 @@ async def test_a_service_that_is_not_here_is_not_found():
 async def test_watch_pushes_every_change():
     """A watcher gets the change when the engine is lost, and when it is back."""
     engine = FakeEngine()
-    async with running(engine, health_interval=3600) as server:
+    async with running(engine) as server:
         call = server.health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
         assert (await call.read()).status == SERVING
         engine.become(EngineState.LOST)
@@ -69,45 +67,6 @@ async def test_watches_end_with_the_server():
         while (response := await call.read()) is not grpc.aio.EOF:
             assert response.status == NOT_SERVING
         assert await call.code() is grpc.StatusCode.OK
-
-
-async def test_a_stuck_engine_is_found_without_a_state_change():
-    """Pending work and no step turns NOT_SERVING by itself, and a step turns it back."""
-    engine = FakeEngine()
-    async with running(engine, stuck_after=0.1) as server:
-        call = server.health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
-        assert (await call.read()).status == SERVING
-        engine.load = Load(waiting=1)
-        assert (await call.read()).status == NOT_SERVING
-        engine.load = Load()
-        assert (await call.read()).status == SERVING
-        call.cancel()
-
-
-def test_progress_is_idle_or_stepping():
-    """Busy without a step for longer than allowed is not ready; full but stepping is."""
-    engine = FakeEngine()
-    progress = Progress(engine, stuck_after=30, silent_after=1e9)
-    base = engine.last_heartbeat
-    assert progress.is_ready(base)
-    engine.load = Load(running=16, waiting=256)
-    assert progress.is_ready(base + 29)
-    assert not progress.is_ready(base + 31)
-    engine.step = 1
-    assert progress.is_ready(base + 31)
-    assert progress.is_ready(base + 60)
-    assert not progress.is_ready(base + 62)
-    engine.load = Load()
-    assert progress.is_ready(base + 1000)
-
-
-def test_a_silent_engine_is_not_ready():
-    """An engine without heartbeats is not ready."""
-    engine = FakeEngine()
-    engine.silent_since = 100.0
-    progress = Progress(engine, stuck_after=30, silent_after=5)
-    assert progress.is_ready(104.0)
-    assert not progress.is_ready(105.0)
 
 
 async def test_all_statuses_are_listed():

@@ -13,6 +13,7 @@ MODULES = {
     "serve": ("legato_service", "start a server"),
     "bench": ("legato_engine.bench", "measure this machine's engine"),
     "trace": ("legato_engine.bench.trace", "record the engine's timeline"),
+    "replay": ("legato_engine.bench.replay", "run the launches of a crash bundle again"),
 }
 _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 

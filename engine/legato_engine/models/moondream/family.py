@@ -129,6 +129,12 @@ def _bundle(
     source: ModelSource, config: MoondreamConfig, tokenizer: Tokenizer, weights: Path | None
 ) -> MoondreamBundle:
     config = _limited(config, source.max_context)
+    if isinstance(tokenizer, BytePairTokenizer) and tokenizer.num_ids > config.text.vocab_size:
+        raise InvalidField(
+            f"the tokenizer has the id {tokenizer.num_ids - 1}, the model's vocabulary ends before "
+            f"{config.text.vocab_size}",
+            field="tokenizer",
+        )
     return MoondreamBundle(config, MoondreamFrontend(config, tokenizer), weights)
 
 

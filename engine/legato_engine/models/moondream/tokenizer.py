@@ -30,11 +30,19 @@ class BytePairTokenizer:
 
     def __init__(self, path: Path) -> None:
         data = _read(path)
-        for token in data.get("added_tokens") or ():
-            token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        try:
+            for token in data.get("added_tokens") or ():
+                token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+            self._pieces = _pieces(self._tokenizer)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more special
+            problem = f"{path} is not a byte-level tokenizer: {error!r}"
+            raise InvalidField(problem, field="tokenizer") from None
         self._tokenizer.encode_special_tokens = True  # ignores special tokens in text
-        self._pieces = _pieces(self._tokenizer)
+
+    @property
+    def num_ids(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -61,14 +69,18 @@ class StandInTokenizer:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data: dict[str, Any] = json.loads(path.read_bytes())
+        data: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
     except ValueError:
         raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
-    if (data.get("decoder") or {}).get("type") != "ByteLevel":
+    if not isinstance(data, dict) or not _is_byte_level(data.get("decoder")):
         raise InvalidField(f"{path} is not a byte-level tokenizer", field="tokenizer")
     return data
+
+
+def _is_byte_level(decoder: object) -> bool:
+    return isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
 
 
 def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:

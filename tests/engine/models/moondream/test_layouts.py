@@ -152,7 +152,7 @@ def test_a_scale_is_a_positive_number(tiny3_config, state, tmp_path, scale):
     """A scale must be finite and positive."""
     tensors = layout_b(state, tiny3_config, kv_scales=True)
     tensors[KV_SCALE.format(1, "v")] = torch.tensor([scale])
-    with pytest.raises(InvalidField, match=r"text\.blocks\.1\.attn\.v_scale"):
+    with pytest.raises(InvalidField, match="v_scale"):
         load(tiny3_config, write_single(tensors, tmp_path))
 
 

@@ -1,0 +1,215 @@
+"""The launches of a crash bundle, once more: `legato replay BUNDLE`.
+
+Requests of the recorded shapes, with made-up contents, arrive at the same launches as before, in a
+process of their own. Failpoints that were set are set again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from PIL import Image
+from rich.console import Console
+
+from legato_engine import failpoints
+from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.workload import endless, fixed_length
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+    TaskSpec,
+)
+from legato_engine.crash import bundle as bundles
+from legato_engine.crash.bundle import Bundle
+from legato_engine.crash.recording import RequestShape
+from legato_engine.engine import assembly as assemblies
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.sequence import Sequence as Scheduled
+
+EXIT_CRASHED = 3
+"""Exit code when the engine died again."""
+
+_ENDED = "replayed "  # the last line of a replay that ran to its end
+_KEPT = (
+    "max_running",
+    "pipeline_depth",
+    "page_size",
+    "crops_per_launch",
+    "max_prefill_rows",
+    "pictures_per_launch",
+    "speculation",
+)
+"""Settings of the engine that died, of which the launches depend."""
+
+_TASKS: dict[str, TaskSpec] = {
+    "query": QueryTask(question="What is there?"),
+    "caption": CaptionTask(),
+    "detect": DetectTask(object="cat", max_objects=1000),
+    "point": PointTask(object="cat", max_objects=1000),
+    "segment": SegmentTask(object="cat"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: it ran to its end; `EXIT_CRASHED`: it died again; 2: there is no such bundle."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parse(words)
+    try:
+        bundle = bundles.load(arguments.bundle)
+    except (OSError, ValueError) as error:
+        print(f"{arguments.bundle} is no crash bundle: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    if arguments.inside:
+        _replay(bundle, _config(bundle, model_config(arguments)))
+        return 0
+    return _replay_in_a_process(bundle, words, failpoints_on=not arguments.no_failpoints)
+
+
+def _replay_in_a_process(bundle: Bundle, words: list[str], *, failpoints_on: bool) -> int:
+    console = Console(soft_wrap=True)
+    console.print(_told(bundle))
+    environment = dict(os.environ)
+    if failpoints_on and bundle.failpoints:
+        environment[failpoints.VARIABLE] = bundle.failpoints
+    command = [sys.executable, "-m", "legato_engine.bench.replay", *words, "--inside"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    last = done.stdout.splitlines()[-1:]
+    if done.returncode == 0 and last and last[0].startswith(_ENDED):
+        summary = json.loads(last[0].removeprefix(_ENDED))
+        console.print(
+            f"The replay ran to its end: {summary['launches']} launches of "
+            f"{summary['requests']} requests. The crash did not happen again."
+        )
+        return 0
+    console.print(f"The replay {_how(done.returncode)}: the crash happened again.")
+    return EXIT_CRASHED
+
+
+def _told(bundle: Bundle) -> str:
+    launched = f"{len(bundle.launches)} launches of {len(bundle.requests)} requests are recorded"
+    unfinished = sum(not launch.committed for launch in bundle.launches)
+    return (
+        f"The engine {_how(bundle.death.exit_code)} after {bundle.death.uptime:.1f} s: {launched}, "
+        f"{unfinished} launches and {len(bundle.in_flight)} requests were in flight."
+    )
+
+
+def _how(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"exited with code {exit_code}"
+
+
+def _config(bundle: Bundle, given: EngineConfig) -> EngineConfig:
+    kept = {name: getattr(bundle.config, name) for name in _KEPT}
+    waiting = max(given.max_waiting, len(bundle.requests) + 1)
+    return msgspec.structs.replace(given, max_waiting=waiting, **kept)
+
+
+def _replay(bundle: Bundle, config: EngineConfig) -> None:
+    assembly = assemblies.assemble(config)
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth)
+    made = MadeUpRequests(assembly, bundle)
+    waiting = set(made.shapes)
+    for launch in bundle.launches:
+        for row in launch.rows:
+            if row.seq_id in waiting:
+                waiting.remove(row.seq_id)
+                scheduler.submit(made.sequence(row.seq_id))
+        scheduler.step()
+    for seq_id in sorted(waiting):
+        if made.shapes[seq_id].in_flight:
+            scheduler.submit(made.sequence(seq_id))
+    scheduler.drain()
+    summary = {"launches": scheduler.steps_committed, "requests": made.num_made}
+    assembly.device.close()
+    print(f"{_ENDED}{json.dumps(summary)}", flush=True)  # noqa: T201
+
+
+class MadeUpRequests:
+    """Requests of the recorded shapes, as far as the model has such tasks and positions."""
+
+    def __init__(self, assembly: Assembly, bundle: Bundle) -> None:
+        self._assembly = assembly
+        self._constraints = endless(assembly.frontend.constraints)
+        self._lengths = dict(_lengths(bundle))
+        self._random = np.random.default_rng(0)
+        self.shapes = {shape.seq_id: shape for shape in bundle.requests}
+        self.num_made = 0
+
+    def sequence(self, seq_id: int) -> Scheduled:
+        frontend, shape = self._assembly.frontend, self.shapes[seq_id]
+        task = shape.task if shape.task in frontend.tasks else "query"
+        name = f"replay-{seq_id}"
+        image, source = None, None
+        if shape.width and frontend.takes_images:
+            info = ImageInfo(image_id=name, width=shape.width, height=shape.height, cache_hit=False)
+            pixels = self._random.integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
+            image = frontend.prepare_image(Image.fromarray(pixels), name, info)
+            source = CachedImage(image_id=name)
+        context = self._assembly.model.max_context
+        length = max(1, min(self._lengths[seq_id], context // 2))
+        request = Request(
+            request_id=RequestKey(name),
+            task=_TASKS[task],
+            image=source,
+            sampling=SamplingParams(temperature=0.0, max_tokens=length, seed=0),
+            cache_image=False,
+        )
+        sequence = make_sequence(frontend, request, image)
+        prompt = min(shape.prefix_length + shape.prompt_tokens, context - length - 2)
+        sequence = fixed_length(sequence, length, prompt, self._constraints)
+        sequence.seq_id = seq_id
+        self.num_made += 1
+        return sequence
+
+
+def _lengths(bundle: Bundle) -> Iterator[tuple[int, int]]:
+    """Tokens that each request made, or could still make."""
+    ends: dict[int, int] = {}
+    for launch in bundle.launches:
+        for row in launch.rows:
+            ends[row.seq_id] = row.position + row.num_tokens
+    for shape in bundle.requests:
+        yield shape.seq_id, _length(shape, ends.get(shape.seq_id))
+
+
+def _length(shape: RequestShape, end: int | None) -> int:
+    if shape.in_flight or end is None:
+        return shape.max_tokens
+    return end - shape.prefix_length - shape.prompt_tokens + 1
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="legato replay", description=__doc__)
+    parser.add_argument("bundle", type=pathlib.Path, help="folder, or its bundle.json")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--no-failpoints", action="store_true", help="do not set the failpoints that were set"
+    )
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

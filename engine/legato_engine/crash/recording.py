@@ -1,0 +1,273 @@
+"""What an engine was doing, in a file that survives it.
+
+The engine writes records of fixed sizes to a mapping of a file in shared memory, so that nothing is
+lost whatever ends it, and nothing is allocated but a tuple. Records hold shapes, never contents.
+
+- Requests: one slot by sequence id; a newer sequence replaces one that is `_REQUESTS` older.
+- Launches: the latest `NUM_LAUNCHES`, each written before its forward pass is enqueued.
+- Steps: the times of the latest `_STEPS` committed launches, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pathlib
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from legato_engine.scheduler.launch import Launch
+    from legato_engine.sequence import Sequence
+    from legato_engine.telemetry.timeline import Step
+
+NUM_LAUNCHES = 256
+_REQUESTS = 1024
+_STEPS = 4096
+_ROWS = 64  # of a launch that are recorded
+_MAGIC = b"legato1\0"
+
+_HEADER = struct.Struct("<8sQ")  # magic, steps written
+_REQUEST = struct.Struct("<QB15sIIIIII?")
+_LAUNCH = struct.Struct("<QQ?B7sHH")
+_ROW = struct.Struct("<QIIHH")
+_STEP = struct.Struct("<QB7sHHIqqqqqqqqqqqq")
+_LAUNCH_SIZE = _LAUNCH.size + _ROWS * _ROW.size
+
+_REQUESTS_AT = _HEADER.size
+_LAUNCHES_AT = _REQUESTS_AT + _REQUESTS * _REQUEST.size
+_STEPS_AT = _LAUNCHES_AT + NUM_LAUNCHES * _LAUNCH_SIZE
+_SIZE = _STEPS_AT + _STEPS * _STEP.size
+
+STEP_TIMES = (
+    "plan_start",
+    "plan_end",
+    "launch_end",
+    "sample_start",
+    "sample_end",
+    "wait_start",
+    "wait_end",
+    "commit_end",
+    "forward_start",
+    "forward_end",
+    "device_sample_end",
+    "copy_end",
+)
+
+
+class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a request; `width` and `height` are of its image in pixels, 0 without one."""
+
+    seq_id: int
+    task: str
+    prefix_length: int  # positions of BOS and image
+    prompt_tokens: int
+    max_tokens: int
+    width: int
+    height: int
+    num_crops: int
+    in_flight: bool
+
+
+class RowShape(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a sequence in a launch."""
+
+    seq_id: int
+    position: int
+    num_tokens: int
+    num_drafts: int
+    slack: int
+
+
+class LaunchShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch; `rows` are the first `_ROWS` of `num_rows`. `at` is in nanoseconds."""
+
+    launch_id: int
+    at: int
+    kind: str
+    num_rows: int
+    num_mixed_decodes: int
+    committed: bool
+    rows: tuple[RowShape, ...]
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed launch; `times` are nanoseconds in the order of `STEP_TIMES`."""
+
+    launch_id: int
+    kind: str
+    num_rows: int
+    slot: int
+    tokens: int
+    times: tuple[int, ...]
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a recording, oldest first."""
+
+    requests: tuple[RequestShape, ...] = ()
+    launches: tuple[LaunchShape, ...] = ()
+    steps: tuple[StepTimes, ...] = ()
+
+
+_KINDS = ("encode", "prefill", "decode", "refine")
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+class Recorder:
+    """Writes a recording. Belongs to the scheduler's thread."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Make the file.
+
+        Raises:
+            OSError: there is no space for it, or it exists.
+        """
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # else a write without space is a SIGBUS
+            self._map = mmap.mmap(descriptor, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(descriptor)
+        self._steps = 0
+        _HEADER.pack_into(self._map, 0, _MAGIC, 0)
+
+    def submitted(self, sequence: Sequence) -> None:
+        image = sequence.inputs.image
+        info = getattr(image, "info", None)
+        _REQUEST.pack_into(
+            self._map,
+            _REQUESTS_AT + sequence.seq_id % _REQUESTS * _REQUEST.size,
+            sequence.seq_id + 1,  # 0: never written
+            True,
+            type(sequence.request.task).__name__.removesuffix("Task").lower().encode()[:15],
+            sequence.prefix_length,
+            len(sequence.prompt),
+            sequence.task.max_tokens,
+            0 if info is None else info.width,
+            0 if info is None else info.height,
+            sequence.num_crops,
+            False,
+        )
+
+    def ended(self, sequence: Sequence) -> None:
+        at = _REQUESTS_AT + sequence.seq_id % _REQUESTS * _REQUEST.size
+        self._map[at + 8] = 0
+
+    def launching(self, launch: Launch, at: int) -> None:
+        """Call before the forward pass; `at` is in nanoseconds."""
+        plan = launch.plan
+        offset = _LAUNCHES_AT + launch.launch_id % NUM_LAUNCHES * _LAUNCH_SIZE
+        _LAUNCH.pack_into(
+            self._map,
+            offset,
+            launch.launch_id + 1,
+            at,
+            False,
+            _KIND_NUMBERS[plan.kind],
+            b"",
+            len(plan.rows),
+            plan.num_mixed_decodes,
+        )
+        offset += _LAUNCH.size
+        pack, size = _ROW.pack_into, _ROW.size
+        for sequence, position, num_tokens, _, num_drafts, slack in plan.rows[:_ROWS]:
+            pack(self._map, offset, sequence.seq_id, position, num_tokens, num_drafts, slack)
+            offset += size
+
+    def add(self, step: Step) -> None:
+        """A launch was committed."""
+        record, times, launch = step.record, step.times, step.record.launch
+        at = _LAUNCHES_AT + launch.launch_id % NUM_LAUNCHES * _LAUNCH_SIZE
+        self._map[at + 16] = 1
+        _STEP.pack_into(
+            self._map,
+            _STEPS_AT + self._steps % _STEPS * _STEP.size,
+            launch.launch_id,
+            _KIND_NUMBERS[launch.plan.kind],
+            b"",
+            len(launch.plan.rows),
+            launch.slot,
+            record.tokens,
+            record.plan_start,
+            record.plan_end,
+            record.launch_end,
+            record.sample_start,
+            record.sample_end,
+            record.wait_start,
+            record.wait_end,
+            record.commit_end,
+            times.forward_start,
+            times.forward_end,
+            times.sample_end,
+            times.copy_end,
+        )
+        self._steps += 1
+        _HEADER.pack_into(self._map, 0, _MAGIC, self._steps)
+
+
+def read(path: pathlib.Path) -> Recording:
+    """Read what an engine left; empty if it left nothing that can be read."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return Recording()
+    if len(data) != _SIZE or not data.startswith(_MAGIC):
+        return Recording()
+    launches = sorted(_launches(data), key=lambda each: each.launch_id)
+    requests = sorted(_requests(data), key=lambda each: each.seq_id)
+    return Recording(requests=tuple(requests), launches=tuple(launches), steps=tuple(_steps(data)))
+
+
+def _requests(data: bytes) -> Iterator[RequestShape]:
+    for fields in _REQUEST.iter_unpack(data[_REQUESTS_AT:_LAUNCHES_AT]):
+        number, in_flight, task, prefix, prompt, max_tokens, width, height, crops, _ = fields
+        if number:
+            yield RequestShape(
+                seq_id=number - 1,
+                task=task.rstrip(b"\0").decode(),
+                prefix_length=prefix,
+                prompt_tokens=prompt,
+                max_tokens=max_tokens,
+                width=width,
+                height=height,
+                num_crops=crops,
+                in_flight=bool(in_flight),
+            )
+
+
+def _launches(data: bytes) -> Iterator[LaunchShape]:
+    for offset in range(_LAUNCHES_AT, _STEPS_AT, _LAUNCH_SIZE):
+        number, at, committed, kind, _, num_rows, mixed = _LAUNCH.unpack_from(data, offset)
+        if not number:
+            continue
+        begin = offset + _LAUNCH.size
+        end = begin + min(num_rows, _ROWS) * _ROW.size
+        yield LaunchShape(
+            launch_id=number - 1,
+            at=at,
+            kind=_KINDS[kind],
+            num_rows=num_rows,
+            num_mixed_decodes=mixed,
+            committed=committed,
+            rows=tuple(RowShape(*fields) for fields in _ROW.iter_unpack(data[begin:end])),
+        )
+
+
+def _steps(data: bytes) -> Iterator[StepTimes]:
+    _, written = _HEADER.unpack_from(data)
+    for number in range(max(0, written - _STEPS), written):
+        offset = _STEPS_AT + number % _STEPS * _STEP.size
+        launch_id, kind, _, num_rows, slot, tokens, *times = _STEP.unpack_from(data, offset)
+        yield StepTimes(
+            launch_id=launch_id,
+            kind=_KINDS[kind],
+            num_rows=num_rows,
+            slot=slot,
+            tokens=tokens,
+            times=tuple(times),
+        )

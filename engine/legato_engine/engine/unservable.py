@@ -1,0 +1,39 @@
+"""Configurations that no restart would make servable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
+
+_CPU_ALLOCATOR = "can't allocate memory"  # in the text of the RuntimeError of torch
+
+
+class UnservableConfig(Exception):
+    """The configuration cannot be served."""
+
+    def __init__(self, cause: LegatoError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def unservable() -> Iterator[None]:
+    """Raise `UnservableConfig` for errors of a load that another one would repeat."""
+    try:
+        yield
+    except (InvalidField, ModelNotFound) as error:
+        raise UnservableConfig(error) from None
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        text = " ".join(str(error).split()) or "no memory"
+        problem = f"memory ran out while the model was loaded: {text[:300]}"
+        raise UnservableConfig(InvalidField(problem, field="device")) from None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch is not imported before the load."""
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error)

@@ -1,0 +1,86 @@
+"""A log that takes no lines delays no call and ends no process."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import grpc
+import pytest
+from legato.v1 import inference_pb2, inference_pb2_grpc
+
+from tests.e2e.scenes import two_shapes
+from tests.e2e.server import ENVIRONMENT, children, exists
+
+REQUEST = inference_pb2.DetectRequest(image=two_shapes().message(), object="red circle")
+
+
+@contextlib.contextmanager
+def full_pipe():
+    """The writing end of a full pipe that nothing reads."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    try:
+        yield {"stderr": writing}
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@contextlib.contextmanager
+def full_device():
+    """A device that refuses every write."""
+    with open("/dev/full", "wb") as file:
+        yield {"stderr": file}
+
+
+@contextlib.contextmanager
+def closed():
+    """No standard error."""
+    yield {"preexec_fn": lambda: os.close(2)}
+
+
+def answered(stub):
+    """Whether the server answers; it may be starting."""
+    try:
+        return len(stub.Detect(REQUEST, timeout=10).objects) > 0
+    except grpc.RpcError:
+        return False
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("stderr", [full_pipe, full_device, closed])
+def test_a_server_whose_log_takes_no_lines_serves_and_drains(stderr, processes):
+    """It answers more calls than the log's pipe has lines, and SIGTERM ends it with code 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "legato_service", "--model", "null", "--listen", address]
+    with stderr() as streams:
+        process = subprocess.Popen(
+            [*command, "--processes", processes],
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            **streams,
+        )
+        try:
+            with grpc.insecure_channel(address) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                while not answered(stub):
+                    assert process.poll() is None
+                    time.sleep(0.1)
+                assert all(answered(stub) for _ in range(1000))
+            started = children(process.pid)
+            assert started
+            process.terminate()
+            assert process.wait(60) == 0
+            assert not any(exists(pid) for pid in started)
+        finally:
+            process.kill()
+            process.wait()
