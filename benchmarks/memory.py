@@ -19,6 +19,7 @@ from benchmarks import record
 
 _MIB = 2**20
 _SLOTS = (1, 5)
+_KV_FRACTION = 0.1  # the rest is for the runners
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     rows = []
     alive: list[Assembly] = []  # the driver keeps memory of graphs that are destroyed
     for streams in map(int, arguments.streams.split(",")):
-        config = msgspec.structs.replace(model_config(arguments), max_running=streams)
+        config = msgspec.structs.replace(
+            model_config(arguments), max_running=streams, kv_memory_fraction=_KV_FRACTION
+        )
         assembly = assemble(config)
         for setting in arguments.settings.split(","):
             _used(assembly, setting, 1, alive)  # what the process takes once

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from legato_engine.config import SPECULATION_OFF
 from legato_engine.core import (
     Event,
     FinishReason,
@@ -27,28 +28,36 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.detect import DetectSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
+from legato_engine.runtime.request_descriptors import Descriptor
 from legato_engine.scheduler.clock import SystemClock
-from legato_engine.scheduler.launch import Launch
+from legato_engine.scheduler.launch import Launch, LaunchKind
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.speculative.block_sizes import block_sizes
 from legato_engine.tasks import SampledToken, Task
 
 from benchmarks import record
 
 STREAMS = (1, 8, 32)
+DRAFTING = ("seed", "budget")
 WARM_UP = 200  # ticks before the first that counts
 PAGE_SIZE = 64
 PROMPT = (PromptToken(1), PromptToken(2))
 
 
 class NullRunner:
-    """A device that is done at once; every row has a prepared token."""
+    """A device that is done at once; every row has `num_tokens` prepared tokens, and has drafted
+    four if it drafts.
+    """
 
-    def __init__(self, max_rows: int) -> None:
-        tokens = [RowTokens((SampledToken(7, (0.5, 0.25)),))] * max_rows
+    def __init__(self, max_rows: int, num_tokens: int, *, drafts: bool) -> None:
+        token, learnt = SampledToken(7, (0.5, 0.25)), Descriptor(8.0, 10.0, 0.8, 4, 0, 0)
+        output = RowTokens((token,) * num_tokens, *((4, learnt) if drafts else ()))
+        tokens = [output] * max_rows
+        self._first = [[RowTokens((token,))] * count for count in range(max_rows + 1)]
         self._tokens = [tokens[:count] for count in range(max_rows + 1)]
         self._times = LaunchTimes(0, 0, 0, 0, 0)
 
@@ -60,7 +69,8 @@ class NullRunner:
 
     def collect(self, launch: Launch) -> list[RowTokens]:
         """One prepared token per row."""
-        return self._tokens[len(launch.plan.rows)]
+        count = len(launch.plan.rows)
+        return (self._tokens if launch.plan.kind is LaunchKind.DECODE else self._first)[count]
 
     def times(self, launch: Launch) -> LaunchTimes:
         """No time passes on this device."""
@@ -123,12 +133,21 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
-    """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`."""
-    length = WARM_UP + count + 2 * streams + 4
+def ticks(
+    make_task: Callable[[int], Task],
+    streams: int,
+    count: int,
+    *,
+    speculation: str = SPECULATION_OFF,
+    num_tokens: int = 1,
+) -> list[int]:
+    """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`, which
+    has `num_tokens` tokens a row.
+    """
+    length = (WARM_UP + count + 2 * streams + 16) * num_tokens + 16
     requests = RequestTable(wake=lambda: None)
     sink = OutputSink("tick", requests, send=_encoded, finish=lambda request, done: _encoded(done))
-    runner = NullRunner(streams)
+    runner = NullRunner(streams, num_tokens, drafts=speculation != SPECULATION_OFF)
     pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
     scheduler = Scheduler(
         runner,
@@ -136,6 +155,7 @@ def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[in
         Pipeline(2),
         SystemClock(),
         sink,
+        block_sizes=block_sizes(speculation),
         observer=LastRecords(256),
     )
     for index in range(streams):
@@ -161,9 +181,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ticks", default=5000, type=int, help="measured ticks per row")
     arguments = parser.parse_args(argv)
     rows = []
-    for name, make_task in TASKS.items():
+    kinds: list[tuple[str, str, str, int]] = [
+        *((name, name, SPECULATION_OFF, 1) for name in TASKS),
+        *(
+            (f"free, {setting}, {count} tokens a row", "free", setting, count)
+            for setting in DRAFTING
+            for count in (1, 2)
+        ),
+    ]
+    for name, task, setting, count in kinds:
         for streams in STREAMS:
-            spent = sorted(ticks(make_task, streams, arguments.ticks))
+            spent = sorted(
+                ticks(TASKS[task], streams, arguments.ticks, speculation=setting, num_tokens=count)
+            )
             median = statistics.median(spent) / 1000
             p99 = spent[len(spent) * 99 // 100] / 1000
             rows.append({"tasks": name, "streams": streams, "median_us": median, "p99_us": p99})

@@ -228,5 +228,7 @@ class Sequence:
         """
         progress = self.progress
         progress.inflight_drafts -= num_drafts
+        if not num_accepted:
+            return
         progress.num_launched = min(progress.num_launched + num_accepted, self.task.max_tokens)
         progress.last_position = min(progress.last_position + num_accepted, self.max_length)

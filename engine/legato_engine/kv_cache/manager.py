@@ -226,7 +226,10 @@ class KVCacheManager:
 
         Launches in flight may still write to freed pages: launches that reuse them come later.
         """
-        draft, pages = self._owned[sequence].draft, sequence.pages
+        pages = sequence.pages
+        if length <= pages.capacity and reserved > (len(pages.ids) - 1) * self._page_size:
+            return
+        draft = self._owned[sequence].draft
         num_committed = len(pages.ids) - len(draft)
         num_accepted = max(0, self._budget.pages_for(length) - num_committed)
         assert num_accepted <= len(draft), f"{length} positions exceed {len(pages.ids)} pages"

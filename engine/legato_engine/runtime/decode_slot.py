@@ -12,7 +12,7 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.runtime.request_descriptors import WORDS
-from legato_engine.runtime.staging import StagingBuffer
+from legato_engine.runtime.staging import Fields, StagingBuffer
 
 MAX_PASSES = 10
 """Steps of a launch, each staged on its own; the matrix library is faster for longer prompts."""
@@ -82,8 +82,8 @@ class DecodeSlot:
         fields = dict.fromkeys(STEP_FIELDS, rows)
         self.speculates = speculates = max_drafting > 0
         drafting = ((max_drafting,), torch.int64)
-        counts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        history = dict(counts)
+        history: Fields = {}
+        learnt: Fields = {}
         num_prompts = max_prompts + max_images - 1
         one, pages = ((num_prompts,), torch.int64), ((num_prompts, max_pages), torch.int64)
         number = ((num_prompts,), torch.float32)
@@ -91,11 +91,15 @@ class DecodeSlot:
             fields |= dict.fromkeys((*DRAFT_FIELDS, "entry", "page"), rows)
             fields |= dict.fromkeys(SCHEDULED_FIELDS, drafting)
             fields["control"] = ((2,), torch.int64)
-            history["history"] = ((num_prompts, max_prompt + 1), torch.int64)
-            history["limit"] = one
-            history["descriptor"] = ((num_prompts, WORDS), torch.int64)
-            counts = dict.fromkeys(("count", "proposed"), drafting)
-            counts["descriptor"] = ((max_drafting, WORDS), torch.int64)
+            history = {
+                "history": ((num_prompts, max_prompt + 1), torch.int64),
+                "limit": one,
+                "descriptor": ((num_prompts, WORDS), torch.int64),
+            }
+            learnt = {
+                **dict.fromkeys(("count", "proposed"), drafting),
+                "descriptor": ((max_drafting, WORDS), torch.int64),
+            }
         self.max_prompts, self.max_images = max_prompts, max_images
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
@@ -122,7 +126,7 @@ class DecodeSlot:
                 "token": rows,
                 "payload": pairs,
                 "logprob": ((max_rows,), torch.float32),
-                **counts,
+                **learnt,
             },
         )
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)

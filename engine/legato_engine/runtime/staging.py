@@ -11,6 +11,9 @@ from legato_engine.device.base import Device, Stream
 
 _ALIGNMENT = 16
 
+Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and types by name."""
+
 
 class StagingBuffer:
     """Fields packed into one pinned buffer and one device buffer.
@@ -21,7 +24,7 @@ class StagingBuffer:
     def __init__(
         self,
         device: Device,
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        fields: Fields,
         *,
         copies: int = 1,
     ) -> None:

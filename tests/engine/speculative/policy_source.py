@@ -58,12 +58,12 @@ extern "C" void offsets(long* at) {
 
 
 class PolicySource:
-    """One policy's functions over descriptors in numpy arrays."""
+    """One policy's functions over descriptors in numpy arrays; `fault` replaces some source."""
 
-    def __init__(self, policy, num_rows, folder):
+    def __init__(self, policy, num_rows, folder, fault=("", "")):
         rule = RuleConstants.of(policy)
         defines = {**rule.defines, "ROWS": num_rows}
-        self._library = _compiled(tuple(sorted(defines.items())), Path(folder))
+        self._library = _compiled(tuple(sorted(defines.items())), Path(folder), fault)
         self._rule = np.array(rule.values, np.float64)
         self.requests = np.zeros(num_rows, DESCRIPTOR)
         self.overall = np.zeros(2, np.float64)
@@ -102,9 +102,12 @@ def expected_layout(policy):
 
 
 @functools.cache
-def _compiled(defines, folder):
+def _compiled(defines, folder, fault):
     source = sources()["block_policy.cuh"].replace("#pragma once", "")
-    name = "_".join(str(value) for _, value in defines)
+    right, wrong = fault
+    assert right in source, f"{right} is not in the source"
+    source = source.replace(right, wrong) if right else source
+    name = "_".join([*(str(value) for _, value in defines), str(abs(hash(fault)))])
     file, library = folder / f"{name}.cc", folder / f"{name}.so"
     file.write_text(_PREAMBLE + source + _ENTRIES)
     options = [f"-D{key}={value}" for key, value in defines]

@@ -138,9 +138,9 @@ policies = st.one_of(
 class BothSides:
     """The specification over descriptors, and the kernels' source, given the same launches."""
 
-    def __init__(self, policy, folder):
+    def __init__(self, policy, folder, fault=("", "")):
         self.policy = policy
-        self.source = PolicySource(policy, ROWS, folder)
+        self.source = PolicySource(policy, ROWS, folder, fault)
         self.asked = [RequestDescriptor(row, (1,), MAX_TOKENS) for row in range(ROWS)]
         self.source.requests["flags"] = STARTS
         self.source.requests["ema_acceptance_rate"] = INITIAL_RATE
@@ -212,16 +212,82 @@ def test_the_source_of_the_kernels_decides_as_the_specification(policy, launches
         sides.launch(step)
 
 
+def drifting(sides, num_launches):
+    """Run launches whose acceptance drifts, some under pressure; return all block sizes."""
+    draw, seen = random.Random(num_launches), set[int]()
+    for step in range(num_launches):
+        rate = 0.0 if step % 500 < 100 else draw.random()
+        luck = [sum(draw.random() < rate for _ in range(8)) for _ in range(ROWS)]
+        sides.launch(Step(step % 700 > 650, [8] * ROWS, luck))
+        seen.update(request.current_block_size for request in sides.asked)
+    return seen
+
+
+FAULTS = {
+    "seed": [
+        ("__fmul_rn((float)rule.alpha, rate)", "(float)(rule.alpha * (double)rate)"),
+        ("average >= (float)rule.low", "average > (float)rule.high"),
+        ("block > PRESSURE_BLOCK ? PRESSURE_BLOCK", "block > PRESSURE_BLOCK ? MID_BLOCK"),
+        ("verified ? adaptive_size(request, rule) : ", ""),
+    ],
+    "budget": [
+        ("speed > (seconds > longer ? better : best)", "speed > best"),
+        ("accepted + (accepted < proposed)", "proposed"),
+        ("request.idle_steps >= PROBE_EVERY", "request.idle_steps >= PROBE_EVERY - 1"),
+        ("__dmul_rn(rule.propose, (double)all.longest[k])", "rule.propose"),
+    ],
+}
+HARMLESS = {"(float)(rule.alpha * (double)rate)", ""}
+"""A product of two floats in double rounds to the same float; every row here starts afresh."""
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults]
+)
+def test_a_fault_in_the_source_is_noticed(name, fault, tmp_path_factory):
+    """Wrong orders, roundings, thresholds, caps and counts; what changes nothing passes."""
+    costs = dataclasses.replace(COSTS, propose=0.002)
+    policy = AdaptiveBlockPolicy() if name == "seed" else TokenBudgetPolicy(costs)
+    sides = BothSides(policy, tmp_path_factory.getbasetemp(), fault)
+    sides.source._rule[-1] = 0.002 if name == "budget" else 0.0
+    if fault[1] in HARMLESS:
+        drifting(sides, 1500)
+        return
+    with pytest.raises(AssertionError):
+        drifting(sides, 1500)
+
+
+CLIFF = CostTable(steps=((16, 1.0), (17, 3.0), (64, 3.5)), prefill=0.0)
+TIES = [
+    ("depth != depth2 ? depth < depth2", "depth != depth2 ? depth > depth2"),
+    ("depth < depth2 : index < index2", "depth < depth2 : index > index2"),
+]
+
+
+@compiles
+@pytest.mark.parametrize("fault", [("", ""), *TIES])
+def test_equal_gains_have_an_order(fault, tmp_path_factory):
+    """Of tokens that are all certain, lower depths go first, then earlier rows."""
+    sides = BothSides(TokenBudgetPolicy(CLIFF), tmp_path_factory.getbasetemp(), fault)
+    for row, request in enumerate(sides.asked):
+        request.accepted_weight = request.tried_weight = 8.0
+        sides.source.requests[row]["accepted_weight"] = 8.0
+        sides.source.requests[row]["tried_weight"] = 8.0
+    step = Step(pressed=False, rooms=[8] * ROWS, luck=[8] * ROWS)
+    if fault != ("", ""):
+        with pytest.raises(AssertionError):
+            sides.launch(step)
+        return
+    sides.launch(step)
+    assert [request.current_block_size for request in sides.asked] == [3, 2, 2, 2, 2]
+
+
 @compiles
 @pytest.mark.parametrize("name", ["seed", "budget"])
 def test_ten_thousand_launches_stay_together(name, tmp_path_factory):
     """Rates of acceptance that drift, so that all sizes and the probes occur."""
     policy = AdaptiveBlockPolicy() if name == "seed" else TokenBudgetPolicy(COSTS)
     sides = BothSides(policy, tmp_path_factory.getbasetemp())
-    draw, seen = random.Random(name), set[int]()
-    for step in range(10_000):
-        rate = 0.0 if step % 500 < 100 else draw.random()
-        luck = [sum(draw.random() < rate for _ in range(8)) for _ in range(ROWS)]
-        sides.launch(Step(step % 700 > 650, [8] * ROWS, luck))
-        seen.update(request.current_block_size for request in sides.asked)
+    seen = drifting(sides, 10_000)
     assert seen >= ({1, 2, 4, 8} if name == "seed" else {0, 1, 2, 8})
