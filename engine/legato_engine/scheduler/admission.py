@@ -68,7 +68,9 @@ class Admission(Generic[WaitingT]):
         counts = queue.num_by_tenant() + Counter(preparing)
         greedy = queue.most_over_share(tenant, counts)
         if greedy is not None:
-            return queue.last_of(greedy) or greedy
+            displaced = queue.last_of(greedy)
+            if displaced is not None or greedy in preparing:
+                return displaced or greedy
         lower = queue.last_below(tenant, priority, arrival, counts)
         if lower is None:
             raise self.queue_full("the waiting queue is full")

@@ -17,13 +17,14 @@ BLOCKS = [
     for page in PAGES
     for kind, text in re.findall(r"```(\w+)\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
 ]
-PROGRAMS = [(page, text) for page, kind, text in BLOCKS if kind == "python"]
+SECURED = "robots.example"  # tests/e2e/test_security.py has such a server
+PROGRAMS = [(page, text) for page, kind, text in BLOCKS if kind == "python" and SECURED not in text]
 COMMANDS = [
     (page, line)
     for page, kind, text in BLOCKS
     if kind == "sh"
     for line in text.splitlines()
-    if re.match(r"legato (detect|point|segment|caption|query|info)", line)
+    if re.match(r"legato (detect|point|segment|caption|query|info)", line) and SECURED not in line
 ]
 
 

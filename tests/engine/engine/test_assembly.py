@@ -68,13 +68,18 @@ def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
         assembly.assemble(msgspec.structs.replace(config, speculation="fixed:2"))
 
 
+def wide_vocabulary():
+    """The tiny model with a vocabulary that holds the other model's tokenizer."""
+    config = presets.tiny_random_config()
+    text = msgspec.structs.replace(config.text, vocab_size=2048)
+    return msgspec.structs.replace(config, text=text)
+
+
 @pytest.fixture
 def moondream2(monkeypatch, tmp_path):
     """A small checkpoint under the name moondream2, with a tokenizer of another model."""
-    monkeypatch.setitem(
-        family._NAMES, "moondream2", (presets.tiny_random_config, family._read_published)
-    )
-    config = presets.tiny_random_config()
+    monkeypatch.setitem(family._NAMES, "moondream2", (wide_vocabulary, family._read_published))
+    config = wide_vocabulary()
     state = random_weights(config, 0, torch.device("cpu"), torch.bfloat16).state_dict()
     file = tmp_path / "moondream.safetensors"
     save_file({f"model.{name}": tensor for name, tensor in state.items()}, file)

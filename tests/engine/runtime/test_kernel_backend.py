@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from legato_engine.core import CaptionTask, DetectTask, QueryTask
+from legato_engine.core import CaptionTask, DetectTask, PixelFormat, QueryTask, RawImage
 from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
@@ -301,6 +302,14 @@ def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     assert len({answer.result for answer in given[0].values()}) > 1, "images differ"
 
 
+def raw_noise(world, seed):
+    """Raw pixels, which are decoded within the engine's thread, so that requests overlap."""
+    data = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8).tobytes()
+    return RawImage(
+        blob=world.blobs.put(data), width=40, height=30, row_stride=120, format=PixelFormat.RGB8
+    )
+
+
 def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
     """The bucket's own layout runs only if its tokens have more groups than other layouts."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
@@ -311,7 +320,7 @@ def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
         world = World(fused)
         names = [f"{rows}-{number}" for number in range(rows)]
         for number, name in enumerate(names):
-            world.submit(name, CaptionTask(), world.encoded(png(number)))
+            world.submit(name, CaptionTask(), raw_noise(world, number))
         world.run(*names)
         world.close()
         assert layout in kernels.groups

@@ -127,7 +127,8 @@ def test_json(legato, picture, words, key):
     assert answer["task"] == command
     assert answer[key]
     assert set(answer["info"]) == {
-        "request_id", "model", "finish_reason", "usage", "timings", "image", "stamp", "tokens"
+        "request_id", "model", "finish_reason", "usage", "timings", "image", "stamp", "tokens",
+        "resumptions",
     }  # fmt: skip
     assert answer["info"]["image"]["width"] == 200
 
