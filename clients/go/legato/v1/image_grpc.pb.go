@@ -40,8 +40,9 @@ type ImageServiceClient interface {
 	// prepared them).
 	PutImage(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PutImageRequest, PutImageResponse], error)
 	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-	// holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-	// IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+	// holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+	// `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+	// for success.
 	DeleteImage(ctx context.Context, in *DeleteImageRequest, opts ...grpc.CallOption) (*DeleteImageResponse, error)
 }
 
@@ -93,8 +94,9 @@ type ImageServiceServer interface {
 	// prepared them).
 	PutImage(grpc.ClientStreamingServer[PutImageRequest, PutImageResponse]) error
 	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-	// holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-	// IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+	// holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+	// `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+	// for success.
 	DeleteImage(context.Context, *DeleteImageRequest) (*DeleteImageResponse, error)
 	mustEmbedUnimplementedImageServiceServer()
 }

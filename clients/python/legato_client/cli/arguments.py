@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from legato_client import Client, Options, Sampling
 from legato_client._transport import security
 from legato_client._transport.channel import DEFAULT_TIMEOUT, default_target
+from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
 
@@ -73,11 +74,17 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adapter", default="", metavar="NAME", help="a fine-tune of the server's")
 
 
-def connect(args: argparse.Namespace) -> Client:
-    """Raises CommandError for security options that make no connection."""
+def connect(args: argparse.Namespace, *, as_operator: bool = False) -> Client:
+    """Connect to the server; `as_operator` without a credential: to the operator's own socket.
+
+    Raises CommandError for security options that make no connection.
+    """
+    target = args.server
+    if as_operator and not (args.token_file or args.cert):
+        target = admin_target(target)
     with readable_options():
         return Client(
-            args.server,
+            target,
             timeout=args.timeout,
             stream_timeout=args.timeout,
             tls=args.tls or None,

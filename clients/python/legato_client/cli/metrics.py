@@ -17,7 +17,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    with arguments.connect(args) as client:
+    with arguments.connect(args, as_operator=True) as client:
         text = client.metrics()
     lines = [line for line in text.splitlines() if args.match in line]
     terminal.write("".join(f"{line}\n" for line in lines))

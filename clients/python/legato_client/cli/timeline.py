@@ -22,7 +22,7 @@ def main(words: Sequence[str], terminal: Terminal) -> None:
     args = _parser().parse_args(words)
     spans: list[TimelineSpan] = []
     steps: DecodeSteps | None = None
-    with arguments.connect(args) as client:
+    with arguments.connect(args, as_operator=True) as client:
         for update in client.watch_timeline(args.duration):
             spans += update.spans
             steps = update.decode_steps or steps

@@ -68,8 +68,9 @@ class ImageServiceServicer:
 
     def DeleteImage(self, request, context):
         """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-        holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-        IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+        holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+        `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+        for success.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,8 +46,9 @@ class ImageServiceStub:
     """
     DeleteImage: _grpc.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]
     """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-    holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-    IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+    holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+    `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+    for success.
     """
 
 @_typing.type_check_only
@@ -68,8 +69,9 @@ class ImageServiceAsyncStub(ImageServiceStub):
     """
     DeleteImage: _aio.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]  # type: ignore[assignment]
     """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-    holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-    IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+    holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+    `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+    for success.
     """
 
 class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -99,8 +101,9 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_image_pb2.DeleteImageResponse, _abc.Awaitable[_image_pb2.DeleteImageResponse]]:
         """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
-        holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
-        IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
+        holds for itself, a caller being the credential's tenant or, on a server without credentials, the metadata's
+        `legato-tenant`, else the peer's host. NOT_FOUND IMAGE_NOT_FOUND if it is not held (any more), which a retry may take
+        for success.
         """
 
 def add_ImageServiceServicer_to_server(servicer: ImageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

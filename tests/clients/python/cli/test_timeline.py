@@ -98,3 +98,22 @@ def test_metrics(admin, capsys):
     assert capsys.readouterr().out == "# HELP a b\na 1.0\nc 2.0\n"
     assert main(["metrics", "--server", admin[1], "--match", "c "]) == 0
     assert capsys.readouterr().out == "c 2.0\n"
+
+
+@pytest.mark.parametrize("words", [["metrics"], ["trace", "--duration", "1"]])
+def test_the_operators_socket_is_found(words, tmp_path, admin, monkeypatch):
+    """The address that callers use is enough on the server's own host."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        "legato_client.cli.arguments.admin_target", lambda server: asked.append(server) or admin[1]
+    )
+    assert main([*words, "--server", "localhost:1"]) == 0
+    assert asked == ["localhost:1"]
+
+
+def test_a_token_goes_to_the_server_itself(tmp_path, admin, monkeypatch, capsys):
+    monkeypatch.setattr("legato_client.cli.arguments.admin_target", lambda _: "localhost:1")
+    (tmp_path / "token").write_text("legato_a_secret")
+    options = ["--server", admin[1], "--token-file", str(tmp_path / "token")]
+    assert main(["metrics", *options]) == 0
