@@ -29,6 +29,8 @@ def replay(*words):
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_crash_is_bundled_and_happens_again_in_a_replay(tmp_path, monkeypatch):
     """With its failpoint; without, the same launches run to their end."""
     monkeypatch.setitem(ENVIRONMENT, "LEGATO_FAILPOINTS", FAULT)

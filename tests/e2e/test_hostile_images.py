@@ -82,6 +82,7 @@ def test_hostile_images_are_refused_while_others_are_answered(tmp_path):
         assert all(own_bytes(worker) < GROWTH for worker in children(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_costly_images_do_not_hold_up_the_others(tmp_path):
     """While honest images of 16 megapixels wait for each other, small ones overtake them."""

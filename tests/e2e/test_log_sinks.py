@@ -54,7 +54,7 @@ def answered(stub):
         return False
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stderr", [full_pipe, full_device, closed])
 def test_a_server_whose_log_takes_no_lines_serves_and_drains(stderr, processes):
     """It answers more calls than the log's pipe has lines, and SIGTERM ends it with code 0."""

@@ -21,7 +21,11 @@ QUICK = ("-m", "tests.e2e.quick_service")
 NULL = ("--model", "null", "--null-step-ms", "20")
 
 
-@pytest.fixture(scope="module", params=[(), ("--speculation", "fixed:3")], ids=["", "speculation"])
+@pytest.fixture(
+    scope="module",
+    params=[(), pytest.param(("--speculation", "fixed:3"), marks=pytest.mark.slow)],
+    ids=["", "speculation"],
+)
 def mortal(tmp_path_factory, request):
     """A server whose engine may be killed."""
     with Server(tmp_path_factory.mktemp("mortal"), *request.param, program=QUICK) as running:
@@ -135,7 +139,9 @@ DEADLY = "xyzzy"
 FAILPOINT = {"LEGATO_FAILPOINTS": f"engine.poison[{DEADLY}]=kill"}
 
 
-@pytest.mark.parametrize("options", [NULL, ()], ids=["null", "legato-tiny"])
+@pytest.mark.parametrize(
+    "options", [NULL, pytest.param((), marks=pytest.mark.slow)], ids=["null", "legato-tiny"]
+)
 def test_the_request_that_ends_engines(tmp_path, options):
     """It alone ends with POISONED and is refused from then on; the others are answered."""
     server = Server(tmp_path, *options, "--processes", "2", program=QUICK, environment=FAILPOINT)
@@ -173,7 +179,11 @@ def test_the_request_that_ends_engines(tmp_path, options):
 # ---------------------------------------------------------------- many kills
 
 
-@pytest.mark.parametrize("options", [(), ("--processes", "2")], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), ("--processes", "2")],
+    ids=["one", "two"],
+)
 async def test_kills_under_load(tmp_path, options):
     """Nearly all calls end with the right answer and none with a wrong one; nothing stays."""
     with Server(tmp_path, *NULL, *options, program=QUICK) as server, leaving_nothing(server):

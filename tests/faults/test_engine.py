@@ -23,9 +23,9 @@ def expected(tmp_path_factory):
     "fault",
     [
         "engine.forward=raise@50",
-        "engine.sample=raise@50",
-        "engine.plan=raise@60",
-        "engine.launch=exit@50",
+        pytest.param("engine.sample=raise@50", marks=pytest.mark.slow),
+        pytest.param("engine.plan=raise@60", marks=pytest.mark.slow),
+        pytest.param("engine.launch=exit@50", marks=pytest.mark.slow),
         "engine.commit=kill@50",
     ],
 )
@@ -38,6 +38,7 @@ def test_a_fault_at_any_point_of_a_step_changes_no_answer(tmp_path, expected, fa
         assert server.events("engine_lost")
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_refused_as_unavailable(tmp_path):
     """It is tried again with growing delays, and the process gives up after some attempts."""
     fault = {failpoints.VARIABLE: "engine.startup=exit"}

@@ -57,7 +57,7 @@ def test_delay_changes_no_answer(server, proxy, stub):
 
 def test_a_narrow_link_changes_no_answer(server, proxy, stub):
     whole = "".join(_texts(server.inference.Generate(long_stream())))
-    proxy.bandwidth = 100_000
+    proxy.bandwidth = 400_000
     assert "".join(_texts(stub.Generate(long_stream()))) == whole
 
 

@@ -140,6 +140,7 @@ def _end_of(history: History) -> str:
 
 def run(seed: int) -> Totals:
     """Run one seed; a failure names it."""
+    logging_before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     try:
         with (
@@ -152,6 +153,7 @@ def run(seed: int) -> Totals:
         error.add_note(f"seed {seed}")
         raise
     finally:
+        structlog.configure(**logging_before)
         asyncio.set_event_loop(None)
 
 
