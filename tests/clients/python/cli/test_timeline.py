@@ -105,9 +105,12 @@ def test_the_operators_socket_is_found(words, tmp_path, admin, monkeypatch):
     """The address that callers use is enough on the server's own host."""
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(
-        "legato_client.cli.arguments.admin_target", lambda server: asked.append(server) or admin[1]
-    )
+
+    def found(server):
+        asked.append(server)
+        return admin[1]
+
+    monkeypatch.setattr("legato_client.cli.arguments.admin_target", found)
     assert main([*words, "--server", "localhost:1"]) == 0
     assert asked == ["localhost:1"]
 
