@@ -71,8 +71,11 @@ class RequestStream(msgspec.Struct, eq=False):
     def abort(self, error: LegatoError | None = None) -> None:
         """Abort the request in the engine and drop unread outputs. Idempotent.
 
-        Its reader gets `error`, or the end without one.
+        Its reader gets `error`, or the end without one. An `error` comes too late for a request
+        that has ended: its reader gets the rest.
         """
+        if self.ended and error is not None:
+            return
         self._pending.clear()
         if not self.ended:
             self._end(error)

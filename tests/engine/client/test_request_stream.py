@@ -22,7 +22,13 @@ from legato_engine.core import (
     TokensDelta,
     Usage,
 )
-from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_value
+from legato_engine.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    InternalError,
+    PromptTooLong,
+    to_value,
+)
 from legato_engine.ipc.messages import Delta, Done, Failed
 
 DONE = Done(
@@ -222,3 +228,12 @@ async def test_reading_after_a_cancelled_done(stream):
     stream.feed(delta(TextDelta(text="a")))
     async with asyncio.timeout(5):
         assert await reading == delta(TextDelta(text="a"))
+
+
+async def test_a_deadline_after_the_end_takes_nothing_from_the_reader(stream, aborted):
+    """It passes between the arrival of the last output and its read."""
+    stream.feed(delta(TextDelta(text="ab")))
+    stream.feed(DONE)
+    stream.abort(DeadlineExceeded("the deadline passed"))
+    assert [output async for output in stream][-1] == DONE
+    assert aborted == []
