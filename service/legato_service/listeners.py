@@ -169,6 +169,13 @@ class Listeners:
         except OSError as error:
             self.admin_problem = str(error)
 
+    def reload_failures(self) -> dict[str, int]:
+        """How often changed files were rejected, by what they hold."""
+        watched = {"tls": self.certificate, "credentials": self.access}
+        return {
+            files: 0 if each is None else each.num_failed_reloads for files, each in watched.items()
+        }
+
     async def _keep_reloading(self) -> None:
         while True:
             await asyncio.sleep(self._config.access_interval)

@@ -96,6 +96,7 @@ class Server:
             self._call_log,
             number=number,
             gather=None if peers is None else peers.gather,
+            reload_failures=lambda: self.listeners.reload_failures(),  # noqa: PLW0108 - made below
         )
         serves_metrics = bool(config.metrics_listen) and number == 0
         self._scrapes = MetricsListener(self.metrics.exposition) if serves_metrics else None

@@ -51,7 +51,7 @@ class LeaseHandler:
         """Start to prepare the image; call `finish` when that is done."""
         return PendingLease(
             request_id=command.request_id,
-            tenant=command.owner,
+            tenant=command.request_id.tenant,
             command=command,
             image=self._preprocessor.start_lease(
                 command.image, command.request_id.tenant, command.sha256

@@ -161,6 +161,12 @@ PROCESSES = (
     ),
     Metric("legato_log_lines_dropped", _C, "Log lines that could not be written."),
     Metric(
+        "legato_access_reload_failures",
+        _C,
+        "Changed files of certificates or credentials that were rejected.",
+        ("files",),
+    ),
+    Metric(
         "legato_process_resident_memory_bytes", _G, "Resident memory of a process.", ("process",)
     ),
     Metric("legato_process_cpu_seconds", _C, "CPU time of a process.", ("process",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from legato_engine import log_sink
 
@@ -41,6 +41,7 @@ class Collector:
         *,
         number: int = 0,
         gather: Callable[[Snapshot], Awaitable[Snapshot]] | None = None,
+        reload_failures: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -49,6 +50,7 @@ class Collector:
         self._calls = calls
         self._number = number
         self._gather = gather
+        self._reload_failures = reload_failures
         self._frame_ages = Histogram(CALL_BOUNDS)
         self._lag = LoopLag(self._take_frame_ages)
         self._call_log = call_log
@@ -104,6 +106,8 @@ class Collector:
         snapshot.add_histogram("legato_session_frame_age_seconds", self._frame_ages)
         snapshot.add_histogram("legato_event_loop_lag_seconds", self._lag.histogram)
         snapshot.add("legato_log_lines_dropped", log_sink.lines_dropped())
+        for files, count in self._reload_failures().items():
+            snapshot.add("legato_access_reload_failures", count, files)
         process_usage.write(snapshot, f"service-{self._number}", os.getpid())
 
     def _take_frame_ages(self) -> None:

@@ -15,7 +15,14 @@ from typing import Any, NoReturn, TypeAlias, cast
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
-from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, LegatoError
+from legato_engine.errors import (
+    ClientTooSlow,
+    InternalError,
+    InvalidRequest,
+    LegatoError,
+    NumericError,
+    Poisoned,
+)
 
 from legato_service.access.control import AccessControl
 from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
@@ -31,6 +38,7 @@ from legato_service.rpc.reusable_timeout import ReusableTimeout
 log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -275,7 +283,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
             case grpc.aio.AbortError():  # the handler set a status of its own
                 self._call_log.record(call, _code_name(context))
             case Exception():
-                if isinstance(error, InternalError):
+                if isinstance(error, InternalError) and not isinstance(error, _NO_BUG_HERE):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
                 elif not isinstance(error, LegatoError):
                     log.error("uncaught_exception", request_id=call.request_id, exc_info=error)

@@ -70,3 +70,22 @@ def test_leases_wait_in_the_same_queue(assembly):
         world.core.abort(RequestKey(str(number)))
     gated.gate.set()
     world.close()
+
+
+def test_leases_and_requests_of_a_tenant_share_its_part_of_the_queue(assembly):
+    """A lease is its caller's tenant's, whoever owns the image by the quota of bytes."""
+    world = World(assembly, max_waiting_per_tenant=1, preprocess_threads=1)
+    gated = GatedFrontend(assembly.frontend)
+    world.core._preprocessor._frontend = gated
+    for name, tenant in (("a", "x"), ("b", "y")):
+        key = RequestKey(name, tenant)
+        world.core.hold(
+            HoldImage(request_id=key, image=world.encoded(png()), owner=f"tenant:{tenant}", ttl=9.0)
+        )
+    world.submit("c", DetectTask(object="x"), world.encoded(png(1)), tenant="x")
+    assert type(world.error("c")).__name__ == "QuotaExceeded"
+    assert not world.of("a") + world.of("b")
+    for name, tenant in (("a", "x"), ("b", "y")):
+        world.core.abort(RequestKey(name, tenant))
+    gated.gate.set()
+    world.close()
