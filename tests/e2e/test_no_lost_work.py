@@ -18,7 +18,8 @@ from tests.grammar import Grammar
 
 IMAGE = two_shapes()
 QUICK = ("-m", "tests.e2e.quick_service")
-NULL = ("--model", "null", "--null-step-ms", "20")
+NULL = ("--model", "null", "--null-step-ms")
+BRISK, SLOW = (*NULL, "5"), (*NULL, "20")
 
 
 @pytest.fixture(
@@ -140,7 +141,7 @@ FAILPOINT = {"LEGATO_FAILPOINTS": f"engine.poison[{DEADLY}]=kill"}
 
 
 @pytest.mark.parametrize(
-    "options", [NULL, pytest.param((), marks=pytest.mark.slow)], ids=["null", "legato-tiny"]
+    "options", [BRISK, pytest.param((), marks=pytest.mark.slow)], ids=["null", "legato-tiny"]
 )
 def test_the_request_that_ends_engines(tmp_path, options):
     """It alone ends with POISONED and is refused from then on; the others are answered."""
@@ -186,7 +187,7 @@ def test_the_request_that_ends_engines(tmp_path, options):
 )
 async def test_kills_under_load(tmp_path, options):
     """Nearly all calls end with the right answer and none with a wrong one; nothing stays."""
-    with Server(tmp_path, *NULL, *options, program=QUICK) as server, leaving_nothing(server):
+    with Server(tmp_path, *SLOW, *options, program=QUICK) as server, leaving_nothing(server):
         report = await kill_run(server, kills=12, length=40)
     assert report.wrong == []
     assert report.failed == []

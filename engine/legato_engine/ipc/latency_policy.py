@@ -92,9 +92,7 @@ def setting_in(arguments: Sequence[str]) -> str:
 
 
 def end_batch_scheduling() -> None:
-    """End SCHED_BATCH, which a process inherits from its service.
-
-    Call before there are other threads.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    """End SCHED_BATCH, which a process and its threads inherit from its service."""
+    for thread in map(int, os.listdir("/proc/self/task")):  # numpy has some after its import
+        if os.sched_getscheduler(thread) == os.SCHED_BATCH:
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

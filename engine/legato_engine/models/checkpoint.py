@@ -144,9 +144,12 @@ def _carry(
     """Copy a tensor as stored, and cast it on the device; return what it fills."""
     path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
-    if getattr(module, leaf).is_meta:
-        assign(network, destination.name, torch.empty_like(getattr(module, leaf), device=device))
     target: torch.Tensor = getattr(module, leaf)
+    if target.is_meta:  # `empty_like` of such a tensor imports sympy, a second at each start
+        shape, strides = target.shape, target.stride()
+        filled = torch.empty_strided(shape, strides, dtype=target.dtype, device=device)
+        assign(network, destination.name, filled)
+        target = getattr(module, leaf)
     source = (
         stored.t() if destination.transposed else stored.flatten() if destination.flat else stored
     )
