@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from legato.v1 import inference_pb2, media_pb2
 
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
-from tests.e2e.server import ENVIRONMENT, Server, until
+from tests.e2e.server import ENVIRONMENT, Server, children, until
 
 DEADLINES = (1.0, 4.0)  # seconds; the longer one where a busy machine did not get there in time
 PREFILL = 0.25  # seconds, about, of an image and a question on two cores
@@ -21,7 +22,7 @@ SCENE = two_shapes()
 VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
 OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its images, so each has its own
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
-BLOCKERS = 8  # images that keep the two preprocess threads busy beyond the deadline
+BLOCKERS = 8  # images, more than there are decoders
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,17 @@ def waiting(server, slow_picture):
 
 @contextlib.contextmanager
 def decoding_pictures(server, slow_picture):
-    """All preprocess threads are taken: the victim's image waits to be decoded."""
+    """All decoders are taken, and stand still: the victim's image waits to be decoded."""
     blockers = [server.inference.Detect.future(slow_picture) for _ in range(BLOCKERS)]
     until(lambda: server.holds(running=0, waiting=BLOCKERS))
-    yield lambda load: load.waiting == BLOCKERS + 1, None
-    assert not all(blocker.done() for blocker in blockers), "the victim may have got further"
+    decoders = children(server.engine_pid)
+    for decoder in decoders:
+        os.kill(decoder, signal.SIGSTOP)
+    try:
+        yield lambda load: load.waiting == BLOCKERS + 1, None
+    finally:
+        for decoder in decoders:
+            os.kill(decoder, signal.SIGCONT)
     for blocker in blockers:
         blocker.cancel()
 
