@@ -26,8 +26,11 @@ def test_missing_engine(monkeypatch, capsys):
 
 def test_every_need_is_installed_by_the_extra():
     """What the message says is missing is something that its own command would install."""
-    needs = [need for need in metadata.requires("legato") or [] if '"dev"' not in need]
-    installed = {_normal(re.split(r"[^\w.-]", need)[0]) for need in needs} | {"legato"}
+    extra = [need for need in metadata.requires("legato") or [] if "'engine'" in need]
+    assert len(extra) == 1
+    assert extra[0].startswith("legato-server==")
+    needs = [*extra, *(metadata.requires("legato-server") or [])]
+    installed = {_normal(re.split(r"[^\w.-]", need)[0]) for need in needs}
     providers = metadata.packages_distributions()
     for module in forward._ENGINE_NEEDS:
         owners = {_normal(name) for name in providers.get(module, ["legato"])}
