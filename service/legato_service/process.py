@@ -18,6 +18,7 @@ from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle.console import Announcer
 from legato_service.lifecycle.drain import LAST_WRITES
+from legato_service.lifecycle.orphans import inherits_orphans, reap_orphans
 from legato_service.lifecycle.watchdog import arm_watchdog
 from legato_service.listeners import Listeners
 from legato_service.server import Server
@@ -95,6 +96,7 @@ async def serve(
         if server.metrics_address:
             log.info("metrics_listening", address=server.metrics_address)
         draining = asyncio.create_task(_drain_on(signals, server, workers, config))
+        reaping = asyncio.create_task(reap_orphans()) if inherits_orphans() else None
         try:
             await engine.start()
             workers.start()
@@ -106,6 +108,8 @@ async def serve(
         finally:
             arm_watchdog()
             draining.cancel()
+            if reaping is not None:
+                reaping.cancel()
             announcer.close()
             await server.stop()
             await workers.close()
