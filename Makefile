@@ -19,18 +19,22 @@ PROTO_STAMP := $(PROTO_VENV)/.legato-setup
 DOCS_VENV := $(abspath .venv-docs)
 DOCS_STAMP := $(DOCS_VENV)/.legato-setup
 
+# And Helm with the schemas of Kubernetes.
+DEPLOY_VENV := $(abspath .venv-deploy)
+DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
+
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 WHEELS := dist
 TOOLS := $(abspath .tools/bin)
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-CI_STAGES := proto-check proto-breaking format-check lint tools test wheel wheel-check
+CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check wheel wheel-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow kill-run soak fuzz simulate soak-service test-gpu go \
-	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
+	bench bench-tables pack demo robot docs wheel wheel-check chart-check image-check image-lock ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +58,11 @@ $(PROTO_STAMP): proto/requirements.txt
 $(DOCS_STAMP): pyproject.toml
 	@test -x $(DOCS_VENV)/bin/python || $(call new_venv,$(DOCS_VENV))
 	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) -e ".[docs]"
+	@touch $@
+
+$(DEPLOY_STAMP): deploy/requirements.txt
+	@test -x $(DEPLOY_VENV)/bin/python || $(call new_venv,$(DEPLOY_VENV))
+	@$(DEPLOY_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
 
 # Only tests of the shell quickstart use it; without go they are skipped and say why.
@@ -106,10 +115,10 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not gpu and not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not gpu and not slow and not deploy" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
-	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
+	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
 
 kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
 	@$(PY) -m tests.e2e.kill_run $(ARGS)
@@ -166,6 +175,17 @@ wheel: | $(STAMP) ## build both wheels into dist
 
 wheel-check: | $(STAMP) ## install the built wheels as a user would
 	@$(PY) tests/packaging/check_wheels.py $(WHEELS)
+
+# ---------------------------------------------------------------- deployment
+
+chart-check: | $(STAMP) $(DEPLOY_STAMP) ## the Helm chart, the compose file and the Containerfile: rendered, validated, linted
+	@$(PY) -m pytest -m "deploy and not slow" tests/deploy $(ARGS)
+
+image-check: | $(STAMP) $(DEPLOY_STAMP) ## chart-check, the steps of an image without a container engine, and kube-score where go is
+	@$(PY) -m pytest -m deploy --timeout 900 tests/deploy $(ARGS)
+
+image-lock: | $(DEPLOY_STAMP) ## resolve what the images install, with hashes
+	@PATH=$(DEPLOY_VENV)/bin:$$PATH $(DEPLOY_VENV)/bin/python deploy/image/lock.py
 
 # ---------------------------------------------------------------- the rest
 
