@@ -27,6 +27,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 WHEELS := dist
 TOOLS := $(abspath .tools/bin)
+KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check wheel wheel-check
 DEMO ?= demo.png
@@ -182,6 +183,9 @@ chart-check: | $(STAMP) $(DEPLOY_STAMP) ## the Helm chart, the compose file and 
 	@$(PY) -m pytest -m "deploy and not slow" tests/deploy $(ARGS)
 
 image-check: | $(STAMP) $(DEPLOY_STAMP) ## chart-check, the steps of an image without a container engine, and kube-score where go is
+	@if test -x $(TOOLS)/kube-score; then true; \
+	elif ! command -v go >/dev/null; then echo "image-check: no go, so its checks by kube-score are skipped"; \
+	else GOBIN=$(TOOLS) go install $(KUBE_SCORE); fi
 	@$(PY) -m pytest -m deploy --timeout 900 tests/deploy $(ARGS)
 
 image-lock: | $(DEPLOY_STAMP) ## resolve what the images install, with hashes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ RELEASE, NAMESPACE = "demo", "vision"
 
 
 def render(chart: str, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from helm_python import Chart, disable_logging
+    from helm_python import Chart
 
-    disable_logging()
     with Chart.load(chart) as loaded:
         return [_rendered(chart, loaded, each) for each in values]
 
@@ -115,8 +114,13 @@ def _said(where: str, error: Any) -> str:
 
 def main() -> None:
     request = json.load(sys.stdin)
-    action = {"render": render, "kubernetes": kubernetes, "custom": custom, "schema": schema}
-    json.dump(action[request.pop("action")](**request), sys.stdout)
+    actions: dict[str, Callable[..., Any]] = {
+        "render": render,
+        "kubernetes": kubernetes,
+        "custom": custom,
+        "schema": schema,
+    }
+    json.dump(actions[request.pop("action")](**request), sys.stdout)
 
 
 if __name__ == "__main__":

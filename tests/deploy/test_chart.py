@@ -1,6 +1,8 @@
 """The Helm chart: rendered by Helm, validated against Kubernetes, and what it promises."""
 
+import json
 import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -8,7 +10,16 @@ import yaml
 from legato_service.lifecycle import watchdog
 from legato_service.lifecycle.drain import LAST_WRITES
 
-from tests.deploy.manifests import CHART, DEPLOY, EXAMPLES, go_module, render, rendered, tool
+from tests.deploy.manifests import (
+    CHART,
+    DEPLOY,
+    EXAMPLES,
+    ROOT,
+    go_module,
+    render,
+    rendered,
+    tool,
+)
 
 pytestmark = pytest.mark.deploy
 
@@ -194,6 +205,31 @@ def test_selectors_find_the_pods():
     assert all(each and each.items() <= labels for each in selectors)
     monitored = release.one("ServiceMonitor")["spec"]["selector"]["matchLabels"]
     assert monitored.items() <= headless["metadata"]["labels"].items()
+
+
+KUBE_SCORE = ROOT / ".tools" / "bin" / "kube-score"
+NOT_OURS = {
+    "container-image-pull-policy": "a tag or a digest names one image",
+    "deployment-has-host-podantiaffinity": "topologySpreadConstraints, where nodes are many",
+    "pod-networkpolicy": "networkPolicy.enabled, where the cluster enforces policies",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not KUBE_SCORE.exists(), reason="no kube-score: make image-check, with go")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_kube_score_finds_nothing_critical(example):
+    """Nor has a pod a limit of CPU, which would throttle the service beside the engine."""
+    ignored = [f"--ignore-test={name}" for name in NOT_OURS]
+    done = subprocess.run(
+        [str(KUBE_SCORE), "score", "--ignore-container-cpu-limit", *ignored, "-o", "ci", "-"],
+        input="\n---\n".join(map(json.dumps, rendered(example).documents)),
+        stdout=subprocess.PIPE,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, [line for line in done.stdout.splitlines() if "CRITICAL" in line]
+    assert "[OK]" in done.stdout
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
