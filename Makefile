@@ -106,7 +106,7 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not gpu and not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
