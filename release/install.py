@@ -104,7 +104,7 @@ def install_server(dist: Path, version: str, folder: Path) -> Environment:
     root = f"{CLIENT.name}[engine]=={version}"
     clean = Environment(folder)
     clean.lend(environments.dependencies([dist / each.wheel(version) for each in ALL], root))
-    clean.install("--no-index", "--find-links", dist, root)
+    clean.install("--no-compile", "--no-index", "--find-links", dist, root)
     return clean
 
 

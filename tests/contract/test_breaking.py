@@ -26,7 +26,7 @@ ENVIRONMENT |= {
 def image() -> bytes:
     """Return this tree's contract as buf's image."""
     buf = Path(sys.executable).with_name("buf")
-    command = [buf, "build", "--exclude-source-info", "--output", "-"]
+    command = [str(buf), "build", "--exclude-source-info", "--output", "-"]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
 
 
