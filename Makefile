@@ -25,17 +25,16 @@ DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
 
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
-WHEELS := dist
 TOOLS := $(abspath .tools/bin)
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check wheel wheel-check
+CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check dist dist-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow kill-run soak fuzz simulate soak-service test-gpu go \
-	bench bench-tables pack demo robot docs wheel wheel-check chart-check image-check image-lock ci clean size
+	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,10 +44,10 @@ help: ## list the targets
 setup: $(STAMP) ## make the venv and install everything into it
 
 # A venv that exists is completed, never remade.
-$(STAMP): pyproject.toml engine/tiny/pyproject.toml
+$(STAMP): pyproject.toml service/pyproject.toml engine/tiny/pyproject.toml
 	@test -x $(PY) || $(call new_venv,$(VENV))
 	@echo "setup: installing into $(VENV) (the first time brings torch, which is large)"
-	@$(PY) -m pip install $(PIP_FLAGS) -e engine/tiny -e ".[engine,dev]"
+	@$(PY) -m pip install $(PIP_FLAGS) -e engine/tiny -e service -e ".[engine,dev]"
 	@touch $@
 
 $(PROTO_STAMP): proto/requirements.txt
@@ -109,14 +108,14 @@ format-check: | $(STAMP) ## fail if a file is not formatted
 lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
-	@$(BIN)/mypy -p tests -p examples -p legato_tiny
+	@$(BIN)/mypy -p tests -p examples -p legato_tiny -p release
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
 
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not gpu and not slow and not deploy" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not deploy" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
@@ -168,14 +167,17 @@ docs: | $(DOCS_STAMP) ## build the documentation site into site/
 
 # ---------------------------------------------------------------- packages
 
-wheel: | $(STAMP) ## build both wheels into dist
-	@rm -rf $(WHEELS)
-	@$(PY) -m build --wheel --outdir $(WHEELS) . >/dev/null
-	@$(PY) -m build --wheel --outdir $(WHEELS) engine/tiny >/dev/null
-	@ls -l $(WHEELS)
+dist: | $(STAMP) ## build wheels and sdists into dist, twice, and compare the builds
+	@$(PY) -m release build
 
-wheel-check: | $(STAMP) ## install the built wheels as a user would
-	@$(PY) tests/packaging/check_wheels.py $(WHEELS)
+dist-check: | $(STAMP) ## every step of a release but the upload, with what `make dist` built
+	@$(PY) -m release publish --dry-run
+
+release-prepare: | $(STAMP) ## write a version everywhere: code, changelog, contract's baseline (VERSION=0.2.0)
+	@$(PY) -m release prepare $(VERSION)
+
+release: | $(STAMP) ## build, check, tag and upload the version of this commit
+	@$(PY) -m release publish
 
 # ---------------------------------------------------------------- deployment
 
@@ -199,7 +201,7 @@ ci: ## what CI runs, nothing else
 	done; echo "==> ci passed"
 
 clean: ## remove what was built, but not the venvs
-	rm -rf $(WHEELS) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(ROLES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 size: ## lines of code, the longest files first

@@ -1,16 +1,30 @@
 """Fail if the contract breaks the clients of the last release.
 
-Compares the working tree with the nearest tag `v*`, by buf's strictest rules (buf.yaml). Run by
-`make proto-breaking` at the root of the repository, with the Python of the venv that has buf.
+Compares the working tree, by buf's strictest rules (buf.yaml), with the committed baseline: the
+contract of the last release, which every clone has. Where git has the tag of a release, the tree is
+compared with the nearest one too, so that no rewritten baseline hides a break. Run by
+`make proto-breaking` at the root of the repository, with the Python of the venv that has buf;
+`--write REVISION` makes the working tree the baseline, a step of preparing a release.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 BUF = Path(sys.executable).with_name("buf")
+BASELINES = Path("proto/baseline")
+# Images have no buf.yaml; its rules for them.
+RULES = '{"version": "v2", "breaking": {"use": ["FILE"]}}'
+
+
+def baseline() -> Path | None:
+    """Return the one image in proto/baseline, named by its contract revision."""
+    found = list(BASELINES.glob("revision-*.binpb"))
+    return found[0] if len(found) == 1 else None
 
 
 def last_release() -> str | None:
@@ -20,31 +34,55 @@ def last_release() -> str | None:
     return found.stdout.strip() or None
 
 
-def is_left_out() -> bool:
-    """Whether there is a release that this clone lacks, because it is a shallow one."""
-    command = ["git", "rev-parse", "--is-shallow-repository"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    if told.stdout.strip() != "true":
-        return False
-    command = ["git", "ls-remote", "--exit-code", "--tags", "origin", "v*"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def breaks(name: str, *arguments: str | Path) -> bool:
+    """Whether `buf breaking` finds a break, which it prints."""
+    compared = subprocess.run([BUF, "breaking", *arguments], check=False)
+    if compared.returncode:
+        print(f"proto-breaking: this breaks clients of {name}; see the rules in proto/README.md")
+    else:
+        print(f"proto-breaking: nothing breaks clients of {name}")
+    return compared.returncode != 0
+
+
+def check() -> int:
+    """Compare, and say with what; 0 if nothing breaks."""
+    image, tag = baseline(), last_release()
+    if image is None:
+        print(f"proto-breaking: {BASELINES} has not one revision-N.binpb, so nothing is compared")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree.binpb"
+        if not build(tree):
+            return 1
+        broken = breaks(image.stem, tree, "--against", image, "--config", RULES)
+    if tag is not None:
+        broken |= breaks(tag, "--against", f".git#tag={tag}")
+    return int(broken)
+
+
+def write(revision: int) -> None:
+    """Replace the baseline by the contract of the working tree, without comments."""
+    BASELINES.mkdir(exist_ok=True)
+    for stale in BASELINES.glob("revision-*.binpb"):
+        stale.unlink()
+    if not build(BASELINES / f"revision-{revision}.binpb", "--exclude-source-info"):
+        raise SystemExit(1)
+
+
+def build(image: Path, *options: str) -> bool:
+    """Write the working tree's contract as buf's image; False if it does not compile."""
+    return subprocess.run([BUF, "build", *options, "--output", image], check=False).returncode == 0
 
 
 def main() -> int:
-    """Compare, and say with what; 0 if nothing breaks or nothing was released."""
-    tag = last_release()
-    if tag is None and is_left_out():
-        print("proto-breaking: this shallow clone lacks the releases: git fetch --unshallow --tags")
-        return 1
-    if tag is None:
-        print("proto-breaking: no release yet (no tag v*), so there is no client to break")
-        return 0
-    compared = subprocess.run([BUF, "breaking", "--against", f".git#tag={tag}"], check=False)
-    if compared.returncode:
-        print(f"proto-breaking: this breaks clients of {tag}; see the rules in proto/README.md")
-    else:
-        print(f"proto-breaking: nothing breaks clients of {tag}")
-    return compared.returncode
+    """Check, or write the baseline."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=int, metavar="REVISION")
+    revision = parser.parse_args().write
+    if revision is None:
+        return check()
+    write(revision)
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 case $target in
-    null) packages=$source ;;
-    cpu | cuda) packages="$source $source/engine/tiny" ;;
+    null) packages="$source $source/service" ;;
+    cpu | cuda) packages="$source $source/service $source/engine/tiny" ;;
     *) echo "build.sh: the target is null, cpu or cuda, not $target" >&2; exit 2 ;;
 esac
 

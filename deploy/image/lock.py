@@ -2,7 +2,7 @@
 
 All follow one resolution, so that images differ in nothing but what they leave out:
 
-- cuda.txt: all of `legato[engine]`
+- cuda.txt: all that `legato-server` requires
 - cpu.txt: without torch, whose build for CPUs is another one, and without what drives a GPU
 - null.txt: without what models need
 - build.txt: what builds the wheels and installs the others
@@ -19,21 +19,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LOCKS = Path(__file__).with_name("locks")
 PYTHON, PLATFORM = "3.11", "x86_64-manylinux_2_28"
-_OWN = re.compile(r"legato[\[-]")
+_OWN = re.compile(r"legato(-\w+)?(\[|==)")
 _MODEL = re.compile(r"(torch|transformers|tokenizers|safetensors|cuda-bindings)\b")
 _GPU = re.compile(r"torch$|triton$|nvidia-|cuda-")
 
 
 def main() -> int:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["cli"], *extras["engine"]]
+    client, server = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text()) for folder in (".", "service")
+    )
+    wanted = [
+        *client["project"]["dependencies"],
+        *client["project"]["optional-dependencies"]["cli"],
+        *server["project"]["dependencies"],
+    ]
     wanted = [each for each in wanted if not _OWN.match(each)]
     everything = _resolved(wanted)
     _write("cuda.txt", everything)
     _write("cpu.txt", {name: each for name, each in everything.items() if not _GPU.match(name)})
     _write("null.txt", _resolved([each for each in wanted if not _MODEL.match(each)], "cuda.txt"))
-    _write("build.txt", _resolved([*project["build-system"]["requires"], "uv"]))
+    _write("build.txt", _resolved([*client["build-system"]["requires"], "uv"]))
     return 0
 
 

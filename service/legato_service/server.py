@@ -119,7 +119,7 @@ class Server:
             self._call_log,
             self._health,
             engine.expect,
-            lambda queue: Gate(engine, queue, on_quiet=give_back),
+            Gate(engine, give_back),
             is_first=number == 0,
         )
         admin = AdminServicer(

@@ -1,7 +1,8 @@
-"""`make proto-breaking` lets additions through and nothing else."""
+"""`make proto-breaking` lets additions through and nothing else, in every clone."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -21,8 +22,16 @@ ENVIRONMENT |= {
 }
 
 
+@functools.cache
+def image() -> bytes:
+    """Return this tree's contract as buf's image."""
+    buf = Path(sys.executable).with_name("buf")
+    command = [str(buf), "build", "--exclude-source-info", "--output", "-"]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+
+
 class Repository:
-    """A repository with a copy of the contract, committed but not released."""
+    """A repository with a copy of the contract and its baseline, committed but not released."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,6 +39,8 @@ class Repository:
         for part in ("legato", "third_party"):
             shutil.copytree(ROOT / "proto" / part, folder / "proto" / part)
         self.git("init", "--quiet", "--initial-branch", "main")
+        (folder / "proto" / "baseline").mkdir()
+        (folder / "proto" / "baseline" / "revision-7.binpb").write_bytes(image())
         self.commit()
 
     def git(self, *arguments: str) -> None:
@@ -49,15 +60,15 @@ class Repository:
         path.write_text(text.replace(old, new))
         self.commit()
 
-    def check(self) -> subprocess.CompletedProcess[str]:
-        """Return the command of `make proto-breaking`, for a repository's root."""
-        return check(self._folder)
+    def check(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run the command of `make proto-breaking` at the repository's root."""
+        return check(self._folder, *options)
 
 
-def check(folder: Path) -> subprocess.CompletedProcess[str]:
+def check(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Check the working tree."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "proto" / "breaking.py")],
+        [sys.executable, str(ROOT / "proto" / "breaking.py"), *options],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -82,18 +93,67 @@ def released(repository: Repository) -> Repository:
     return repository
 
 
-def test_without_a_release_nothing_can_break(repository: Repository) -> None:
-    """Before the first tag the check passes and says why."""
+def test_this_repository_has_a_baseline() -> None:
+    """The contract is compared with something in every clone, also without tags."""
+    checked = check(ROOT)
+    assert checked.returncode == 0, checked.stdout
+    assert "nothing breaks clients of revision-" in checked.stdout
+
+
+@pytest.mark.parametrize("is_tagged", [False, True])
+def test_without_a_baseline_nothing_passes(
+    repository: Repository, tmp_path: Path, is_tagged: bool
+) -> None:
+    """A missing baseline is a failure, not a comparison with nothing."""
+    if is_tagged:
+        repository.git("tag", "v0.1.0")
+    (tmp_path / "proto" / "baseline" / "revision-7.binpb").unlink()
+    checked = repository.check()
+    assert checked.returncode != 0
+    assert "nothing is compared" in checked.stdout
+
+
+def test_a_second_baseline_is_a_failure(repository: Repository, tmp_path: Path) -> None:
+    """Which of two is the last release's would be a guess."""
+    (tmp_path / "proto" / "baseline" / "revision-8.binpb").touch()
+    assert repository.check().returncode != 0
+
+
+def test_a_break_is_caught_without_a_tag(repository: Repository) -> None:
+    """The baseline suffices: a clone without tags compares as well."""
     repository.change("geometry", "  float y = 2;\n", "")
     checked = repository.check()
-    assert checked.returncode == 0
-    assert "no release yet" in checked.stdout
+    assert checked.returncode != 0
+    assert "legato/v1/geometry.proto" in checked.stdout
+    assert "breaks clients of revision-7" in checked.stdout
+
+
+def test_a_rewritten_baseline_hides_no_break(released: Repository) -> None:
+    """The tag of a release is compared with, too."""
+    released.change("geometry", "  float y = 2;\n", "")
+    assert released.check("--write", "7").returncode == 0
+    released.commit()
+    checked = released.check()
+    assert checked.returncode != 0
+    assert "nothing breaks clients of revision-7" in checked.stdout
+    assert "this breaks clients of v0.1.0" in checked.stdout
+
+
+def test_writing_a_baseline_replaces_the_last(released: Repository, tmp_path: Path) -> None:
+    """A release has one baseline, named by its contract revision."""
+    assert released.check("--write", "8").returncode == 0
+    (written,) = (tmp_path / "proto" / "baseline").iterdir()
+    assert written.name == "revision-8.binpb"
+    assert released.check().returncode == 0
 
 
 def test_a_tag_that_is_no_release_is_passed_over(repository: Repository) -> None:
-    """Only tags v* are releases."""
+    """Only tags v* are releases of the contract: those of the Go module repeat them."""
     repository.git("tag", "nightly")
-    assert "no release yet" in repository.check().stdout
+    repository.git("tag", "clients/go/v0.1.0")
+    checked = repository.check()
+    assert checked.returncode == 0, checked.stdout
+    assert "v0.1.0" not in checked.stdout
 
 
 def test_an_addition_passes(released: Repository) -> None:
@@ -124,7 +184,8 @@ def test_a_break_is_caught(released: Repository, noun: str, old: str, new: str) 
     checked = released.check()
     assert checked.returncode != 0
     assert f"proto/legato/v1/{noun}.proto" in checked.stdout
-    assert "breaks clients of v0.1.0" in checked.stdout
+    assert "this breaks clients of revision-7" in checked.stdout
+    assert "this breaks clients of v0.1.0" in checked.stdout
 
 
 def test_a_break_is_caught_before_it_is_committed(released: Repository, tmp_path: Path) -> None:
@@ -133,16 +194,7 @@ def test_a_break_is_caught_before_it_is_committed(released: Repository, tmp_path
     assert released.check().returncode != 0
 
 
-@pytest.mark.parametrize("is_released", [False, True])
-def test_a_shallow_clone_does_not_pass_for_unreleased(
-    repository: Repository, tmp_path: Path, is_released: bool
-) -> None:
-    """Without the history of a release the check fails and says what to do."""
-    if is_released:
-        repository.git("tag", "v0.1.0")
-    repository.change("geometry", "// One point.", "// A point.")
-    clone = tmp_path / "clone"
-    repository.git("clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(clone))
-    checked = check(clone)
-    assert checked.returncode == is_released
-    assert ("git fetch --unshallow" in checked.stdout) == is_released
+def test_a_contract_that_does_not_compile_fails(repository: Repository) -> None:
+    """What cannot be compared does not pass."""
+    repository.change("geometry", "  float y = 2;\n", "  float y = ;\n")
+    assert repository.check().returncode != 0

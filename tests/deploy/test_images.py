@@ -71,11 +71,14 @@ def test_every_package_of_a_lock_has_hashes(name):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_lock_is_what_the_project_asks_for(target):
     """`make image-lock` was run since the project's requirements changed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [
-        Requirement(each) for each in project["dependencies"] + extras["cli"] + extras["engine"]
-    ]
+    client, server = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        for folder in (".", "service")
+    )
+    needed = (
+        client["dependencies"] + client["optional-dependencies"]["cli"] + server["dependencies"]
+    )
+    wanted = [Requirement(each) for each in needed]
     packages = locked(target)
     for requirement in wanted:
         if requirement.name.startswith("legato"):

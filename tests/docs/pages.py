@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]+`")
-_LEFT_OUT = ("build/", "site/", "node_modules/", "engine/tiny/build/")
+_LEFT_OUT = ("build/", "dist/", "site/", "node_modules/", "engine/tiny/build/")
 
 
 def pages() -> list[Path]:

@@ -1,0 +1,1 @@
+"""Builds, checks and publishes the distributions; docs/releases.md has the policy."""
