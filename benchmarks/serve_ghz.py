@@ -29,7 +29,7 @@ def measure(targets: Mapping[str, str]) -> dict[str, dict[str, float]]:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         protoset = Path(folder) / "legato.binpb"
-        protoset.write_bytes(_descriptors(inference_pb2.DESCRIPTOR).SerializeToString())
+        protoset.write_bytes(descriptors(inference_pb2.DESCRIPTOR).SerializeToString())
         return {name: _run(ghz, protoset, target) for name, target in targets.items()}
 
 
@@ -62,7 +62,7 @@ def _run(ghz: str, protoset: Path, target: str) -> dict[str, float]:
     return {"rps": found["rps"], "p50": percentiles[50], "p99": percentiles[99]}
 
 
-def _descriptors(file: FileDescriptor) -> descriptor_pb2.FileDescriptorSet:
+def descriptors(file: FileDescriptor) -> descriptor_pb2.FileDescriptorSet:
     """Return a proto file with all that it needs, dependencies first."""
     found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
 

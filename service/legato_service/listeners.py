@@ -13,7 +13,6 @@ from legato_service.access.admin_socket import admin_socket
 from legato_service.access.control import AccessControl
 from legato_service.access.tls import ServerCertificate
 from legato_service.config import ServiceConfig
-from legato_service.rpc.accept_queue import AcceptQueue
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.gate import Gate
 from legato_service.rpc.grpc_options import server_options
@@ -37,12 +36,10 @@ class Listener:
         expect: Callable[[], None] = lambda: None,
         certificate: ServerCertificate | None = None,
         access: AccessControl | None = None,
-        make_gate: Callable[[AcceptQueue], Gate] | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        self._grpc, accept_queue = AcceptQueue.of_new(
-            lambda: grpc.aio.server(options=server_options(config, shared=shared))
-        )
-        self.gate = None if make_gate is None else make_gate(accept_queue)
+        self._grpc = grpc.aio.server(options=server_options(config, shared=shared))
+        self.gate = gate
         self.certificate = certificate
         self._middleware = RpcMiddleware(config.stall_timeout, call_log, expect, access, self.gate)
         self._grpc.add_generic_rpc_handlers((self._middleware,))
@@ -72,8 +69,6 @@ class Listener:
 
     async def stop(self, grace: float) -> None:
         await self._grpc.stop(grace)
-        if self.gate is not None:
-            self.gate.close()
         addresses.remove_socket(self._address)
 
 
@@ -94,7 +89,7 @@ class Listeners:
         call_log: CallLog,
         health: HealthServicer,
         expect: Callable[[], None],
-        make_gate: Callable[[AcceptQueue], Gate],
+        gate: Gate,
         *,
         is_first: bool,
     ) -> None:
@@ -113,7 +108,7 @@ class Listeners:
             expect=expect,
             certificate=self.certificate,
             access=self.access,
-            make_gate=make_gate,
+            gate=gate,
         )
         self.admin: Listener | None = None
         if config.has_own_admin and is_first:

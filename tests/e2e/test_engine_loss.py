@@ -83,7 +83,7 @@ def test_requests_are_refused_while_there_is_no_engine(mortal):
     assert refused.code is grpc.StatusCode.UNAVAILABLE
     assert refused.reason in ("ENGINE_LOST", "ENGINE_STARTING")
     assert refused.details["RetryInfo"].retry_delay.ToMilliseconds() > 0
-    assert mortal.load().engine_state in ("lost", "starting")
+    until(lambda: mortal.load().engine_state in ("lost", "starting"))
     until(mortal.is_serving)
     health.close()
     assert len(mortal.inference.Detect(PROBE).objects) == 1

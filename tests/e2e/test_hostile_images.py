@@ -13,7 +13,7 @@ from tests.e2e.server import Server, children, own_bytes
 from tests.hostile_images import file, smooth
 from tests.service.harness import read_refusal
 
-AT_ONCE = 20
+AT_ONCE = 5
 LARGE = 6
 CHUNK = 1 << 20
 GROWTH = 96 << 20  # bytes; each of the hostile images would take more if it were decoded here

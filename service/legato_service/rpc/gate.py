@@ -14,11 +14,7 @@ from legato_engine.errors import QueueFull
 
 from legato_service.engine import Engine
 from legato_service.errors import Failure, failure
-from legato_service.rpc.accept_queue import AcceptQueue
 
-MAX_ACCEPT_DELAY = 0.1  # seconds in gRPC's own queue, beyond which calls are refused
-WATCH_INTERVAL = 0.05  # seconds between two looks at that queue
-MIN_ACCEPTED = 10  # calls in that time; with fewer the queue is not looked at
 RESERVE = 4  # a quarter of the places more for tenants below their share, half of it for priorities
 MANY_CALLS = 64  # at a time, whose memory is worth giving back
 QUIET_DELAY = 1.0  # seconds
@@ -69,37 +65,17 @@ class Gate:
     They are at most as many as the engine runs and queues. When these are reached, a quarter more
     is for tenants with fewer calls than others, and half of that also for higher priorities,
     because the engine's full queue gives up other requests for theirs.
-
-    While calls wait longer than `MAX_ACCEPT_DELAY` to be accepted, the event loop is the
-    bottleneck, and those beyond that time are refused, first come first. A burst of as many calls
-    as the engine takes is not.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        accept_queue: AcceptQueue,
-        on_quiet: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, engine: Engine, on_quiet: Callable[[], None] = lambda: None) -> None:
         """`on_quiet` is called a while after the last of many calls has ended."""
         self._engine = engine
         self._on_quiet = on_quiet
         self._num_calls = 0
         self._most_calls = 0  # since the last quiet
-        self._accept_queue = accept_queue
-        self._watched_at = 0.0
-        self._accepted_at_watch = 0
-        self._watch: asyncio.TimerHandle | None = None
         self._refusals = _Refusals()
         self.num_unsubmitted = 0
-        self.num_overdue = 0.0  # of the next calls, to be refused
         self.calls_by_tenant: dict[str, int] = {}  # without zeros
-
-    def accepted(self) -> None:
-        """Count a call of any method."""
-        self._accept_queue.num_accepted += 1
-        if self._watch is None:
-            self._arm()
 
     def enter(self, task: asyncio.Task[object]) -> Place:
         """Give a place to the call of this task."""
@@ -119,31 +95,22 @@ class Gate:
     @property
     def is_crowded(self) -> bool:
         """Whether `admits` has to decide about the newest call."""
-        return self.num_overdue > 0 or self._num_open > self._limit
+        return self._num_open > self._limit
 
     def admits(self, tenant: str, priority: int) -> bool:
         """Decide about a call that has its place and its name."""
-        num_open = self._num_open
-        calls = self.calls_by_tenant
-        below_share = len(calls) > 1 and calls[tenant] * len(calls) < num_open
-        if self.num_overdue > 0 and not below_share:
-            self.num_overdue -= 1
-            return False
-        limit = self._limit
+        num_open, limit = self._num_open, self._limit
         if num_open <= limit:
             return True
+        calls = self.calls_by_tenant
         reserve = limit // RESERVE + 1
-        if below_share:
+        if len(calls) > 1 and calls[tenant] * len(calls) < num_open:
             return num_open <= limit + reserve
         return priority > 0 and num_open <= limit + reserve // 2
 
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
         """Return a refusal, made for many, and the trailers for this call."""
         return self._refusals.next(request_id, self._engine.estimated_wait, self._limit)
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
 
     @property
     def _num_open(self) -> int:
@@ -153,27 +120,6 @@ class Gate:
     def _limit(self) -> float:
         model = self._engine.model
         return math.inf if model is None else model.max_running + model.max_waiting
-
-    # ------------------------------------------------------------ gRPC's own queue
-
-    def _arm(self) -> None:
-        self._watched_at = time.monotonic()
-        self._accepted_at_watch = self._accept_queue.num_accepted
-        self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL, self._on_watch)
-
-    def _on_watch(self) -> None:
-        accepted = self._accept_queue.num_accepted - self._accepted_at_watch
-        elapsed = time.monotonic() - self._watched_at
-        self.num_overdue = 0.0
-        if accepted >= MIN_ACCEPTED:
-            in_time = accepted * MAX_ACCEPT_DELAY / elapsed
-            self.num_overdue = max(0, self._accept_queue.num_waiting() - max(in_time, self._limit))
-        elif not accepted:
-            if elapsed < 2 * WATCH_INTERVAL:  # else the loop was blocked
-                self._accept_queue.settle()
-            self._watch = None
-            return
-        self._arm()
 
 
 class _Refusals:

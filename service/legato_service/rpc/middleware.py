@@ -99,11 +99,9 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         CURRENT.set(call)
         if self._starts is not None:
             self._starts[method] += 1
-        if (gate := self._gate) is not None:
-            gate.accepted()
         if not method.startswith(_INFERENCE):
             return wrapped
-        if gate is not None:
+        if (gate := self._gate) is not None:
             task = asyncio.current_task()
             assert task is not None, "gRPC runs each call in a task"
             call.place = gate.enter(task)

@@ -180,6 +180,7 @@ async def test_the_last_call_to_leave_ends_the_run():
     async with running(engine) as server:
         calls = [server.inference.Query(QUERY), server.inference.Query(QUERY)]
         await joined(server)
+        await until(lambda: len(engine.streams) == 1)
         for each in calls:
             each.cancel()
         await until(lambda: not engine.streams and server.server.num_in_flight == 0)

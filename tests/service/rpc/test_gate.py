@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +12,12 @@ import grpc
 import msgspec
 import pytest
 import structlog
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine.errors import EngineLost
 from legato_service.rpc import gate as gate_module
-from legato_service.rpc.accept_queue import AcceptQueue
 from legato_service.rpc.gate import Gate
+from legato_service.rpc.grpc_options import MAX_CALLS_PER_CONNECTION
 
 from tests.service import fakes
 from tests.service.fakes import MODEL, FakeEngine
@@ -30,6 +29,7 @@ GENERATE = inference_pb2.GenerateRequest(
     task=task_pb2.Task(query=task_pb2.QueryTask(question="What?"))
 )
 LIMIT = 4
+APART = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
 
 
 def gate_of(served: Running) -> Gate:
@@ -198,46 +198,8 @@ async def test_a_malformed_call_gets_its_own_error_at_a_full_gate() -> None:
         assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_overdue_calls_are_refused_first_come_first() -> None:
-    """As many as wait too long in gRPC's queue; a tenant below its share is spared."""
-    async with small_service() as served:
-        calls = await fill(served, 2)
-        gate_of(served).num_overdue = 2
-        spared = served.inference.Query(QUESTION, metadata=tenant("small"))
-        await until(lambda: len(served.engine.streams) == 3)
-        for _ in range(2):
-            refused = await refusal(served.inference.Query(QUESTION, metadata=tenant("greedy")))
-            assert refused.reason == "QUEUE_FULL"
-        calls.append(served.inference.Query(QUESTION, metadata=tenant("greedy")))
-        await until(lambda: len(served.engine.streams) == 4)
-        await end(served, [*calls, spared])
-
-
-async def test_the_length_of_the_accept_queue_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that come while the event loop is blocked wait in gRPC; then there are none."""
-    monkeypatch.setattr(gate_module, "WATCH_INTERVAL", 3600.0)
-    async with small_service(fakes.answer) as served:
-        queue: AcceptQueue = gate_of(served)._accept_queue
-        await served.inference.Query(QUESTION)
-        await until(lambda: queue.num_waiting() == 0)
-        target = f"127.0.0.1:{served.port}"
-
-        def call() -> list[Any]:
-            with grpc.insecure_channel(target) as channel:
-                query: Any = channel.unary_unary(QUERY)
-                grpc.channel_ready_future(channel).result()
-                sent = [query.future(QUESTION.SerializeToString()) for _ in range(20)]
-                return [each.result() for each in sent]
-
-        calling = asyncio.get_running_loop().run_in_executor(None, call)
-        while queue.num_waiting() < 19:  # the event loop is blocked; one call was handed over
-            time.sleep(0.001)  # noqa: ASYNC251
-        assert len(await calling) == 20
-        await until(lambda: queue.num_waiting() == 0)
-
-
 async def test_a_burst_is_answered_with_statuses_of_ours() -> None:
-    """GRPC's own queue drops nothing: each of 4,000 calls at once gets an answer or our refusal."""
+    """GRPC itself drops or refuses none of 4,000 calls at once, which one connection carries."""
     async with small_service(fakes.answer) as served:
         query = served.channel.unary_unary(QUERY)
         data = QUESTION.SerializeToString()
@@ -253,6 +215,24 @@ async def test_a_burst_is_answered_with_statuses_of_ours() -> None:
         counts = Counter(await asyncio.gather(*(one() for _ in range(4000))))
         assert set(counts) <= {"OK", "RESOURCE_EXHAUSTED True"}
         assert counts["OK"]
+
+
+async def test_calls_beyond_those_of_a_connection_wait_in_the_client() -> None:
+    """Each that ends lets the next one come."""
+    engine = FakeEngine(fakes.hold)
+    async with running(engine) as served:
+        calls = [served.inference.Query(QUESTION) for _ in range(MAX_CALLS_PER_CONNECTION + 2)]
+        await until(lambda: len(engine.streams) == MAX_CALLS_PER_CONNECTION)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}", APART) as another:
+            health: Any = health_pb2_grpc.HealthStub(another)
+            for _ in range(10):
+                await health.Check(health_pb2.HealthCheckRequest())
+        assert len(engine.streams) == MAX_CALLS_PER_CONNECTION
+        for _ in range(2):
+            fakes.answer(engine, next(iter(engine.streams.values())))
+        await until(lambda: len(engine.requests) == len(calls))
+        for each in calls:
+            each.cancel()
 
 
 async def test_memory_is_given_back_after_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

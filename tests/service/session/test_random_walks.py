@@ -136,7 +136,7 @@ class Session(RuleBasedStateMachine):
 
 TestSession = Session.TestCase
 TestSession.settings = settings(
-    max_examples=150,
+    max_examples=60,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
