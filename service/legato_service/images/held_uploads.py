@@ -49,6 +49,7 @@ class HeldUploads:
         self._held: dict[Key, _HeldUpload] = {}
         self._owners: dict[tuple[str, str], set[Key]] = {}  # by tenant and image id
         self._holding: asyncio.Task[None] | None = None
+        self._being_held: dict[Key, asyncio.Event] = {}
         engine.subscribe(self._on_state)
 
     def __len__(self) -> int:
@@ -75,6 +76,11 @@ class HeldUploads:
         held.blob.close()
         self._quota.release(key[2], held.blob.size)
         return self._is_lost(held)
+
+    async def settled(self, key: Key) -> None:
+        """Wait while the next engine is being asked to hold it; only then can it be let go."""
+        if (asked := self._being_held.get(key)) is not None:
+            await asked.wait()
 
     def restage(self, tenant: str, image_id: str) -> functools.partial[core.ImageSource] | None:
         """Return a function that stages the bytes of an image for an engine without it.
@@ -112,6 +118,7 @@ class HeldUploads:
             if self._held.get(key) is not held or not self._is_lost(held):
                 continue
             pid = self._engine.pid
+            asked = self._being_held[key] = asyncio.Event()
             try:
                 await self._engine.hold(self._command(key, held))
             except Unavailable:
@@ -121,6 +128,9 @@ class HeldUploads:
                 self.drop(key)
             else:
                 held.engine_pid = pid
+            finally:
+                del self._being_held[key]
+                asked.set()
 
     def _command(self, key: Key, held: _HeldUpload) -> HoldImage:
         tenant, _, owner = key

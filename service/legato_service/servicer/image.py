@@ -123,7 +123,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             raise
 
     async def _drop(self, key: RequestKey, image_id: str, owner: str) -> None:
-        was_lost = self._held.drop((key.tenant, image_id, owner))
+        kept_as = (key.tenant, image_id, owner)
+        was_lost = self._held.drop(kept_as)
+        await self._held.settled(kept_as)
         try:
             await self._engine.drop(DropImage(request_id=key, image_id=image_id, owner=owner))
         except ImageNotFound:

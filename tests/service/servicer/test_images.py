@@ -98,6 +98,24 @@ async def test_the_same_bytes_are_one_image():
     assert again.image.cache_hit
 
 
+async def test_an_image_that_is_deleted_while_the_next_engine_takes_it_is_gone():
+    """The engine does not hold it yet, so that it could not be dropped there."""
+    async with running() as server:
+        engine = server.engine
+        image_id = (await put(server, pieces(PNG))).image.image_id
+        engine.held.clear()
+        engine.pid += 1
+        engine.may_answer.clear()
+        engine.become(EngineState.READY)
+        await until(lambda: len(engine.holds) == 2)
+        deleting = asyncio.ensure_future(delete(server, image_id))
+        await until(lambda: not len(server.server.held_uploads))
+        engine.may_answer.set()
+        await deleting
+        await settled(server)
+        assert not engine.held
+
+
 @pytest.mark.parametrize(
     ("requested", "given"), [(None, 50.0), (7.5, 7.5), (90.0, 90.0), (1000.0, 100.0)]
 )
