@@ -19,6 +19,7 @@ BENCHMARKS = (
     "access",
     "adapters",
     "e2e",
+    "fleet",
     "fp8",
     "hop",
     "image",
