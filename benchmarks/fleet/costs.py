@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 ROWS = 32  # sequences that run at once, `--max-running 32`, and tokens of a pass
 MAX_WAITING = 256  # the default of `--max-waiting`

@@ -17,6 +17,7 @@ from typing import Protocol
 from benchmarks.fleet.engine import Request, SimulatedEngine
 
 VIRTUAL_NODES = 64  # of an engine on the ring
+NUM_PROXIES = 16
 BALANCE_FACTOR = 1.25  # Envoy's `hash_balance_factor` of 125
 
 
@@ -41,6 +42,25 @@ class RoundRobin:
     def choose(self, request: Request) -> SimulatedEngine:
         self._next = (self._next + 1) % len(self._engines)
         return self._engines[self._next]
+
+
+class ManyRoundRobins:
+    """Several proxies that each take engines in turn, in an order of their own.
+
+    One router for many engines sends each of them requests at nearly equal intervals, which several
+    do not.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._turns = [RoundRobin(rng) for _ in range(NUM_PROXIES)]
+
+    def set_engines(self, engines: Sequence[SimulatedEngine]) -> None:
+        for turn in self._turns:
+            turn.set_engines(self._random.sample(engines, len(engines)))
+
+    def choose(self, request: Request) -> SimulatedEngine:
+        return self._turns[int(self._random.random() * NUM_PROXIES)].choose(request)
 
 
 class TwoChoices:
@@ -170,6 +190,7 @@ class Affinity:
 _SAMPLE = 64
 POLICIES: dict[str, Callable[[random.Random, float], Router]] = {
     "round robin": lambda rng, _: RoundRobin(rng),
+    "round robin, 16 proxies": lambda rng, _: ManyRoundRobins(rng),
     "two choices": lambda rng, _: TwoChoices(rng),
     "least wait": lambda rng, _: LeastWait(rng),
     "ring hash": lambda rng, _: RingHash(rng),

@@ -18,7 +18,7 @@ from benchmarks.fleet.costs import EngineCosts, measured
 from benchmarks.fleet.scenarios import Scenario
 from benchmarks.fleet.simulate import Figures, simulate
 from benchmarks.provenance import ROOT
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 GROUPS = ("routing", "sizes", "overload", "failures", "scaling")
 COMPARED = ("record", "workload", "tokens", "callers", "answers/s", "simulated", "P50 ms", "sim.")

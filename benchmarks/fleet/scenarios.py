@@ -44,8 +44,8 @@ def routing() -> Iterator[Scenario]:
 def sizes() -> Iterator[Scenario]:
     """From one engine to 10,000 at the same load each."""
     lengths = {1: (60.0, 5.0), 8: (60.0, 5.0), 100: (15.0, 5.0), 1000: (6.0, 4.0)}
-    for engines, (seconds, warm_up) in (lengths | {10_000: (3.0, 2.0)}).items():
-        for policy in ("round robin", "two choices", "affinity"):
+    for engines, (seconds, warm_up) in (lengths | {10_000: (2.0, 1.5)}).items():
+        for policy in ("round robin", "round robin, 16 proxies", "two choices", "affinity"):
             run = Run(engines, _mix(65.0 * engines), policy, seconds, warm_up)
             yield Scenario("sizes", "mix", 65.0, run)
 

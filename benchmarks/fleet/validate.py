@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.fleet.clock import Clock
 from benchmarks.fleet.costs import FITTED, EngineCosts, measured
 from benchmarks.fleet.engine import Picture, Request, SimulatedEngine
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 RECORDS = {"h200/e2e": (1, 64), "h200/e2e_photos": (1, 64), "h200/e2e_all": (4, 16)}
 PREDICTED = (("new", 3, 128), ("mix", 3, 128), ("cached", 3, 128))  # that no record has

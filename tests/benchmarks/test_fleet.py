@@ -17,7 +17,7 @@ from benchmarks.fleet.routing import POLICIES, Affinity, LeastWait, RingHash, Ro
 from benchmarks.fleet.simulate import Figures, Run, simulate
 from benchmarks.fleet.workload import Source, Workload, steady
 from benchmarks.provenance import ROOT
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 RECORDS = Records(ROOT)
 COSTS = measured(RECORDS)
