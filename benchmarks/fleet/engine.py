@@ -69,22 +69,6 @@ class SimulatedEngine:
     end of the next answer are one event, which a new request cuts at the next step's end.
     """
 
-    __slots__ = (
-        *("_clock", "_costs", "_decoding", "_finishing", "_host_free", "_launch", "_launch_start"),
-        *(
-            "_estimate",
-            "_long",
-            "_num_jumped",
-            "_number",
-            "_outcomes",
-            "_version",
-            "_waiting",
-            "busy",
-            "free_at",
-        ),
-        *("cache", "index", "is_up", "num_hits", "num_open", "started", "step_seconds"),
-    )
-
     def __init__(
         self,
         index: int,
@@ -113,7 +97,7 @@ class SimulatedEngine:
         self._launch = 0
         self._launch_start = 0.0
         self._num_jumped = 0  # steps of decode alone in the event under way; 0: a prefill
-        self.step_seconds = 0.0
+        self._step_seconds = 0.0
         self._long = 0  # running requests with long answers
         self._number = 0
         self._version = 0  # of the event under way; others are void
@@ -212,10 +196,10 @@ class SimulatedEngine:
             self._estimate.prefilled(clock.now, prompts, len(self._waiting))
             seconds = self._costs.launch(rows, prompts, tokens, images)
         else:
-            self.step_seconds = self._costs.steps[rows]
+            self._step_seconds = self._costs.steps[rows]
             self._num_jumped = self._finishing[0][0] - self._launch
             self._launch += self._num_jumped
-            seconds = self.step_seconds * self._num_jumped
+            seconds = self._step_seconds * self._num_jumped
         clock.at(clock.now + seconds, self._end_launch, self._version)
 
     def _admit(self) -> tuple[int, int, int]:
@@ -269,11 +253,11 @@ class SimulatedEngine:
     def _cut_jump(self) -> None:
         """End the steps under way with the one that runs now, so that a prefill can follow."""
         elapsed = self._clock.now - self._launch_start
-        steps = min(self._num_jumped, max(1, math.ceil(elapsed / self.step_seconds)))
+        steps = min(self._num_jumped, max(1, math.ceil(elapsed / self._step_seconds)))
         self._launch -= self._num_jumped - steps
         self._num_jumped = 1
         self._version += 1
-        end = max(self._clock.now, self._launch_start + steps * self.step_seconds)
+        end = max(self._clock.now, self._launch_start + steps * self._step_seconds)
         self._clock.at(end, self._end_launch, self._version)
 
     def _end_launch(self, version: int) -> None:

@@ -131,6 +131,34 @@ def deployment_row(records: Records, cameras: int, each: float, size: str) -> li
     ]
 
 
+def steps(records: Records, cameras: int, each: float, size: str) -> list[list[str]]:
+    """Return how a deployment is sized: what, how, how much."""
+    need, full = deployment(records, cameras, each, size), gpu_rate(records)
+    frame = frames(records)[size]
+    spent = f"{frame.decode * 1e3:.1f} ms of decoding and {frame.service * 1e3:.1f} ms"
+    return [
+        ["frames a second", f"{cameras:,} cameras x {each:g}", f"{need.frames:,.0f}"],
+        ["of one GPU", f"{full:.0f} measured x {BUSY:g} busy", f"{full * BUSY:.0f}"],
+        ["GPUs", "rounded up", str(need.gpus)],
+        ["cores for engines", "one each, their loop polls", str(need.gpus)],
+        [
+            "cores for frames",
+            f"{spent} of service each, {BUSY:g} busy",
+            str(need.cores - need.gpus),
+        ],
+        [
+            "memory, GiB",
+            f"{ENGINE_GIB} an engine, {SESSION_KIB} KiB a session",
+            str(need.memory_gib),
+        ],
+        [
+            "network in",
+            f"{frame.jpeg_bytes / 1e3:,.0f} kB a frame",
+            f"{need.network_gbps:.1f} Gb/s",
+        ],
+    ]
+
+
 def limit_row(records: Records, frame: Frame) -> list[str]:
     """Return the cells of `LIMIT_HEADS`: what a GPU that is always busy needs of its host."""
     rate = gpu_rate(records)
