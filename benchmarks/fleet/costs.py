@@ -1,8 +1,9 @@
 """What an engine's work costs, from records of one H200 with Moondream 2's shape.
 
 The simulated engine has the null engine's form, a step that adds a token to every running request,
-with the durations of these records. Two parameters are fitted to the records of whole requests
-(`FITTED`); all others were measured apart from them, so that whole requests can check the model.
+with the durations of these records. The time on the way and the host's time for a call are fitted
+to whole requests (`FITTED`, and the second of these with photographs); all others were measured
+apart from them, so that whole requests can check the model.
 """
 
 from __future__ import annotations

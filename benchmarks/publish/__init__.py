@@ -16,7 +16,7 @@ from benchmarks.publish import charts, diagrams, tables
 from benchmarks.records import Records
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/scaling.md")
 IMAGES = "docs/images"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from benchmarks.publish import fleet
 from benchmarks.publish.peers import peers, reference_total
 from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
@@ -292,4 +293,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "service": service,
     "speculation": speculation,
     "tiny": tiny,
+    **fleet.TABLES,
 }

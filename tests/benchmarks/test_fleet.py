@@ -98,6 +98,26 @@ def test_affinity_computes_fewer_pictures_again() -> None:
     assert runs["affinity"].p99 <= runs["ring hash"].p99
 
 
+def test_the_bound_of_affinity_protects_a_holder() -> None:
+    """An image that is asked about more often than one engine answers is known by several."""
+    workload = Workload(steady(6000), hot_share=0.95, num_hot=1)
+    shares = {
+        name: simulate(Run(10, workload, name, seconds=1.5, warm_up=0.5), COSTS).good_share
+        for name in ("affinity", "affinity, unbounded")
+    }
+    assert shares["affinity"] > 0.99
+    assert shares["affinity, unbounded"] < 0.9
+
+
+def test_the_record_is_of_these_costs() -> None:
+    """The recorded fleet had the costs that today's records give."""
+    recorded = RECORDS.figures("fleet")["costs"]
+    now = dataclasses.asdict(COSTS)
+    assert {name: pytest.approx(value) for name, value in now.items()} == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items()
+    }
+
+
 # ---------------------------------------------------------------- autoscaling
 
 
