@@ -13,12 +13,18 @@ import sys
 from benchmarks import provenance
 
 EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU too
-TOOLS = {"pack": "provenance", "publish": "publish", "summary": "summary"}  # write no record
+TOOLS = {  # write no record
+    "pack": "provenance",
+    "publish": "publish",
+    "sizing": "fleet.sizing",
+    "summary": "summary",
+}
 BENCHMARKS = (
     *EVERYWHERE,
     "access",
     "adapters",
     "e2e",
+    "fleet",
     "fp8",
     "hop",
     "image",

@@ -1,8 +1,8 @@
 """What the documents show of the records: tables, charts and diagrams.
 
-`python -m benchmarks publish` writes the tables of README.md and docs/performance.md, each between
-two markers, and the SVG files in docs/images. `--check` writes nothing and fails when one of them
-is not current. No figure in these places is typed by hand.
+`python -m benchmarks publish` writes the tables of README.md, docs/performance.md and
+docs/scaling.md, each between two markers, and the SVG files in docs/images. `--check` writes
+nothing and fails when one of them is not current. No figure in these places is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.publish import charts, diagrams, tables
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/scaling.md")
 IMAGES = "docs/images"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

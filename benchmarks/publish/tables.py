@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, made from records.
+"""The tables of the documents, made from records.
 
 Each function returns Markdown: a table, and below it the records that its figures come from. A
 table whose figures come from several commits names the record of each row.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from benchmarks.publish import fleet
 from benchmarks.publish.peers import peers, reference_total
-from benchmarks.publish.records import STREAMS, Records, Row, sources
 from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
+from benchmarks.records import STREAMS, Records, Row, sources
 
 LONE_STAGES = {
     "there": "client to engine",
@@ -292,4 +293,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "service": service,
     "speculation": speculation,
     "tiny": tiny,
+    **fleet.TABLES,
 }

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import publish
 from benchmarks.publish import tables
 from benchmarks.publish.peers import peers
-from benchmarks.publish.records import Records
+from benchmarks.records import Records
 
 ROOT = publish.ROOT
 OUTPUTS = publish.outputs(ROOT)
