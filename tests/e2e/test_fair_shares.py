@@ -36,7 +36,7 @@ async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
     return "OK"
 
 
-@pytest.mark.parametrize("greedy_priority", ["0", "1"])
+@pytest.mark.parametrize("greedy_priority", [pytest.param("0", marks=pytest.mark.slow), "1"])
 async def test_60_greedy_connections_leave_a_small_tenant_its_answers(paced, greedy_priority):
     """It asks again after each answer, and is answered each time, whatever priority they claim."""
     done = asyncio.Event()

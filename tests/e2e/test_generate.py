@@ -8,7 +8,7 @@ import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
 
 from tests.e2e.scenes import long_stream, many_circles, two_shapes
-from tests.grammar import check, replay
+from tests.grammar import check
 
 SCENE = two_shapes()
 TASKS = {

@@ -71,7 +71,7 @@ class Simulation:
             each.connect(network)
         faults = asyncio.create_task(self._engines())
         calls = []
-        for number in range(chance.randint(3, 20)):
+        for number in range(chance.randint(3, chance.choice((6, 6, 20)))):
             await asyncio.sleep(chance.choice((0, 0, chance.expovariate(200))))
             wish = chance.choice((Wish.ANSWER,) * 6 + (Wish.ABORT, Wish.STOP))
             poisoned = self.poisons and chance.random() < 0.1

@@ -34,7 +34,7 @@ def make_world(assembly):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(OPERATIONS)
 def test_each_tenant_observes_what_it_would_alone(make_world, operations):
