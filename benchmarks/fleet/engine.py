@@ -77,7 +77,7 @@ class SimulatedEngine:
         outcomes: Outcomes,
         estimate: Estimate | None = None,
     ) -> None:
-        """`estimate` is the product's unless it is given."""
+        """`estimate` is by free rows unless it is given."""
         self.index = index
         self._clock = clock
         self._costs = costs

@@ -1,4 +1,4 @@
-"""An engine's prediction of waits: the product's, and one by the rate of starts."""
+"""Predictions of an engine's waits: by free rows, and by the rate of starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Estimate(Protocol):
 
 
 class ByRows:
-    """The product's estimate: `running` of `ROWS` places, each free after a mean service time."""
+    """`running` of `ROWS` places, each free after a mean service time."""
 
     def __init__(self) -> None:
         self._estimate = WaitEstimate()

@@ -73,8 +73,8 @@ def overload(records: Records) -> str:
         both = [cells[rate, estimate] for estimate in ("rows", "rate")]
         goodputs = [f"{row['goodput'] / row['engines']:.1f}" for row in both]
         lines.append([f"{rate:.0f}", *goodputs, *(f"{row['predicted_share']:.0%}" for row in both)])
-    goodput = ("good answers/s each, the server's estimate", "by rate of starts")
-    predicted = ("part of a wait predicted, the server's estimate", "by rate of starts")
+    goodput = ("good answers/s each, by free rows", "by rate of starts")
+    predicted = ("part of a wait predicted, by free rows", "by rate of starts")
     return table(("requests/s each", *goodput, *predicted), lines) + sources(records, NAME)
 
 
@@ -90,7 +90,7 @@ def scaling(records: Records) -> str:
     """What the number of engines follows, through a rise to four times the requests."""
     lines = [
         [
-            row["case"].replace("queue, by rows", "queue, the server's estimate"),
+            row["case"].replace("queue, by rows", "queue, by free rows"),
             f"{row['start_up']:.0f} s" if row["start_up"] else "-",
             _good(row),
             f"{row['p50'] * 1e3:.0f}",

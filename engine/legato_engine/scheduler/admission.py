@@ -99,6 +99,10 @@ class Admission(Generic[WaitingT]):
                 estimated_wait_ms=round(wait * 1000),
             )
 
+    def started(self, count: int) -> None:
+        """Add a launch that `count` requests start with; they have left the queue."""
+        self._wait.started(count, len(self._queue), self._clock.now())
+
     def completed(self, seconds: float) -> None:
         """Add the seconds from the prefill to the end of a request."""
         self._wait.completed(seconds)

@@ -267,6 +267,8 @@ class Scheduler:
                 self._manager.launched(sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
+        if starting:
+            self._admission.started(len(starting))
         for sequence in starting:
             sequence.status = SequenceStatus.PREFILLING
             self._running.add(sequence)

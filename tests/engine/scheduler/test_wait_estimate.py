@@ -34,3 +34,21 @@ def test_the_average_follows_slowly() -> None:
     for _ in range(100):
         estimate.completed(11.0)
     assert estimate.predict(waiting=0, rows_free=0, num_rows=1) == pytest.approx(11.0, rel=0.01)
+
+
+def test_free_rows_do_not_help_while_prompts_wait_for_each_other() -> None:
+    """Two requests start in each 0.4 s although most rows are free: the sixth waits 1 s."""
+    estimate = WaitEstimate()
+    estimate.completed(0.5)
+    for launch in range(4):
+        estimate.started(2, waiting=10 - 2 * launch, now=0.4 * launch)
+    assert estimate.predict(waiting=5, rows_free=14, num_rows=16) == pytest.approx(1.0)
+
+
+def test_time_without_a_queue_is_not_between_starts() -> None:
+    estimate = WaitEstimate()
+    estimate.completed(0.1)
+    estimate.started(1, waiting=0, now=0.0)
+    estimate.started(1, waiting=1, now=60.0)
+    estimate.started(1, waiting=0, now=60.2)
+    assert estimate.predict(waiting=2, rows_free=8, num_rows=8) == pytest.approx(0.4)
