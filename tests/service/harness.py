@@ -24,6 +24,7 @@ from legato.v1 import (
 from legato_client._transport.async_status import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
+from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
 from legato_service.servicer.admin import Sessions
 from PIL import Image
@@ -110,7 +111,7 @@ async def running(
         engine=EngineConfig(**(engine_settings or {})),
         **{"listen": "127.0.0.1:0", "admin_listen": "same", **settings},
     )
-    server = Server(config, engine, engine.blobs, sessions)
+    server = Server(config, EngineGroup([engine]), sessions)
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
