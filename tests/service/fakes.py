@@ -175,6 +175,8 @@ class FakeEngine:
         for report in reports:
             if isinstance(report, Started):
                 self.started.add(stream.request_id)
+            if self.siblings is not None and isinstance(report, (Started, Done)):
+                self.siblings.saw(stream, report, self.number)
             stream.feed(report)
         if stream.ended:
             self._forget(stream)
