@@ -18,6 +18,7 @@ BENCHMARKS = (
     *EVERYWHERE,
     "access",
     "adapters",
+    "devices",
     "e2e",
     "fp8",
     "hop",

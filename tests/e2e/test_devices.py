@@ -17,7 +17,8 @@ from legato.v1 import (
     task_pb2,
 )
 
-from tests.e2e.server import Server, until
+from tests.e2e.server import Server, failure_of, until
+from tests.e2e.test_no_lost_work import DEADLY, FAILPOINT, QUICK
 from tests.service.harness import image_bytes
 
 OPTIONS = ("--model", "null", "--devices", "cpu,cpu", "--null-step-ms", "20")
@@ -107,6 +108,24 @@ async def test_the_end_of_an_engine_is_seen_by_its_requests_only(server):
     assert not changes
     assert [each["engine"] for each in server.events("engine_lost")] == [0]
     assert server.load().engines[0].restarts == 1
+
+
+def test_a_request_that_ends_engines_reaches_two_of_three(tmp_path):
+    """It ends with POISONED, all engines refuse it then, and the others are answered."""
+    options = ("--model", "null", "--devices", "cpu,cpu,cpu", "--null-step-ms", "5")
+    deadly = inference_pb2.QueryRequest(question=f"say {DEADLY}")
+    with Server(tmp_path, *options, program=QUICK, environment=FAILPOINT) as server:
+        long = inference_pb2.QueryRequest(question="what?")
+        long.sampling.max_tokens = 400
+        healthy = [server.inference.Query.future(long) for _ in range(6)]
+        assert failure_of(lambda: server.inference.Query(deadly)).reason == "POISONED"
+        answers = [call.result() for call in healthy]
+        assert len({each.answer for each in answers}) == 1
+        until(lambda: len(server.events("engine_lost")) == 4)
+        assert len({each["engine"] for each in server.events("engine_lost")}) == 2
+        again = [server.inference.Query.future(deadly) for _ in range(6)]
+        assert {failure_of(call.result).reason for call in again} == {"POISONED"}
+        assert len(server.events("engine_lost")) == 4
 
 
 def test_an_upload_outlives_its_engine(server):
