@@ -55,7 +55,8 @@ class Row:
 
 def median(cells: Sequence[Cell], name: str) -> float:
     """Return the median over the rounds."""
-    return statistics.median(getattr(each, name) for each in cells)
+    middle: float = statistics.median(getattr(each, name) for each in cells)
+    return middle
 
 
 def servers(devices: str, processes: int, serve: Sequence[str]) -> dict[str, list[str]]:

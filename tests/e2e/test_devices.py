@@ -81,7 +81,7 @@ async def test_the_end_of_an_engine_is_seen_by_its_requests_only(server):
     """They go on with the other one at once; the server never stops serving."""
     health = server.watch()
     next(health)
-    changes = []
+    changes: list[int] = []
     watching = asyncio.get_running_loop().run_in_executor(
         None, lambda: changes.extend(each.status for each in _until_closed(health))
     )

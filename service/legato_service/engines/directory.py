@@ -5,10 +5,13 @@ from __future__ import annotations
 import collections
 from collections.abc import Hashable, Iterable, Iterator
 
+Key = tuple[Hashable, ...]
+"""Its first part is the kind."""
+
 MAX_KEYS = 16_384  # about 200 bytes each
 
 
-def image_key(tenant: str, image_id: str) -> Hashable:
+def image_key(tenant: str, image_id: str) -> Key:
     return "image", tenant, image_id
 
 
@@ -21,19 +24,19 @@ class Directory:
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._holders: collections.OrderedDict[Hashable, int] = collections.OrderedDict()  # bits
+        self._holders: collections.OrderedDict[Key, int] = collections.OrderedDict()  # bits
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def note(self, keys: Iterable[Hashable], number: int) -> None:
+    def note(self, keys: Iterable[Key], number: int) -> None:
         for key in keys:
             self._holders[key] = self._holders.get(key, 0) | 1 << number
             self._holders.move_to_end(key)
             if len(self._holders) > self._max_keys:
                 self._holders.popitem(last=False)
 
-    def holders(self, keys: Iterable[Hashable]) -> Iterator[frozenset[int]]:
+    def holders(self, keys: Iterable[Key]) -> Iterator[frozenset[int]]:
         """The engines that hold each key, where there are any."""
         for key in keys:
             bits = self._holders.get(key, 0)

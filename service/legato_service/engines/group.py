@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from legato_engine.client.engine_client import EngineState
@@ -24,7 +24,7 @@ from legato_engine.ipc.messages import (
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.engine import Engine
-from legato_service.engines.directory import Directory, image_key
+from legato_service.engines.directory import Directory, Key, image_key
 from legato_service.engines.routing import Candidate, choose, least_loaded
 from legato_service.engines.totals import total_load
 
@@ -41,7 +41,7 @@ _STANDING = (
 _RECOMPUTING = 0.05  # seconds to prepare an image and compute its positions, before any was seen
 _LATEST_SHARE = 0.1  # of a new figure in the mean
 
-Keys = Sequence[Hashable]
+Keys = Sequence[Key]
 """What a request needs of an engine, the most valuable first."""
 
 
@@ -151,7 +151,7 @@ class EngineGroup:
     def expect(self) -> None:
         """Announce a request to the engine that an idle group would choose."""
         if not self.num_open:
-            self.members[self._turn % len(self.members)].expect()
+            self.members[(self._turn + 1) % len(self.members)].expect()
 
     def route(self, keys: Keys = (), *, has_bytes: bool = True) -> Engine:
         """Return the engine for a request that needs `keys`, and note that it holds them then.

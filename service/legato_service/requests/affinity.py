@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 from legato_engine import core
 
-from legato_service.engines.directory import image_key
+from legato_service.engines.directory import Key, image_key
 from legato_service.images.intake import CheckedImage, InlineImage, StagedImage
 
 PREFIX = 256
@@ -15,19 +15,19 @@ PREFIX = 256
 _PART = 512  # bytes of an image, of its beginning, middle and end
 
 
-def keys_of(request: core.Request, image: CheckedImage) -> tuple[Hashable, ...]:
+def keys_of(request: core.Request, image: CheckedImage) -> tuple[Key, ...]:
     """The most valuable first: image or prefix, the other parts of its call or session, adapter."""
     return tuple(_keys(request, image))
 
 
-def look_of(tenant: str, data: bytes | memoryview) -> Hashable:
+def look_of(tenant: str, data: bytes | memoryview) -> Key:
     """Equal for equal images, and hardly ever for others: hashing all bytes would cost more."""
     middle = len(data) // 2
     parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
     return "look", tenant, len(data), hash(tuple(map(bytes, parts)))
 
 
-def _keys(request: core.Request, image: CheckedImage) -> Iterator[Hashable]:
+def _keys(request: core.Request, image: CheckedImage) -> Iterator[Key]:
     tenant = request.tenant
     match image:
         case core.CachedImage():

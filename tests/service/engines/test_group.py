@@ -61,6 +61,22 @@ async def test_new_requests_are_shared(engines):
         assert counts(engines) == [3, 7]
 
 
+async def test_the_engine_that_is_next_is_told_to_expect_a_request(engines, group):
+    """A lone request finds it awake; while others are open none is expected."""
+    for _ in range(3):
+        before = [each.expected for each in engines]
+        group.expect()
+        woken = next(
+            each for each, count in zip(engines, before, strict=True) if each.expected > count
+        )
+        assert group.route() is woken
+    engines[0].script = begin
+    engines[0].submit(core.Request(request_id=core.RequestKey("a"), task=core.CaptionTask()))
+    before = [each.expected for each in engines]
+    group.expect()
+    assert [each.expected for each in engines] == before
+
+
 async def test_an_image_goes_where_it_was(engines):
     """By its bytes and by its id."""
     async with running(engines) as server:
@@ -138,7 +154,7 @@ def test_the_capacity_is_that_of_the_serving_engines(engines, group):
 
 def test_the_state_is_that_of_the_best_engine(engines, group):
     """A group that starts or has lost all says so."""
-    seen = []
+    seen: list[EngineState] = []
     group.subscribe(seen.append)
     engines[0].become(EngineState.LOST)
     engines[1].become(EngineState.HUNG)
@@ -279,7 +295,7 @@ def test_what_a_request_needs():
 def test_images_look_alike_only_within_a_tenant():
     """By size and some of their bytes."""
     data = bytes(range(256)) * 16
-    assert look_of("a", data) == look_of("a", bytearray(data))
+    assert look_of("a", data) == look_of("a", memoryview(data))
     assert look_of("a", data) != look_of("b", data)
     assert look_of("a", data) != look_of("a", data + b"x")
     assert look_of("a", data) != look_of("a", data[:-1] + b"x")
