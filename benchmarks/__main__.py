@@ -23,6 +23,7 @@ BENCHMARKS = (
     *EVERYWHERE,
     "access",
     "adapters",
+    "devices",
     "e2e",
     "fleet",
     "fp8",

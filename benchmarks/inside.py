@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import uvloop
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream
+from legato_engine.client.request_stream import RequestStream, Restage
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
@@ -26,6 +26,7 @@ from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from legato_service.config import ServiceConfig
+from legato_service.engines.group import EngineGroup
 from legato_service.lifecycle import tuning
 from legato_service.logs import configuration
 from legato_service.server import Server
@@ -40,7 +41,10 @@ class InsideEngine:
     load = Load()
     estimated_wait = 0.0
     step_totals, image_totals = StepTotals(), ImageTotals()
-    pid = restarts = resumptions = num_poisoned = 0
+    pid = restarts = resumptions = num_poisoned = number = num_elsewhere = 0
+    device = "none"
+    siblings = None
+    last_heartbeat = 0.0
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())
@@ -63,13 +67,27 @@ class InsideEngine:
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Its state never changes."""
 
-    def submit(self, request: core.Request) -> RequestStream:
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def submit(
+        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+    ) -> RequestStream:
         """As `EngineConnection.submit`."""
-        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
+        stream = RequestStream(request, self._on_abort, self._on_stop, restage)
         self._streams[request.request_id] = stream
         self._engine.submit(request)
         self._turn()
         return stream
+
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> NoReturn:
+        """There is no other engine."""
+        raise AssertionError("one engine only")
+
+    def offer_waiting(self) -> None:
+        """None waits."""
 
     def drain(self) -> None:
         """It only ever ends with its process."""
@@ -116,7 +134,8 @@ class InsideEngine:
 
 async def _serve() -> None:
     engine = InsideEngine()
-    server = Server(ServiceConfig(listen="127.0.0.1:0", engine=CONFIG), engine, engine.blobs)
+    config = ServiceConfig(listen="127.0.0.1:0", engine=CONFIG)
+    server = Server(config, EngineGroup([engine]))
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
 

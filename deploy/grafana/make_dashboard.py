@@ -42,9 +42,9 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "Requests",
             "short",
             [
-                (_gauge("legato_engine_requests_running"), "running"),
-                (_gauge("legato_engine_requests_waiting"), "waiting"),
-                (_gauge("legato_engine_requests_limit"), "limit"),
+                (_gauge("legato_engine_requests_running"), "running {{engine}}"),
+                (_gauge("legato_engine_requests_waiting"), "waiting {{engine}}"),
+                (_gauge("legato_engine_requests_limit"), "limit {{engine}}"),
             ],
         ),
         (
@@ -65,7 +65,11 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "reqps",
             [(_rate("legato_requests_total", by="tenant"), "{{tenant}}")],
         ),
-        ("Estimated wait", "s", [(_gauge("legato_engine_estimated_wait_seconds"), "{{instance}}")]),
+        (
+            "Estimated wait",
+            "s",
+            [(_gauge("legato_engine_estimated_wait_seconds"), "{{instance}} {{engine}}")],
+        ),
         ("Error of the estimate", "s", _quantiles("legato_wait_estimate_error_seconds")),
     ],
     "Latency": [
@@ -80,14 +84,14 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Time per token of a request", "s", _quantiles("legato_request_token_seconds", "skill")),
     ],
     "Engine": [
-        ("State", "short", [(_gauge("legato_engine_state"), "{{state}}")]),
+        ("State", "short", [(_gauge("legato_engine_state"), "{{engine}} {{state}}")]),
         (
             "Restarts and resumed requests",
             "short",
             [
                 (
                     f"increase({_gauge('legato_engine_restarts_total')}[$__rate_interval])",
-                    "restarts",
+                    "restarts {{engine}}",
                 ),
                 (
                     f"increase({_gauge('legato_requests_resumed_total')}[$__rate_interval])",
@@ -95,12 +99,16 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                 ),
             ],
         ),
-        ("Heartbeat age", "s", [(_gauge("legato_engine_heartbeat_age_seconds"), "{{instance}}")]),
+        (
+            "Heartbeat age",
+            "s",
+            [(_gauge("legato_engine_heartbeat_age_seconds"), "{{instance}} {{engine}}")],
+        ),
         ("Decode step", "s", _quantiles("legato_engine_step_seconds")),
         (
             "Parts of a decode step (median)",
             "s",
-            [(_gauge("legato_engine_step_part_seconds"), "{{part}}")],
+            [(_gauge("legato_engine_step_part_seconds"), "{{engine}} {{part}}")],
         ),
         ("Launches", "ops", [(_rate("legato_engine_launches_total", by="kind"), "{{kind}}")]),
         (
@@ -116,13 +124,17 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                 )
             ],
         ),
-        ("Rows of a decode step", "short", [(_gauge("legato_engine_batch_rows"), "{{instance}}")]),
+        (
+            "Rows of a decode step",
+            "short",
+            [(_gauge("legato_engine_batch_rows"), "{{instance}} {{engine}}")],
+        ),
         (
             "Gain of pipelining",
             "percentunit",
             [
-                (_gauge("legato_pipeline_predicted_gain_ratio"), "predicted"),
-                (_gauge("legato_pipeline_observed_gain_ratio"), "observed"),
+                (_gauge("legato_pipeline_predicted_gain_ratio"), "predicted {{engine}}"),
+                (_gauge("legato_pipeline_observed_gain_ratio"), "observed {{engine}}"),
             ],
         ),
     ],
@@ -145,9 +157,9 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "KV pages",
             "short",
             [
-                (_gauge("legato_kv_pages_used"), "used"),
-                (_gauge("legato_kv_pages_cached"), "cached"),
-                (_gauge("legato_kv_pages_limit"), "limit"),
+                (_gauge("legato_kv_pages_used"), "used {{engine}}"),
+                (_gauge("legato_kv_pages_cached"), "cached {{engine}}"),
+                (_gauge("legato_kv_pages_limit"), "limit {{engine}}"),
             ],
         ),
         (
@@ -176,12 +188,12 @@ PANELS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "Image memory",
             "bytes",
             [
-                (_gauge("legato_image_cache_bytes"), "cached"),
-                (_gauge("legato_image_held_bytes"), "held"),
+                (_gauge("legato_image_cache_bytes"), "cached {{engine}}"),
+                (_gauge("legato_image_held_bytes"), "held {{engine}}"),
             ],
         ),
         ("Images decoded", "ops", [(_rate("legato_images_decoded_total"), "a second")]),
-        ("Adapter slots", "short", [(_gauge("legato_adapter_slots_used"), "used")]),
+        ("Adapter slots", "short", [(_gauge("legato_adapter_slots_used"), "used {{engine}}")]),
     ],
     "Sessions": [
         (

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
-from legato_engine.client.engine_client import EngineClient
 from legato_engine.ipc import latency_policy
 from legato_engine.log_sink import standard_error
 from rich.console import Console
 
 from legato_service import arguments
+from legato_service.engines.processes import make_engines
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.console import Announcer, LogAnnouncer, TerminalAnnouncer
 from legato_service.logs import configuration
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
     tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
-    return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
+    return uvloop.run(serve(config, announcer, lambda: make_engines(config)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     """Exit with code 2 when the options are invalid."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
+    given["affinity"] = given["affinity"] == "on"
     config = ServiceConfig(
         engine=EngineConfig(**{name: given[name] for name in _fields(EngineConfig, given)}),
         **{name: given[name] for name in _fields(ServiceConfig, given)},
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     engine, service = EngineConfig(), ServiceConfig()
     _add_listeners(parser.add_argument, service)
     _add_access(parser.add_argument, service)
-    _add_model(parser.add_argument, engine)
+    _add_model(parser, engine, service)
     _add_adapters(parser.add_argument, engine)
     _add_queue(parser.add_argument, engine)
     _add_limits(parser.add_argument, engine, service)
@@ -104,7 +105,7 @@ def _add_listeners(add: _Add, service: ServiceConfig) -> None:
         "--processes",
         type=_positive,
         default=service.processes,
-        help="service processes on this port before one engine; more than 1 helps at thousands of "
+        help="service processes on this port before the engines; more than 1 helps at thousands of "
         "calls a second",
     )
 
@@ -147,7 +148,10 @@ def _add_access(add: _Add, service: ServiceConfig) -> None:
     )
 
 
-def _add_model(add: _Add, engine: EngineConfig) -> None:
+def _add_model(
+    parser: argparse.ArgumentParser, engine: EngineConfig, service: ServiceConfig
+) -> None:
+    add = parser.add_argument
     add("--model", default=engine.model, help="architecture to serve; null: made-up results")
     add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
@@ -159,7 +163,21 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         help="of prompt and output together; 0: the model's own, for text models at most 8192",
     )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
-    add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    devices.add_argument(
+        "--devices",
+        metavar="all|DEVICE,DEVICE",
+        default=service.devices,
+        help="several, as cuda:0,cuda:1: an engine on each, behind one service",
+    )
+    add(
+        "--affinity",
+        choices=("on", "off"),
+        default="on" if service.affinity else "off",
+        help="with --devices: prefer the engine that holds a request's image, prefix, adapter or "
+        "session; off: only the shortest wait counts",
+    )
     add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")
     add(
         "--vision-dtype",

@@ -46,6 +46,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     quota_sessions: int = 0
     insecure: bool = False  # allow an unprotected listener beyond loopback
     processes: int = 1
+    devices: str = ""  # of the engines, with commas between, or "all"; empty: one, on engine.device
+    affinity: bool = True  # prefer the engine that holds what a request needs
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
     max_image_bytes: int = 64 * 1024 * 1024  # of an uploaded or shared image

@@ -1,4 +1,4 @@
-"""The engine as the service sees it; `EngineConnection` implements it."""
+"""An engine as the service sees it; `EngineConnection` implements it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import Restage, StreamOutput
+from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import (
@@ -20,6 +21,7 @@ from legato_engine.ipc.messages import (
     ModelInfo,
     StepTotals,
 )
+from legato_engine.shm.blob_store import BlobStore
 
 
 class Stream(Protocol):
@@ -46,6 +48,23 @@ class Stream(Protocol):
 
 class Engine(Protocol):
     """Runs requests. Belongs to one event loop. `load` and `step` are of the last heartbeat."""
+
+    siblings: Siblings | None
+
+    @property
+    def number(self) -> int:
+        """Among the engines of the server, from 0."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """As the operator named it."""
+        ...
+
+    @property
+    def blobs(self) -> BlobStore:
+        """Where the images of its requests are staged."""
+        ...
 
     @property
     def state(self) -> EngineState: ...
@@ -105,6 +124,11 @@ class Engine(Protocol):
         """Requests of this process that have not ended."""
         ...
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Requests of other service processes, by the last heartbeat."""
+        ...
+
     def subscribe(self, callback: Callable[[EngineState], None]) -> object: ...
 
     def expect(self) -> None:
@@ -117,7 +141,15 @@ class Engine(Protocol):
         """`restage` stages the image again; with `may_wait` the request waits for an engine."""
         ...
 
-    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld: ...
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
+        """Run the request of another engine; without `renew` it is sent as it is."""
+        ...
+
+    def offer_waiting(self) -> None:
+        """Give the requests that wait for this engine to `siblings`."""
+        ...
+
+    async def hold(self, command: HoldImage) -> ImageHeld: ...
 
     async def drop(self, command: DropImage) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -16,6 +16,7 @@ from legato_engine.errors import InvalidField
 from legato_service import addresses
 from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
+from legato_service.engines.group import EngineGroup
 from legato_service.lifecycle.console import Announcer
 from legato_service.lifecycle.drain import LAST_WRITES
 from legato_service.lifecycle.orphans import inherits_orphans, reap_orphans
@@ -56,17 +57,17 @@ class Signals:
 
 
 async def serve(
-    config: ServiceConfig, announcer: Announcer, make_engine: Callable[[], EngineClient]
+    config: ServiceConfig, announcer: Announcer, make_engines: Callable[[], Sequence[EngineClient]]
 ) -> int:
     """Serve until a signal or an operator's Drain; return the exit code.
 
     That is 0 after a drain, also when its grace ran out; 1 when serving never began, 78 when it
     never can with this configuration; 128 plus the number of a signal that ends the drain.
-    `make_engine` runs within the loop.
+    `make_engines` runs within the loop.
     """
     signals = Signals()
     try:
-        engine = make_engine()
+        engines = make_engines()
     except InvalidField as error:
         log.error("configuration_rejected", reason=str(error), **error.metadata)
         return EXIT_UNSERVABLE
@@ -77,19 +78,21 @@ async def serve(
                 config = msgspec.structs.replace(config, listen=listen)
             workers = WorkerProcesses(
                 config,
-                engine,
+                engines,
                 lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
                 lambda: server.metrics.snapshot(),  # noqa: PLW0108 - the same
             )
-            server = Server(config, engine, engine.blobs, peers=workers)
+            has_peers = config.processes > 1
+            group = EngineGroup(engines, affinity=config.affinity, has_peers=has_peers)
+            server = Server(config, group, peers=workers)
             port = await server.start()
         except OSError as error:
             log.error("listen_failed", listen=config.listen, error=str(error))
-            await engine.close()
+            await _close(engines)
             return EXIT_FAILED
         except FileRejected as error:
             log.error("configuration_rejected", reason=str(error))
-            await engine.close()
+            await _close(engines)
             return EXIT_FAILED
         address = f"{config.listen.rpartition(':')[0]}:{port}"
         _log_listeners(config, address, server.listeners)
@@ -98,11 +101,13 @@ async def serve(
         draining = asyncio.create_task(_drain_on(signals, server, workers, config))
         reaping = asyncio.create_task(reap_orphans()) if inherits_orphans() else None
         try:
-            await engine.start()
+            for each in engines:
+                await each.start()
             workers.start()
-            start_up = _start_up(engine, workers, address, announcer)
+            start_up = _start_up(engines, workers, address, announcer)
             if not await _first_of(server.drain_begun(), start_up):
-                return EXIT_UNSERVABLE if engine.unservable else EXIT_FAILED
+                unservable = any(each.unservable for each in engines)
+                return EXIT_UNSERVABLE if unservable else EXIT_FAILED
             announcer.close()
             return await _finish_drain(server, workers, signals)
         finally:
@@ -113,27 +118,37 @@ async def serve(
             announcer.close()
             await server.stop()
             await workers.close()
-            await engine.close()
+            await _close(engines)
             log.info("stopped")
 
 
+async def _close(engines: Sequence[EngineClient]) -> None:
+    await asyncio.gather(*(each.close() for each in engines))
+
+
 async def _start_up(
-    engine: EngineClient, workers: WorkerProcesses, address: str, announcer: Announcer
+    engines: Sequence[EngineClient], workers: WorkerProcesses, address: str, announcer: Announcer
 ) -> bool:
-    """Announce the start, then never return; False when that fails."""
-    while not (engine.state is EngineState.READY and workers.ready):
-        if engine.unservable:  # the engine has logged the reason
+    """Announce the start of all, then never return; False when that fails.
+
+    Calls are answered as soon as one engine is ready.
+    """
+    while True:
+        late = [each for each in engines if each.state is not EngineState.READY]
+        if not late and workers.ready:
+            break
+        if any(each.unservable for each in engines):  # the engine has logged the reason
             return False
-        if engine.restarts >= START_ATTEMPTS:
-            log.error("engine_never_ready", attempts=START_ATTEMPTS)
-            return False
+        for each in late:
+            if each.restarts >= START_ATTEMPTS:
+                log.error("engine_never_ready", engine=each.number, attempts=START_ATTEMPTS)
+                return False
         if workers.failed_starts >= START_ATTEMPTS:
             log.error("worker_never_ready", attempts=START_ATTEMPTS)
             return False
-        announcer.loading(engine.progress)
+        announcer.loading(min((each.progress for each in engines), key=lambda each: each.fraction))
         await asyncio.sleep(_POLL_INTERVAL)
-    if engine.model is not None:
-        announcer.ready(address, engine.model)
+    announcer.ready(address, [each.model for each in engines if each.model is not None])
     return await asyncio.Event().wait()
 
 

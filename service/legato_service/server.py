@@ -18,10 +18,9 @@ from legato.v1 import (
     session_pb2_grpc,
 )
 from legato_engine.images.quota import ByteQuota
-from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
-from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.images.held_uploads import HeldUploads
 from legato_service.images.intake import ImageIntake
 from legato_service.images.shared_memory import shared_reader
@@ -71,13 +70,12 @@ class Server:
     def __init__(
         self,
         config: ServiceConfig,
-        engine: Engine,
-        blobs: BlobStore,
+        engines: EngineGroup,
         sessions: Sessions | None = None,
         peers: Peers | None = None,
     ) -> None:
         self._config = config
-        self._engine = engine
+        self._engines = engines
         self._requests = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
         self._drain = Drain(self._requests, self.sessions)
@@ -85,11 +83,11 @@ class Server:
         self.idempotency_cache = IdempotencyCache()
         number = 0 if peers is None else peers.number
         calls = CallMetrics(config.metrics_tenants) if config.records_metrics else None
-        self.tracer = tracer(config, lambda: engine.model.name if engine.model else "")
+        self.tracer = tracer(config, lambda: engines.model.name if engines.model else "")
         self._call_log = CallLog([each for each in (calls, self.tracer) if each is not None])
         self.metrics = Collector(
             config,
-            engine,
+            engines,
             self._requests,
             self.sessions,
             calls,
@@ -106,24 +104,23 @@ class Server:
             per_caller=config.engine.image_quota_bytes,
             total=config.engine.image_hold_bytes,
         )
-        self.held_uploads = HeldUploads(engine, self._upload_quota)
+        self.held_uploads = HeldUploads(engines, self._upload_quota)
         self.images = ImageIntake(
-            blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
-            read_shared=shared_reader(config, blobs),
+            read_shared=shared_reader(config, [each.blobs for each in engines.members]),
         )
         self._health = HealthServicer(BUILT)
         self.listeners = Listeners(
             config,
             self._call_log,
             self._health,
-            engine.expect,
-            Gate(engine, give_back),
+            engines.expect,
+            Gate(engines, give_back),
             is_first=number == 0,
         )
         admin = AdminServicer(
-            engine,
+            engines,
             self._requests,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
@@ -131,11 +128,11 @@ class Server:
             default_grace=config.drain_grace,
             scrape=self.metrics.exposition,
         )
-        self._add_services(admin, blobs)
-        engine.subscribe(self._health.update)
+        self._add_services(admin)
+        engines.subscribe(self._health.update)
 
-    def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.images, self._requests, self.held_uploads)
+    def _add_services(self, admin: AdminServicer) -> None:
+        dispatcher = Dispatcher(self._engines, self.images, self._requests, self.held_uploads)
         main = self.listeners.main
         inference = InferenceServicer(
             dispatcher,
@@ -150,8 +147,8 @@ class Server:
         image_pb2_grpc.add_ImageServiceServicer_to_server(
             ImageServicer(
                 self._config,
-                self._engine,
-                blobs,
+                self._engines,
+                self._engines.members[0].blobs,
                 self._requests,
                 self.held_uploads,
                 self._upload_quota,
@@ -161,7 +158,7 @@ class Server:
         admin_here = self._config.admin_on_main
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerServicer(self._config, self._engine, capabilities), main.as_server
+            ServerServicer(self._config, self._engines, capabilities), main.as_server
         )
         if admin_here:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
@@ -209,7 +206,7 @@ class Server:
                 await self.listeners.stop(0)
                 raise
         self.metrics.start()
-        self._health.update(self._engine.state)
+        self._health.update(self._engines.state)
         return port
 
     @property
@@ -237,7 +234,7 @@ class Server:
     async def _drain_engine(self) -> None:
         """After the sessions have ended, because the engine still runs their frames."""
         await self.sessions.wait_empty()
-        self._engine.drain()
+        self._engines.drain()
 
     async def drain_begun(self) -> bool:
         return await self._drain.begun.wait()

@@ -119,7 +119,7 @@ class Load:
 async def kill_run(
     server: Server, *, kills: int, width: int = 8, length: int = 120, seed: int = 1
 ) -> Report:
-    """Kill the engine at random moments while calls run; return what the clients saw.
+    """Kill an engine at random moments while calls run; return what the clients saw.
 
     Four kills of five wait until all calls of the last one have ended; the fifth comes at once, so
     that calls lose two engines and run alone. No call may lose four.
@@ -136,8 +136,8 @@ async def kill_run(
         await asyncio.sleep(rng.uniform(0.0, 1.0))
         open_calls = [call for call in history.calls if not call.ended]
         history.kills.append(time.monotonic())
-        pid = await asyncio.to_thread(_running_engine, server)
-        os.kill(pid, signal.SIGKILL)
+        pids = await asyncio.to_thread(_running_engines, server)
+        os.kill(rng.choice(pids), signal.SIGKILL)
         print(f"kill {number + 1}: {len(history.calls)} calls", file=sys.stderr, flush=True)
         await asyncio.to_thread(_wait_for_engine, server, number + 1)
     load.stopped = True
@@ -145,14 +145,18 @@ async def kill_run(
     return history.check(expected)
 
 
-def _running_engine(server: Server) -> int:
-    return server.engine_pid
+def _running_engines(server: Server) -> list[int]:
+    return server.engine_pids
 
 
 def _wait_for_engine(server: Server, restarts: int) -> None:
     """A kill during the start would not meet any request."""
-    while len(server.events("engine_lost")) < restarts or not server.is_serving():
+    while len(server.events("engine_lost")) < restarts or not _all_serve(server):
         time.sleep(0.02)
+
+
+def _all_serve(server: Server) -> bool:
+    return all(each.state == "serving" for each in server.load().engines)
 
 
 @contextlib.contextmanager

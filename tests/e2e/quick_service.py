@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
-from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_engine.client.engine_client import EngineLimits
 from legato_service import __main__ as service
 from legato_service import arguments
 from legato_service.config import ServiceConfig
+from legato_service.engines.processes import make_engines
 
 LIMITS = EngineLimits(backoff_first=0.05, backoff_cap=0.05)
 PATIENCE = 600.0  # seconds
@@ -28,5 +29,5 @@ def parse(argv: Sequence[str] | None = None) -> ServiceConfig:
 
 if __name__ == "__main__":
     vars(arguments)["parse"] = parse
-    vars(service)["EngineClient"] = functools.partial(EngineClient, limits=LIMITS)
+    vars(service)["make_engines"] = functools.partial(make_engines, limits=LIMITS)
     sys.exit(service.main())

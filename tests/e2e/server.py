@@ -152,11 +152,16 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The process id of its engine; waits for one that is being started."""
+        """The process id of its only engine; waits for one that is being started."""
+        (pid,) = self.engine_pids
+        return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Those of its engines; waits until there is one."""
         while not (found := self._engines()):
             time.sleep(0.01)
-        (pid,) = found
-        return pid
+        return found
 
     def _engines(self) -> list[int]:
         return [pid for pid in children(self.process.pid) if _is_engine(pid)]

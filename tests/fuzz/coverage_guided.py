@@ -20,7 +20,6 @@ with atheris.instrument_imports(include=["legato_engine.images", "legato_service
     from legato_engine.images.decoding import decode_file
     from legato_engine.images.headers import check_scans, inspect
     from legato_engine.images.orientation import displayed_size
-    from legato_engine.shm.blob_store import BlobStore, new_namespace
     from legato_service.convert import requests
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header
@@ -41,7 +40,7 @@ _SKILLS = (
     (inference_pb2.SegmentRequest, requests.segment),
 )
 _LIMITS = UploadLimits(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS, ttl=60, max_ttl=60)
-_intake = ImageIntake(BlobStore(new_namespace()), max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS)
+_intake = ImageIntake(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS)
 
 
 def images(data: bytes) -> None:

@@ -14,7 +14,7 @@ from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
-from legato_service.images.intake import ImageIntake
+from legato_service.images.intake import ImageIntake, stage
 
 from tests.fuzz.mutation import mutate
 from tests.fuzz.seeds import images
@@ -47,7 +47,7 @@ def intake():
         memory=PixelMemory(host_slab(1 << 24)),
         max_inline_pixels=MAX_PIXELS,
     )
-    yield ImageIntake(blobs, max_bytes=1 << 20, max_pixels=MAX_PIXELS), preprocessor, blobs
+    yield ImageIntake(max_bytes=1 << 20, max_pixels=MAX_PIXELS), preprocessor, blobs
     preprocessor.close()
     blobs.close()
 
@@ -59,7 +59,7 @@ async def prepare(path, data, *, inline):
         image = await intake.check(media_pb2.Image(encoded=media_pb2.EncodedImage(data=data)))
     except LegatoError as error:
         return type(error)
-    source = intake.stage(image)
+    source = stage(image, blobs)
     assert isinstance(source, EncodedImage)
     try:
         found = preprocessor.find(source, tenant="", may_hash=inline)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+from collections.abc import Sequence
 
 import uvloop
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_service import arguments
+from legato_service.engines.processes import make_engines
 from legato_service.lifecycle.console import LogAnnouncer
 from legato_service.logs import configuration
 from legato_service.process import serve
@@ -25,10 +27,10 @@ def main() -> int:
     command = (sys.executable, "-m", module)
     limits = EngineLimits(backoff_first=0.01, backoff_cap=0.02)
 
-    def engine() -> EngineClient:
-        return EngineClient(config.engine, command=command, limits=limits)
+    def engines() -> Sequence[EngineClient]:
+        return make_engines(config, command=command, limits=limits)
 
-    return uvloop.run(serve(config, LogAnnouncer(), engine))
+    return uvloop.run(serve(config, LogAnnouncer(), engines))
 
 
 if __name__ == "__main__":

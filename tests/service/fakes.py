@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
@@ -52,8 +54,12 @@ Script = Callable[["FakeEngine", RequestStream], None]
 class FakeEngine:
     """Runs `script` on every request; the default responds at once."""
 
-    def __init__(self, script: Script | None = None) -> None:
+    def __init__(self, script: Script | None = None, number: int = 0) -> None:
         self.script = script or answer
+        self.number = number
+        self.device = "cpu"
+        self.siblings: Siblings | None = None
+        self.num_elsewhere = 0
         self.state = EngineState.READY
         self.model: ModelInfo | None = MODEL
         self.load = Load()
@@ -129,7 +135,20 @@ class FakeEngine:
         self.script(self, stream)
         return stream
 
-    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld:
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
+        """Run the request of another engine."""
+        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
+        if renew and stream.restage is not None:
+            image = stream.restage(self.blobs)
+            stream.request = msgspec.structs.replace(stream.request, image=image)
+        self.requests.append(stream.request)
+        self.streams[stream.request_id] = stream
+        self.script(self, stream)
+
+    def offer_waiting(self) -> None:
+        """No request waits."""
+
+    async def hold(self, command: HoldImage) -> ImageHeld:
         """Do nothing; the test feeds the stream itself."""
         self.holds.append(command)
         try:
@@ -156,6 +175,8 @@ class FakeEngine:
         for report in reports:
             if isinstance(report, Started):
                 self.started.add(stream.request_id)
+            if self.siblings is not None and isinstance(report, (Started, Done)):
+                self.siblings.saw(stream, report, self.number)
             stream.feed(report)
         if stream.ended:
             self._forget(stream)

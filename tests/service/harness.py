@@ -24,6 +24,7 @@ from legato.v1 import (
 from legato_client._transport.async_status import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
+from legato_service.engines.group import EngineGroup
 from legato_service.server import Server
 from legato_service.servicer.admin import Sessions
 from PIL import Image
@@ -98,7 +99,7 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    engine: FakeEngine | None = None,
+    engine: FakeEngine | Sequence[FakeEngine] | None = None,
     channel_options: Sequence[tuple[str, int | str]] = (),
     engine_settings: dict[str, Any] | None = None,
     sessions: Sessions | None = None,
@@ -106,18 +107,20 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Serve for the length of the block; settings are fields of the two configurations."""
     engine = engine or FakeEngine()
+    engines = [engine] if isinstance(engine, FakeEngine) else list(engine)
     config = ServiceConfig(
         engine=EngineConfig(**(engine_settings or {})),
         **{"listen": "127.0.0.1:0", "admin_listen": "same", **settings},
     )
-    server = Server(config, engine, engine.blobs, sessions)
+    server = Server(config, EngineGroup(engines, affinity=config.affinity), sessions)
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
-            yield Running(server, engine, port, channel)
+            yield Running(server, engines[0], port, channel)
     finally:
         await server.stop()
-        engine.blobs.close()
+        for each in engines:
+            each.blobs.close()
 
 
 @dataclasses.dataclass(frozen=True)

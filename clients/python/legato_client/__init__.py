@@ -54,6 +54,7 @@ from legato_client._session.blocking_session import Session
 from legato_client._values.admin import (
     AbortCount,
     DecodeSteps,
+    EngineLoad,
     Load,
     TimelineSpan,
     TimelineUpdate,
@@ -137,6 +138,7 @@ __all__ = [
     "DetectTask",
     "Detection",
     "DuplicateRequest",
+    "EngineLoad",
     "Event",
     "FailedPrecondition",
     "FieldViolation",

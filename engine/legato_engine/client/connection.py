@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import msgspec
-import structlog
 
 from legato_engine.client.monitor import EngineMonitor, EngineState, HangLimits
 from legato_engine.client.pending_commands import PendingCommands
-from legato_engine.client.recovery import Recovery
+from legato_engine.client.recovery import SUSPECT, Recovery, can_resume
+from legato_engine.client.refused_requests import RefusedRequests
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
+from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.core import WITH_BLOB, CachedImage, Request, RequestKey
 from legato_engine.errors import (
@@ -53,25 +54,29 @@ from legato_engine.shm.blob_store import BlobStore
 
 _STREAM_OUTPUTS = (Done, Delta, Failed, Started, Queued)
 _READY = EngineState.READY  # looking up a member of an enum is slow
-_log = structlog.get_logger()
 
 
 class EngineConnection(EngineMonitor):
     """Sends requests to the running engine and routes its outputs.
 
     Belongs to one event loop. Owns and discards the blobs of submitted requests. Open requests of a
-    lost engine wait for the next one and go on there (`Recovery`).
+    lost engine go on with a sibling, or wait for the next engine and go on there (`Recovery`).
     """
 
     def __init__(
         self,
         namespace: str,
         policy: LatencyPolicy,
-        number: int = 0,
+        worker: int = 0,
         hang_limits: HangLimits | None = None,
+        *,
+        number: int = 0,
+        device: str = "",
+        refused: RefusedRequests | None = None,
     ) -> None:
-        super().__init__(hang_limits)
-        self._number = number
+        """`worker` is the number of this service process; `refused` is shared by its engines."""
+        super().__init__(hang_limits, number, device)
+        self._worker = worker
         self._streams: dict[RequestKey, RequestStream] = {}
         self._commands = PendingCommands(self._send)
         self._command_numbers = itertools.count()
@@ -82,7 +87,8 @@ class EngineConnection(EngineMonitor):
         self.timeline = TimelineWatch(lambda watching: self._send(WatchTimeline(watching=watching)))
         self.num_answered = 0  # requests that engines ended
         self.blobs = BlobStore(namespace)
-        self.recovery = Recovery(self.blobs)
+        self.recovery = Recovery(self.blobs, refused)
+        self.siblings: Siblings | None = None  # None: this is the only engine
         self.restarts = 0
 
     # ------------------------------------------------------------ lifecycle
@@ -142,8 +148,8 @@ class EngineConnection(EngineMonitor):
     ) -> RequestStream:
         """Send a request and register its stream; its blob is always discarded.
 
-        `restage` stages its image again: for another engine, or for one that does not have the
-        image it names. With `may_wait` the request waits for an engine.
+        The blob is in `blobs`. `restage` stages the image again: for another engine, or for one
+        that does not have the image it names. With `may_wait` the request waits for an engine.
 
         Raises:
             EngineStarting: the engine is not ready yet.
@@ -152,13 +158,13 @@ class EngineConnection(EngineMonitor):
             InvalidField: a request with this id is open.
             Poisoned: the request has ended engines.
         """
-        if self._number:
+        if self._worker:
             key = self._own(request.request_id)
             request = msgspec.structs.replace(request, request_id=key)
         try:
             self._check_open(request.request_id, may_wait=may_wait)
             if self.recovery.refused:
-                self.recovery.refused.check(request)
+                self.recovery.refused.check(request, self.blobs)
         except LegatoError:
             self._discard_blob(request)
             raise
@@ -178,11 +184,10 @@ class EngineConnection(EngineMonitor):
             self._busy_poll.extend(SHORT_REQUEST)
         return stream
 
-    async def hold(self, command: HoldImage, restage: Restage | None = None) -> ImageHeld:
+    async def hold(self, command: HoldImage) -> ImageHeld:
         """Have the engine hold an image; its blob is always discarded.
 
-        Cancellation aborts the command, but does not end a hold. With `restage` it is sent once
-        more when the engine is lost.
+        Cancellation aborts the command, but does not end a hold.
 
         Raises:
             QuotaExceeded: the owner's quota of bytes is used up.
@@ -192,15 +197,7 @@ class EngineConnection(EngineMonitor):
         try:
             command = msgspec.structs.replace(command, request_id=self._own(command.request_id))
             self._check_open(command.request_id)
-            try:
-                held = await self._commands.call(command)
-            except EngineLost:
-                if restage is None:
-                    raise
-                await self.wait_ready()
-                self.blobs.discard(command.image.blob)
-                command = msgspec.structs.replace(command, image=restage())
-                held = await self._commands.call(command)
+            held = await self._commands.call(command)
         finally:
             self.blobs.discard(command.image.blob)
         assert isinstance(held, ImageHeld), "the reply to HoldImage is ImageHeld"
@@ -227,13 +224,13 @@ class EngineConnection(EngineMonitor):
         if self._transport is None:
             raise EngineLost("the engine has ended")
         number = next(self._command_numbers)
-        key = RequestKey(f"?{number}", worker=self._number)  # no caller's id holds a `?`
+        key = RequestKey(f"?{number}", worker=self._worker)  # no caller's id holds a `?`
         reply = await self._commands.call(StopElsewhere(request_id=key, target=target))
         assert isinstance(reply, Stopped), "the reply to StopElsewhere is Stopped"
         return reply.count
 
     def _own(self, key: RequestKey) -> RequestKey:
-        return msgspec.structs.replace(key, worker=self._number)
+        return msgspec.structs.replace(key, worker=self._worker)
 
     def _check_open(self, request_id: RequestKey, *, may_wait: bool = False) -> None:
         if self.state is _READY and request_id not in self._streams:
@@ -304,9 +301,11 @@ class EngineConnection(EngineMonitor):
         if stream is None:  # a command's, or just aborted
             if isinstance(output, Failed):
                 self._commands.resolve(output)
-        elif isinstance(output, Failed) and self._lacks_image(stream, output):
-            self._send_again(stream)
+        elif isinstance(output, Failed) and self._names_lost_image(stream, output):
+            self._find_image(stream, output)
         else:
+            if self.siblings is not None and isinstance(output, (Started, Done)):
+                self.siblings.saw(stream, output, self.number)
             stream.feed(output)
             if stream.ended:
                 self.num_answered += 1
@@ -322,17 +321,50 @@ class EngineConnection(EngineMonitor):
             self._send_again(stream)
 
     @staticmethod
-    def _lacks_image(stream: RequestStream, failed: Failed) -> bool:
-        """Whether the engine does not have an image by id whose bytes can be sent."""
-        return (
-            failed.error.kind == ImageNotFound.__name__
-            and isinstance(stream.request.image, CachedImage)
-            and stream.restage is not None
-        )
+    def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
+        named = isinstance(stream.request.image, CachedImage)
+        return named and failed.error.kind == ImageNotFound.__name__
 
-    def _send_again(self, stream: RequestStream) -> None:
+    def _find_image(self, stream: RequestStream, failed: Failed) -> None:
+        """Another engine may have the image, or the caller its bytes."""
+        stream.searched += (self.number,)
+        if self.siblings is not None and self.siblings.find_image(stream):
+            del self._streams[stream.request_id]
+        elif stream.restage is not None:
+            self._send_again(stream)
+        else:
+            stream.feed(failed)
+            self.num_answered += 1
+            self._forget(stream)
+
+    def adopt(self, stream: RequestStream, *, renew: bool = True) -> None:
+        """Run the request of another engine, from here on with this one's blobs.
+
+        Without `renew` it is sent as it is.
+        """
+        stream.on_abort, stream.on_stop = self._on_abort, self._on_stop
+        self._streams[stream.request_id] = stream
+        self._send_again(stream, renew=renew)
+
+    def offer_waiting(self) -> None:
+        """Give the requests that wait for this engine to its siblings.
+
+        Those that may have ended it stay, so that they end no other.
+        """
+        for stream in [each for each in self._streams.values() if not each.is_sent]:
+            if self.siblings is None or stream.resumptions >= SUSPECT or not can_resume(stream):
+                continue
+            self._discard_blob(stream.request)
+            if not self.siblings.take_over(stream):
+                return
+            del self._streams[stream.request_id]
+
+    def _send_again(self, stream: RequestStream, *, renew: bool = True) -> None:
         try:
-            stream.request = self.recovery.renew(stream)
+            if renew:
+                if stream.restage is not None:
+                    self._discard_blob(stream.request)
+                stream.request = self.recovery.renew(stream)
         except LegatoError as error:
             self._fail(stream, error)
             return
@@ -359,6 +391,7 @@ class EngineConnection(EngineMonitor):
             self._commands.fail(error)
         elif self.state is not EngineState.LOST:
             self._fail_open(error)
+        self.offer_waiting()
         self.blobs.retire_segments()
         if self.state is EngineState.LOST:
             self._reconnect()
@@ -367,7 +400,7 @@ class EngineConnection(EngineMonitor):
         try:
             self.connect(self._endpoint)
         except OSError as error:  # the first service process is gone, and ends this one
-            _log.error("engine_unreachable", error=str(error))
+            self._log.error("engine_unreachable", error=str(error))
             self._fail_open(EngineLost("the engine cannot be reached"))
 
     def _disconnect(self) -> None:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import structlog
 
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.liveness import TICK
 from legato_engine.client.monitor import EngineState, HangLimits
+from legato_engine.client.refused_requests import RefusedRequests
 from legato_engine.client.supervisor import (
     EXIT_UNSERVABLE,
     SERVED_AFTER,
@@ -34,7 +34,6 @@ from legato_engine.shm.blob_store import new_namespace, own_namespace, private_p
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
 
 _SHUTDOWN_GRACE = 2.0  # seconds for an engine to exit by itself
-_log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +67,17 @@ class EngineClient(EngineConnection):
         *,
         limits: EngineLimits | None = None,
         command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
+        number: int = 0,
+        refused: RefusedRequests | None = None,
     ) -> None:
         self._limits = limits or EngineLimits()
         super().__init__(
             new_namespace(),
             latency_policy.resolve(config.latency_policy),
             hang_limits=self._limits.hang,
+            number=number,
+            device=config.device,
+            refused=refused,
         )
         self._config = config
         self._command = tuple(command)
@@ -106,7 +110,7 @@ class EngineClient(EngineConnection):
         """
         blobs, folders = sweep_blobs(), ListeningSockets.sweep()
         if blobs or folders:
-            _log.info("leftovers_removed", blobs=blobs, folders=folders)
+            self._log.info("leftovers_removed", blobs=blobs, folders=folders)
         self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
 
     async def close(self) -> None:
@@ -150,7 +154,9 @@ class EngineClient(EngineConnection):
                 return
             if self.state is EngineState.LOST:
                 delay = self._backoff.delay(ready=ready, served=served)
-                _log.error("engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
+                self._log.error(
+                    "engine_lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay
+                )
                 await asyncio.sleep(delay)
             if self.state is not EngineState.LOST:
                 return
@@ -169,7 +175,7 @@ class EngineClient(EngineConnection):
             watchdog = asyncio.create_task(self._watch(self._process))
             return await self._process.wait()
         except OSError as error:
-            _log.error("engine_start_failed", error=str(error))
+            self._log.error("engine_start_failed", error=str(error))
             return 127
         finally:
             if watchdog is not None:
@@ -213,9 +219,9 @@ class EngineClient(EngineConnection):
         folder = pathlib.Path(config.crash_folder) if config.crash_folder else default_folder()
         try:
             path = bundle.write(files, death, config, folder, config.crash_bundles)
-            _log.error("engine_crash_bundle", path=str(path), exit_code=death.exit_code)
+            self._log.error("engine_crash_bundle", path=str(path), exit_code=death.exit_code)
         except OSError as error:
-            _log.error("crash_bundle_failed", folder=str(folder), error=str(error))
+            self._log.error("crash_bundle_failed", folder=str(folder), error=str(error))
         finally:
             files.remove()
 
@@ -233,7 +239,7 @@ class EngineClient(EngineConnection):
                 bytes_read = now_read
                 self._liveness.restart()
         silent, unmoved = round(self._liveness.silent, 1), round(self._liveness.unmoved, 1)
-        _log.error("engine_killed", silent=silent, without_step=unmoved, step=self.step)
+        self._log.error("engine_killed", silent=silent, without_step=unmoved, step=self.step)
         process.kill()
 
     def _hang(self) -> float:

@@ -47,9 +47,17 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineMonitor:
-    """The latest state, load and start-up progress. Belongs to one event loop."""
+    """The latest state, load and start-up progress. Belongs to one event loop.
 
-    def __init__(self, hang_limits: HangLimits | None = None) -> None:
+    `number` is the engine's among those of the server, `device` as the operator named it.
+    """
+
+    def __init__(
+        self, hang_limits: HangLimits | None = None, number: int = 0, device: str = ""
+    ) -> None:
+        self.number = number
+        self.device = device
+        self._log = _log.bind(engine=number)
         self._hang_limits = hang_limits or HangLimits()
         self._liveness = Liveness()
         self._timer: asyncio.TimerHandle | None = None
@@ -63,6 +71,7 @@ class EngineMonitor:
         self.pid = 0  # of the engine's process; 0 before the first was ready
         self.last_heartbeat = 0.0  # monotonic seconds
         self.estimated_wait = 0.0
+        self.num_elsewhere = 0  # requests of other service processes, by the last heartbeat
         self.progress = Loading(stage="start", fraction=0.0)
 
     async def wait_ready(self) -> None:
@@ -124,10 +133,10 @@ class EngineMonitor:
         hung = liveness.silent >= limits.silence or liveness.unmoved >= limits.stuck
         if hung and self.state is EngineState.READY:
             silent, unmoved = round(liveness.silent, 1), round(liveness.unmoved, 1)
-            _log.error("engine_hung", silent=silent, without_step=unmoved, step=self.step)
+            self._log.error("engine_hung", silent=silent, without_step=unmoved, step=self.step)
             self._set_state(EngineState.HUNG)
         elif not hung and self.state is EngineState.HUNG:
-            _log.info("engine_responds", step=self.step)
+            self._log.info("engine_responds", step=self.step)
             self._set_state(EngineState.READY)
             self._send_waiting()
 
@@ -143,6 +152,7 @@ class EngineMonitor:
             self._judge()
         self.step = beat.step
         self.load = beat.load
+        self.num_elsewhere = max(0, beat.load.running + beat.load.waiting - self.num_open)
         self.step_totals = beat.steps
         self.image_totals = beat.images
         self.estimated_wait = beat.estimated_wait
@@ -157,7 +167,7 @@ class EngineMonitor:
         self.pid = ready.pid
         self.progress = Loading(stage="ready", fraction=1.0)
         self._liveness.restart()
-        _log.info("engine_ready", pid=ready.pid, model=ready.model.name)
+        self._log.info("engine_ready", pid=ready.pid, model=ready.model.name)
         if self.state in (EngineState.STARTING, EngineState.LOST):
             self._set_state(EngineState.READY)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import structlog
 
-from legato_engine.client.refused_requests import RefusedRequests, poisoned
+from legato_engine.client.refused_requests import RefusedRequests, fingerprint, poisoned
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.core import WITH_BLOB, Request
 from legato_engine.errors import EngineLost, LegatoError
@@ -17,7 +17,9 @@ from legato_engine.shm.blob_store import BlobStore
 MAX_RESUMPTIONS = 3
 """A request that loses one engine more fails, as poisoned if it ran alone."""
 
-_SUSPECT = 2  # engines lost with a request, after which it runs alone
+SUSPECT = 2
+"""Engines lost with a request, after which it runs alone."""
+
 _log = structlog.get_logger()
 
 
@@ -25,13 +27,13 @@ class Recovery:
     """Blames requests for the end of an engine and prepares the others for the next.
 
     An engine's end counts against all requests that it had, unless it ran one alone: then against
-    that one only.
+    that one only. What one engine must not run again is `refused` for all engines of the process.
     """
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: BlobStore, refused: RefusedRequests | None = None) -> None:
         self._blobs = blobs
         self._alone: RunningAlone | None = None
-        self.refused = RefusedRequests(blobs)
+        self.refused = RefusedRequests() if refused is None else refused
         self.num_resumptions = 0  # since the start
         self.num_poisoned = 0
 
@@ -56,7 +58,7 @@ class Recovery:
                 self.num_poisoned += 1
                 _log.error("request_poisoned", request_id=stream.request_id.name)
                 yield stream, poisoned()
-            elif stream.resumptions > MAX_RESUMPTIONS or (was_sent and not _can_resume(stream)):
+            elif stream.resumptions > MAX_RESUMPTIONS or (was_sent and not can_resume(stream)):
                 yield stream, error
 
     def renew(self, stream: RequestStream) -> Request:
@@ -65,17 +67,17 @@ class Recovery:
         Raises:
             QueueFull: shared memory is full.
         """
-        image = stream.request.image if stream.restage is None else stream.restage()
+        image = stream.request.image if stream.restage is None else stream.restage(self._blobs)
         if not stream.resumptions:  # no engine had it
             return msgspec.structs.replace(stream.request, image=image)
-        alone = stream.resumptions >= _SUSPECT
+        alone = stream.resumptions >= SUSPECT
         request = stream.resumed(image, alone=alone)
         resumed = request.resumed
         assert resumed is not None
         if alone:
             resumed = msgspec.structs.replace(
                 resumed,
-                fingerprint=self.refused.fingerprint(request),
+                fingerprint=fingerprint(request, self._blobs),
                 is_last=stream.resumptions == MAX_RESUMPTIONS,
             )
             request = msgspec.structs.replace(request, resumed=resumed)
@@ -90,5 +92,6 @@ class Recovery:
         return request
 
 
-def _can_resume(stream: RequestStream) -> bool:
+def can_resume(stream: RequestStream) -> bool:
+    """Whether another engine can be given the request's image."""
     return stream.restage is not None or not isinstance(stream.request.image, WITH_BLOB)

@@ -20,11 +20,10 @@ class RefusedRequests:
     """Fingerprints of such requests, each kept for `REFUSAL` seconds.
 
     A fingerprint is of a request's task, sampling, adapter and image. An image is hashed only if
-    the rest matches.
+    the rest matches; the blob, if the request has one, is in `blobs` and not taken yet.
     """
 
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self) -> None:
         self._until: dict[str, float] = {}  # monotonic seconds
 
     def __len__(self) -> int:
@@ -33,8 +32,8 @@ class RefusedRequests:
     def add(self, fingerprint: str) -> None:
         self._until[fingerprint] = time.monotonic() + REFUSAL
 
-    def check(self, request: Request) -> None:
-        """Check a request whose blob, if it has one, is not taken yet.
+    def check(self, request: Request, blobs: BlobStore) -> None:
+        """Check a request before it is sent.
 
         Raises:
             Poisoned: it is refused.
@@ -44,26 +43,28 @@ class RefusedRequests:
         words = f"{_words_of(request)}:"
         if not any(each.startswith(words) for each in self._until):
             return
-        if self.fingerprint(request) in self._until:
+        if fingerprint(request, blobs) in self._until:
             raise poisoned()
 
-    def fingerprint(self, request: Request) -> str:
-        """The blob, if the request has one, must not be taken yet."""
-        return f"{_words_of(request)}:{self._image_of(request)}"
 
-    def _image_of(self, request: Request) -> str:
-        source = request.image
-        if source is None:
-            return ""
-        if isinstance(source, CachedImage):
-            return source.image_id
-        raw = source if isinstance(source, RawImage) else None
-        with self._blobs.read(source.blob) as view:
-            return image_id(content_key(view, raw))
+def fingerprint(request: Request, blobs: BlobStore) -> str:
+    """The fingerprint of a request whose blob, if it has one, is in `blobs` and not taken yet."""
+    return f"{_words_of(request)}:{_image_of(request, blobs)}"
 
 
 def poisoned() -> Poisoned:
     return Poisoned("the engine ends whenever it runs this request")
+
+
+def _image_of(request: Request, blobs: BlobStore) -> str:
+    source = request.image
+    if source is None:
+        return ""
+    if isinstance(source, CachedImage):
+        return source.image_id
+    raw = source if isinstance(source, RawImage) else None
+    with blobs.read(source.blob) as view:
+        return image_id(content_key(view, raw))
 
 
 def _words_of(request: Request) -> str:

@@ -24,14 +24,18 @@ from legato_engine.core import (
 )
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
+from legato_engine.shm.blob_store import BlobStore
 
 StreamOutput = Queued | Started | Delta | Done
 
 MAX_LOOSE = 32
 """Unread deltas that are kept as they came; as many more are merged into one."""
 
-Restage = Callable[[], ImageSource | None]
-"""Puts the bytes of a request's image into a new blob. Raises `QueueFull`: memory is full."""
+Restage = Callable[[BlobStore], ImageSource | None]
+"""Puts the bytes of a request's image into a new blob of an engine's store.
+
+Raises `QueueFull`: memory is full.
+"""
 
 
 class RequestStream(msgspec.Struct, eq=False):
@@ -52,6 +56,7 @@ class RequestStream(msgspec.Struct, eq=False):
     is_sent: bool = False  # to the present engine
     is_stopped: bool = False
     resumptions: int = 0  # engines lost while they had the request
+    searched: tuple[int, ...] = ()  # numbers of the engines without the image that it names
     ended: bool = False
     """Whether the last output has arrived; outputs may still be unread."""
     _started: Started | None = None

@@ -104,7 +104,7 @@ class BlobStore:
         return BlobWriter(self, name, descriptor)
 
     def link(self, name: str, size: int) -> BlobRef:
-        """Make a blob that shares the bytes of another."""
+        """Make a blob that shares the bytes of another, of this store or another."""
         ref = BlobRef(name=self._new_name(), size=size)
         os.link(self._folder / name, self._folder / ref.name)
         self._live[ref.name] = 0
@@ -201,9 +201,9 @@ class BlobWriter:
     def view(self) -> memoryview:
         return mapped(self._descriptor, self.size)
 
-    def publish(self) -> BlobRef:
-        """Make a blob of the bytes written so far."""
-        return self._store.link(self._name, self.size)
+    def publish(self, store: BlobStore) -> BlobRef:
+        """Make a blob of the bytes written so far, in this store or another of the process."""
+        return store.link(self._name, self.size)
 
     def keep(self) -> KeptBlob:
         """Keep the bytes written so far beyond the writer's end, without a descriptor."""
@@ -228,7 +228,6 @@ class KeptBlob:
 
     def __init__(self, store: BlobStore, name: str, size: int) -> None:
         """Share the bytes of the file `name` in the store's folder."""
-        self._store = store
         self._path = private_path(store.namespace, secrets.token_hex(8))
         self._end = weakref.finalize(self, self._path.unlink, missing_ok=True)
         os.link(blob_folder() / name, self._path)
@@ -238,8 +237,8 @@ class KeptBlob:
     def closed(self) -> bool:
         return not self._end.alive
 
-    def publish(self) -> BlobRef:
-        return self._store.link(self._path.name, self.size)
+    def publish(self, store: BlobStore) -> BlobRef:
+        return store.link(self._path.name, self.size)
 
     def close(self) -> None:
         """Delete the bytes; published blobs stay. Idempotent."""

@@ -138,8 +138,10 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
     )
 
 
-def timeline(batch: TimelineBatch) -> admin_pb2.WatchTimelineResponse:
-    response = admin_pb2.WatchTimelineResponse(spans=map(_timeline_span, batch.spans))
+def timeline(batch: TimelineBatch, engine: int = 0) -> admin_pb2.WatchTimelineResponse:
+    response = admin_pb2.WatchTimelineResponse(
+        spans=map(_timeline_span, batch.spans), engine=engine
+    )
     if batch.decode_steps is not None:
         response.decode_steps.CopyFrom(decode_steps(batch.decode_steps))
     return response

@@ -1,4 +1,4 @@
-"""The bytes of uploads that the engine holds, for the next engine."""
+"""The bytes of uploads that engines hold, for another engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from legato_engine.client.engine_client import EngineState
 from legato_engine.errors import ImageNotFound, LegatoError, Unavailable
 from legato_engine.images.quota import ByteQuota
 from legato_engine.ipc.messages import HoldImage
-from legato_engine.shm.blob_store import KeptBlob
+from legato_engine.shm.blob_store import BlobStore, KeptBlob
 
 from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import ImageFormat, as_source
 
 log = structlog.get_logger("legato.service")
@@ -23,44 +24,60 @@ log = structlog.get_logger("legato.service")
 Key = tuple[str, str, str]
 """Tenant, image id, owner."""
 
+_NONE = (EngineState.LOST, EngineState.STARTING)  # there is no engine process, or a new one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hold:
+    """What an engine has begun: for `ttl` seconds, within an owner's `quota_bytes`."""
+
+    engine: Engine
+    ttl: float
+    quota_bytes: int
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _HeldUpload:
-    """`engine_pid` is of the engine that holds the image; a later one does not."""
+    """`engine` holds the image while its process is that of `pid`."""
 
     blob: KeptBlob
     format: ImageFormat
     quota_bytes: int
-    engine_pid: int
+    engine: Engine
+    pid: int
     end: asyncio.TimerHandle
+
+    @property
+    def is_lost(self) -> bool:
+        return self.engine.state in _NONE or self.engine.pid != self.pid
 
 
 class HeldUploads:
     """Keeps what this process uploaded for the length of its hold. Belongs to one event loop.
 
-    Holds end with the engine. The next engine is asked to hold the images again, one after another,
-    and requests that name one meanwhile bring its bytes. The bytes count against `quota`, as those
-    of uploads in progress.
+    Holds end with their engine. Another one, or the next, is asked to hold the images again, one
+    after another, and requests that name one meanwhile bring its bytes. The bytes count against
+    `quota`, as those of uploads in progress.
     """
 
-    def __init__(self, engine: Engine, quota: ByteQuota) -> None:
-        self._engine = engine
+    def __init__(self, engines: EngineGroup, quota: ByteQuota) -> None:
+        self._engines = engines
         self._quota = quota
         self._held: dict[Key, _HeldUpload] = {}
         self._owners: dict[tuple[str, str], set[Key]] = {}  # by tenant and image id
         self._holding: asyncio.Task[None] | None = None
         self._being_held: dict[Key, asyncio.Event] = {}
-        engine.subscribe(self._on_state)
+        engines.subscribe(self._on_state)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def keep(self, blob: KeptBlob, image_format: ImageFormat, command: HoldImage, key: Key) -> None:
-        """Take over the blob and its quota; `command` has begun the hold."""
+    def keep(self, blob: KeptBlob, image_format: ImageFormat, hold: Hold, key: Key) -> None:
+        """Take over the blob and its quota."""
         self.drop(key)
-        end = asyncio.get_running_loop().call_later(command.ttl, self.drop, key)
-        held = _HeldUpload(blob, image_format, command.quota_bytes, self._engine.pid, end)
-        self._held[key] = held
+        end = asyncio.get_running_loop().call_later(hold.ttl, self.drop, key)
+        pid = hold.engine.pid
+        self._held[key] = _HeldUpload(blob, image_format, hold.quota_bytes, hold.engine, pid, end)
         self._owners.setdefault(key[:2], set()).add(key)
 
     def drop(self, key: Key) -> bool:
@@ -75,7 +92,7 @@ class HeldUploads:
         held.end.cancel()
         held.blob.close()
         self._quota.release(key[2], held.blob.size)
-        return self._is_lost(held)
+        return held.is_lost
 
     async def settled(self, key: Key) -> None:
         """Wait while the next engine is being asked to hold it; only then can it be let go."""
@@ -97,47 +114,46 @@ class HeldUploads:
         for key in list(self._held):
             self.drop(key)
 
-    def _stage(self, held: _HeldUpload, image_id: str) -> core.ImageSource:
-        if not self._is_lost(held) or held.blob.closed:
+    @staticmethod
+    def _stage(held: _HeldUpload, image_id: str, blobs: BlobStore) -> core.ImageSource:
+        if not held.is_lost or held.blob.closed:
             raise ImageNotFound("no image with this id is held", resource=image_id)
-        return as_source(held.format, held.blob.publish())
+        return as_source(held.format, held.blob.publish(blobs))
 
-    def _is_lost(self, held: _HeldUpload) -> bool:
-        return held.engine_pid != self._engine.pid
-
-    # ------------------------------------------------------------ the next engine
+    # ------------------------------------------------------------ another engine
 
     def _on_state(self, state: EngineState) -> None:
-        lost = any(map(self._is_lost, self._held.values()))
+        lost = any(held.is_lost for held in self._held.values())
         idle = self._holding is None or self._holding.done()
         if state is EngineState.READY and lost and idle:
             self._holding = asyncio.create_task(self._hold_again(), name="hold again")
 
     async def _hold_again(self) -> None:
         for key, held in list(self._held.items()):
-            if self._held.get(key) is not held or not self._is_lost(held):
+            if self._held.get(key) is not held or not held.is_lost:
                 continue
-            pid = self._engine.pid
+            make = functools.partial(self._command, key, held)
             asked = self._being_held[key] = asyncio.Event()
             try:
-                await self._engine.hold(self._command(key, held))
+                engine = (await self._engines.hold(make)).engine
             except Unavailable:
                 return  # the next `READY` begins again
             except LegatoError as error:
                 log.warning("upload_not_held_again", image_id=key[1], reason=str(error))
                 self.drop(key)
             else:
-                held.engine_pid = pid
+                held.engine, held.pid = engine, engine.pid
             finally:
                 del self._being_held[key]
                 asked.set()
 
-    def _command(self, key: Key, held: _HeldUpload) -> HoldImage:
+    @staticmethod
+    def _command(key: Key, held: _HeldUpload, blobs: BlobStore) -> HoldImage:
         tenant, _, owner = key
         left = held.end.when() - asyncio.get_running_loop().time()
         return HoldImage(
             request_id=core.RequestKey(f"!{secrets.token_hex(8)}", tenant),  # no caller's id
-            image=as_source(held.format, held.blob.publish()),
+            image=as_source(held.format, held.blob.publish(blobs)),
             owner=owner,
             ttl=max(left, 0.0),
             quota_bytes=held.quota_bytes,

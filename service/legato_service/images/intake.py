@@ -53,6 +53,16 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
 """The type of `shared_memory.SharedMemory.read`."""
 
 
+def stage(image: CheckedImage, blobs: BlobStore) -> core.ImageSource | None:
+    """Stage the bytes in the store of an engine; its `submit` discards the blob."""
+    match image:
+        case InlineImage():
+            return as_source(image.format, blobs.put(image.data))
+        case StagedImage():
+            return as_source(image.format, image.writer.publish(blobs))
+    return image
+
+
 def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
     if isinstance(image_format, str):
         return core.EncodedImage(blob=blob, mime_type=image_format)
@@ -66,17 +76,15 @@ def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImag
 
 
 class ImageIntake:
-    """Checks images against the limits and stages their bytes for the engine."""
+    """Checks images against the limits."""
 
     def __init__(
         self,
-        blobs: BlobStore,
         *,
         max_bytes: int,
         max_pixels: int,
         read_shared: ReadShared | None = None,
     ) -> None:
-        self._blobs = blobs
         self._read_shared = read_shared
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
@@ -111,15 +119,6 @@ class ImageIntake:
                 return await self._read_shared(image.shared)
             case None:
                 return None
-
-    def stage(self, image: CheckedImage) -> core.ImageSource | None:
-        """Stage the bytes for the engine; `Engine.submit` discards the blob."""
-        match image:
-            case InlineImage():
-                return as_source(image.format, self._blobs.put(image.data))
-            case StagedImage():
-                return as_source(image.format, image.writer.publish())
-        return image
 
     def _encoded(self, encoded: media_pb2.EncodedImage) -> InlineImage:
         data = encoded.data  # every access copies the bytes

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,11 +44,13 @@ def shm_namespace() -> str:
         return ""
 
 
-def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
+def shared_reader(config: ServiceConfig, stores: Sequence[BlobStore]) -> ReadShared | None:
+    """`stores` are those of this process; the first takes the images."""
     if not config.shared_images:
         return None
-    pixels = config.engine.max_image_pixels
-    return SharedMemory(blobs, max_bytes=config.max_image_bytes, max_pixels=pixels).read
+    return SharedMemory(
+        stores, max_bytes=config.max_image_bytes, max_pixels=config.engine.max_image_pixels
+    ).read
 
 
 class SharedMemory:
@@ -57,8 +59,9 @@ class SharedMemory:
     Only the owner of its files identifies a client: TCP carries no peer credentials.
     """
 
-    def __init__(self, blobs: BlobStore, *, max_bytes: int, max_pixels: int) -> None:
-        self._blobs = blobs
+    def __init__(self, stores: Sequence[BlobStore], *, max_bytes: int, max_pixels: int) -> None:
+        self._blobs = stores[0]
+        self._own_names = tuple(each.namespace for each in stores)
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
         self._folder = blob_folder()
@@ -127,7 +130,7 @@ class SharedMemory:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        if self._name.fullmatch(name) is None or name.startswith(self._blobs.namespace):
+        if self._name.fullmatch(name) is None or name.startswith(self._own_names):
             raise _refused(
                 name,
                 f"a region's name is legato-{self._user}- and 1 to 200 of A-Z a-z 0-9 . _ -",

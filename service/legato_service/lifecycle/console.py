@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
@@ -20,7 +21,9 @@ class Announcer(Protocol):
         """Called repeatedly, also without a change."""
         ...
 
-    def ready(self, address: str, model: ModelInfo) -> None: ...
+    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
+        """`models` are one, as each engine serves it on its device."""
+        ...
 
     def close(self) -> None:
         """Restore the terminal. Idempotent."""
@@ -47,8 +50,9 @@ class TerminalAnnouncer:
             self._task = self._bar.add_task("loading", total=1.0)
         self._bar.update(self._task, completed=progress.fraction, description=progress.stage)
 
-    def ready(self, address: str, model: ModelInfo) -> None:
+    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
         self.close()
+        model = models[0]
         table = Table.grid(padding=(0, 2))
         table.add_row("listening", Text(address, style="bold"))
         size = f"{model.num_parameters / 1e6:,.1f} M parameters"
@@ -56,7 +60,7 @@ class TerminalAnnouncer:
         if model.kv_token_bytes:
             cached = f"{model.kv_token_bytes / 1024:,.0f} KiB a token"
             table.add_row("kv cache", f"{cached} · {model.kv_dtype}")
-        table.add_row("device", model.device)
+        table.add_row("device", ", ".join(each.device for each in models))
         table.add_row("tasks", " ".join(model.tasks))
         self._console.print(Panel(table, title="legato", expand=False))
         self._console.print("try:", style="dim")
@@ -78,9 +82,11 @@ class LogAnnouncer:
             self._stage = progress.stage
             self._log.info("loading", stage=progress.stage, fraction=progress.fraction)
 
-    def ready(self, address: str, model: ModelInfo) -> None:
+    def ready(self, address: str, models: Sequence[ModelInfo]) -> None:
+        model = models[0]
+        devices = ", ".join(each.device for each in models)
         cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
-        self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
+        self._log.info("ready", address=address, model=model.name, device=devices, **cache)
 
     def close(self) -> None:
         pass

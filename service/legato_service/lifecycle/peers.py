@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from legato_engine.client.connection import EngineConnection
@@ -20,7 +21,7 @@ class Peers(Protocol):
 
     @property
     def number(self) -> int:
-        """0 for the process that runs the engine and the workers."""
+        """0 for the process that runs the engines and the workers."""
         ...
 
     def drain(self, grace: float) -> None:
@@ -36,8 +37,12 @@ class Peers(Protocol):
         ...
 
 
-async def abort_elsewhere(engine: EngineConnection, target: RequestKey | None) -> int:
-    """Stop other processes' requests through the engine; return how many."""
+async def abort_elsewhere(engines: Sequence[EngineConnection], target: RequestKey | None) -> int:
+    """Stop other processes' requests through the engines; return how many."""
+    return sum(await asyncio.gather(*(_abort_at(each, target) for each in engines)))
+
+
+async def _abort_at(engine: EngineConnection, target: RequestKey | None) -> int:
     try:
         async with asyncio.timeout(_TIMEOUT):
             return await engine.stop_elsewhere(target)

@@ -172,73 +172,85 @@ PROCESSES = (
     Metric("legato_process_cpu_seconds", _C, "CPU time of a process.", ("process",)),
     Metric("legato_process_open_fds", _G, "Open files of a process.", ("process",)),
 )
+
+
+def _engine(
+    name: str,
+    kind: Kind,
+    help: str,
+    labels: tuple[str, ...] = (),
+    bounds: tuple[float, ...] = (),
+) -> Metric:
+    return Metric(name, kind, help, ("engine", *labels), bounds)
+
+
 ENGINE = (
     Metric("legato_build", Kind.INFO, "The server.", ("version", "python", "processes")),
-    Metric(
+    _engine(
         "legato_model", Kind.INFO, "The served model.", ("model", "device", "dtype", "kv_dtype")
     ),
-    Metric("legato_engine_state", _G, "1 for the engine's state, else 0.", ("state",)),
-    Metric("legato_engine_restarts", _C, "Engines started after one was lost."),
-    Metric("legato_engine_heartbeat_age_seconds", _G, "Time since the engine's last heartbeat."),
-    Metric("legato_engine_requests_running", _G, "Requests that decode."),
-    Metric("legato_engine_requests_waiting", _G, "Requests that wait."),
-    Metric("legato_engine_requests_limit", _G, "Requests that may decode at a time."),
-    Metric("legato_engine_queue_limit", _G, "Requests that may wait."),
-    Metric("legato_engine_launches_in_flight", _G, "Launches not yet committed."),
-    Metric("legato_engine_estimated_wait_seconds", _G, "Time that a new request would wait."),
-    Metric("legato_engine_steps", _C, "Launches committed since the engine started."),
-    Metric("legato_engine_launches", _C, "Launches committed, by kind.", ("kind",)),
-    Metric("legato_engine_tokens", _C, "Tokens generated."),
-    Metric("legato_kv_pages_used", _G, "KV pages of live requests."),
-    Metric("legato_kv_pages_cached", _G, "KV pages of the prefix cache that may be evicted."),
-    Metric("legato_kv_pages_limit", _G, "KV pages of the pool."),
-    Metric("legato_prefix_cache_queries", _C, "Prompt positions looked up in the prefix cache."),
-    Metric("legato_prefix_cache_hits", _C, "Of them, found."),
-    Metric("legato_image_cache_queries", _C, "Images looked up in the image cache."),
-    Metric("legato_image_cache_hits", _C, "Of them, found."),
-    Metric("legato_images_decoded", _C, "Images decoded."),
-    Metric("legato_image_cache_bytes", _G, "Prepared images in the cache, without held ones."),
-    Metric("legato_image_held_bytes", _G, "Prepared images held for their owners."),
-    Metric("legato_images_cached", _G, "Prepared images, held ones included."),
-    Metric("legato_adapter_slots_used", _G, "Adapter slots of live requests."),
-    Metric("legato_preemptions", _C, "Requests that gave up their KV pages to others."),
-    Metric("legato_recomputed_tokens", _C, "Positions computed again after preemptions."),
-    Metric(
+    _engine("legato_engine_state", _G, "1 for the engine's state, else 0.", ("state",)),
+    _engine("legato_engine_restarts", _C, "Engines started after one was lost."),
+    _engine("legato_engine_heartbeat_age_seconds", _G, "Time since the engine's last heartbeat."),
+    _engine("legato_engine_requests_running", _G, "Requests that decode."),
+    _engine("legato_engine_requests_waiting", _G, "Requests that wait."),
+    _engine("legato_engine_requests_limit", _G, "Requests that may decode at a time."),
+    _engine("legato_engine_queue_limit", _G, "Requests that may wait."),
+    _engine("legato_engine_launches_in_flight", _G, "Launches not yet committed."),
+    _engine("legato_engine_estimated_wait_seconds", _G, "Time that a new request would wait."),
+    _engine("legato_engine_steps", _C, "Launches committed since the engine started."),
+    _engine("legato_engine_launches", _C, "Launches committed, by kind.", ("kind",)),
+    _engine("legato_engine_tokens", _C, "Tokens generated."),
+    _engine("legato_kv_pages_used", _G, "KV pages of live requests."),
+    _engine("legato_kv_pages_cached", _G, "KV pages of the prefix cache that may be evicted."),
+    _engine("legato_kv_pages_limit", _G, "KV pages of the pool."),
+    _engine("legato_prefix_cache_queries", _C, "Prompt positions looked up in the prefix cache."),
+    _engine("legato_prefix_cache_hits", _C, "Of them, found."),
+    _engine("legato_image_cache_queries", _C, "Images looked up in the image cache."),
+    _engine("legato_image_cache_hits", _C, "Of them, found."),
+    _engine("legato_images_decoded", _C, "Images decoded."),
+    _engine("legato_image_cache_bytes", _G, "Prepared images in the cache, without held ones."),
+    _engine("legato_image_held_bytes", _G, "Prepared images held for their owners."),
+    _engine("legato_images_cached", _G, "Prepared images, held ones included."),
+    _engine("legato_adapter_slots_used", _G, "Adapter slots of live requests."),
+    _engine("legato_preemptions", _C, "Requests that gave up their KV pages to others."),
+    _engine("legato_recomputed_tokens", _C, "Positions computed again after preemptions."),
+    _engine(
         "legato_engine_step_seconds",
         _H,
         "Time of a decode step after a decode step.",
         (),
         SECONDS_BOUNDS,
     ),
-    Metric(
+    _engine(
         "legato_inter_token_seconds",
         _H,
         "Time between two tokens of one request.",
         (),
         SECONDS_BOUNDS,
     ),
-    Metric(
+    _engine(
         "legato_engine_step_part_seconds",
         _G,
         "Median part of the latest decode steps.",
         ("part",),
     ),
-    Metric("legato_engine_decode_seconds", _C, "Time of all decode steps after decode steps."),
-    Metric("legato_engine_device_idle_seconds", _C, "Of it, while the device had no work."),
-    Metric("legato_engine_batch_rows", _G, "Mean number of requests in the latest decode steps."),
-    Metric(
+    _engine("legato_engine_decode_seconds", _C, "Time of all decode steps after decode steps."),
+    _engine("legato_engine_device_idle_seconds", _C, "Of it, while the device had no work."),
+    _engine("legato_engine_batch_rows", _G, "Mean number of requests in the latest decode steps."),
+    _engine(
         "legato_pipeline_predicted_gain_ratio",
         _G,
         "Throughput gained by pipelining, from the parts of a step; 0.1 is a tenth more.",
     ),
-    Metric(
+    _engine(
         "legato_pipeline_observed_gain_ratio",
         _G,
         "Throughput gained by pipelining, from the time that the latest steps took.",
     ),
-    Metric("legato_draft_tokens", _C, "Draft tokens verified."),
-    Metric("legato_draft_tokens_accepted", _C, "Of them, accepted."),
-    Metric("legato_draft_blocks", _C, "Blocks of draft tokens, by size.", ("size",)),
+    _engine("legato_draft_tokens", _C, "Draft tokens verified."),
+    _engine("legato_draft_tokens_accepted", _C, "Of them, accepted."),
+    _engine("legato_draft_blocks", _C, "Blocks of draft tokens, by size.", ("size",)),
 )
 _GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 _VLLM_LABELS = ("model_name", "engine")

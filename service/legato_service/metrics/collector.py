@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from legato_engine import log_sink
 
 from legato_service.config import ServiceConfig
-from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.metrics import aliases, catalogue, engine, process_usage
 from legato_service.metrics.calls import CallMetrics
 from legato_service.metrics.catalogue import CALL_BOUNDS
@@ -25,7 +25,7 @@ from legato_service.session.registry import SessionRegistry
 class Collector:
     """Collects this process's metrics, and writes those of all processes.
 
-    The first process speaks for the engine. `number` is that of a worker, 0 of the first.
+    The first process speaks for the engines. `number` is that of a worker, 0 of the first.
     `gather` adds the other processes' snapshots to this one's. `calls` is None when RPCs are not
     recorded.
     """
@@ -33,7 +33,7 @@ class Collector:
     def __init__(
         self,
         config: ServiceConfig,
-        engine: Engine,
+        engines: EngineGroup,
         requests: RequestRegistry,
         sessions: SessionRegistry,
         calls: CallMetrics | None,
@@ -44,7 +44,7 @@ class Collector:
         reload_failures: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._config = config
-        self._engine = engine
+        self._engines = engines
         self._requests = requests
         self._sessions = sessions
         self._calls = calls
@@ -71,9 +71,10 @@ class Collector:
         self._write_process(snapshot)
         if self._number == 0:
             self._write_build(snapshot)
-            engine.write(snapshot, self._engine)
-            if self._engine.pid:
-                process_usage.write(snapshot, "engine", self._engine.pid)
+            for each in self._engines.members:
+                engine.write(snapshot, each)
+                if each.pid:
+                    process_usage.write(snapshot, f"engine-{each.number}", each.pid)
         return snapshot
 
     async def exposition(self, accept: str = "") -> Exposition:
@@ -82,7 +83,7 @@ class Collector:
         if self._gather is not None:
             snapshot = await self._gather(snapshot)
         metrics = [*catalogue.OWN]
-        model = self._engine.model.name if self._engine.model is not None else ""
+        model = self._engines.model.name if self._engines.model is not None else ""
         if self._calls is not None:
             aliases.add_gen_ai(snapshot, model)
             metrics += catalogue.GEN_AI
@@ -95,8 +96,8 @@ class Collector:
         totals = self._sessions.totals
         self._take_frame_ages()
         snapshot.add("legato_requests_in_flight", len(self._requests))
-        snapshot.add("legato_requests_resumed", self._engine.resumptions)
-        snapshot.add("legato_requests_poisoned", self._engine.num_poisoned)
+        snapshot.add("legato_requests_resumed", self._engines.resumptions)
+        snapshot.add("legato_requests_poisoned", self._engines.num_poisoned)
         snapshot.add("legato_sessions_open", len(self._sessions))
         waiting = self._sessions.num_waiting_for_credits
         snapshot.add("legato_sessions_waiting_for_credits", waiting)

@@ -27,8 +27,10 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import Done, ModelInfo, Started
 
 from legato_service.engine import Engine, Stream
+from legato_service.engines.group import EngineGroup
 from legato_service.images.held_uploads import HeldUploads
-from legato_service.images.intake import CheckedImage, ImageIntake, NewImage
+from legato_service.images.intake import CheckedImage, ImageIntake, NewImage, stage
+from legato_service.requests import affinity
 from legato_service.requests.deadlines import Deadlines
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
@@ -44,18 +46,18 @@ class CallContext(Protocol):
 
 
 class Dispatcher:
-    """Submits the requests of all RPCs to the engine."""
+    """Submits the requests of all RPCs to the engines."""
 
     def __init__(
         self,
-        engine: Engine,
+        engines: EngineGroup,
         images: ImageIntake,
         registry: RequestRegistry,
         held: HeldUploads,
     ) -> None:
         self.images = images
         self._held = held
-        self._engine = engine
+        self._engines = engines
         self._registry = registry
         self._deadlines = Deadlines()
 
@@ -83,13 +85,13 @@ class Dispatcher:
         self._registry.check(key)
         given = context.time_remaining()
         left = default_deadline if given is None else given
-        wait = self._engine.estimated_wait
+        wait = self._engines.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
         # The estimate is for the end of the queue, not for higher priorities, nor for tenants that
         # have less than their share.
         queued_last = rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
-        if queued_last and wait > left and self._engine.state is EngineState.READY:
+        if queued_last and wait > left and self._engines.state is EngineState.READY:
             raise DeadlineUnreachable(
                 f"a request arriving now would wait {wait:.3g} s",
                 estimated_wait_ms=round(wait * 1000),
@@ -109,7 +111,7 @@ class Dispatcher:
             ModelNotFound: this server serves another model.
             AdapterNotFound: this server has no adapters.
         """
-        model = self._engine.model
+        model = self._engines.model
         if model is None:
             raise EngineStarting("the model is loading")
         if name not in ("", model.name):
@@ -163,13 +165,15 @@ class Dispatcher:
         new = image if isinstance(image, NewImage) else original
         restage: Restage | None = None
         if isinstance(new, NewImage):
-            restage = functools.partial(self.images.stage, new)
+            restage = functools.partial(stage, new)
         elif isinstance(image, core.CachedImage):
             restage = self._held.restage(request.tenant, image.image_id)
-        stream = self._engine.submit(
+        has_bytes = image is None or isinstance(new, NewImage)
+        engine = self._engine_for(request, image, has_bytes=has_bytes)
+        stream = engine.submit(
             msgspec.structs.replace(
                 request,
-                image=None if image is None else self.images.stage(image),
+                image=None if image is None else stage(image, engine.blobs),
                 deadline=active.deadline,
                 priority=rpc.priority,
             ),
@@ -179,6 +183,12 @@ class Dispatcher:
         field = image.field if isinstance(image, NewImage) else ""
         active.own(stream, self._deadlines, field)
         return stream
+
+    def _engine_for(self, request: core.Request, image: CheckedImage, *, has_bytes: bool) -> Engine:
+        if len(self._engines.members) == 1:
+            return self._engines.members[0]
+        keys = affinity.keys_of(request, image)
+        return self._engines.route(keys, has_bytes=has_bytes)
 
 
 async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:

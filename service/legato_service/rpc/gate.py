@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from legato_engine.errors import QueueFull
 
-from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.errors import Failure, failure
 
 RESERVE = 4  # a quarter of the places more for tenants below their share, half of it for priorities
@@ -62,14 +61,14 @@ class Place(msgspec.Struct, eq=False):
 class Gate:
     """Bounds the calls that are read, converted or in the engine. Needs a running event loop.
 
-    They are at most as many as the engine runs and queues. When these are reached, a quarter more
-    is for tenants with fewer calls than others, and half of that also for higher priorities,
-    because the engine's full queue gives up other requests for theirs.
+    They are at most as many as the serving engines run and queue. When these are reached, a quarter
+    more is for tenants with fewer calls than others, and half of that also for higher priorities,
+    because an engine's full queue gives up other requests for theirs.
     """
 
-    def __init__(self, engine: Engine, on_quiet: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engines: EngineGroup, on_quiet: Callable[[], None] = lambda: None) -> None:
         """`on_quiet` is called a while after the last of many calls has ended."""
-        self._engine = engine
+        self._engines = engines
         self._on_quiet = on_quiet
         self._num_calls = 0
         self._most_calls = 0  # since the last quiet
@@ -110,16 +109,15 @@ class Gate:
 
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
         """Return a refusal, made for many, and the trailers for this call."""
-        return self._refusals.next(request_id, self._engine.estimated_wait, self._limit)
+        return self._refusals.next(request_id, self._engines.estimated_wait, self._limit)
 
     @property
     def _num_open(self) -> int:
-        return self.num_unsubmitted + self._engine.num_open
+        return self.num_unsubmitted + self._engines.num_open
 
     @property
     def _limit(self) -> float:
-        model = self._engine.model
-        return math.inf if model is None else model.max_running + model.max_waiting
+        return self._engines.capacity
 
 
 class _Refusals:

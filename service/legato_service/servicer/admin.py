@@ -11,11 +11,13 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.messages import TimelineBatch
+from legato_engine.ipc.messages import Load, TimelineBatch
 
 from legato_service.convert import responses
 from legato_service.convert.response_info import duration
 from legato_service.engine import Engine
+from legato_service.engines import timeline
+from legato_service.engines.group import EngineGroup
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
@@ -53,7 +55,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        engines: EngineGroup,
         registry: RequestRegistry,
         sessions: Sessions,
         *,
@@ -62,7 +64,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
         scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._registry = registry
         self._sessions = sessions
         self._drain = drain
@@ -71,20 +73,21 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._scrape = scrape
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        load = self._engine.load
+        load = self._engines.load
         response = pb.GetLoadResponse(
             running=load.running,
             waiting=load.waiting,
             sessions=len(self._sessions),
-            kv_used_ratio=load.pages_used / load.pages_total if load.pages_total else 0.0,
-            engine_state=self._state(),
-            engine_step=self._engine.step,
+            kv_used_ratio=_kv_used_ratio(load),
+            engine_state=self._state(self._engines.state),
+            engine_step=self._engines.step,
         )
-        if self._engine.state is EngineState.READY:
-            wait = duration(self._engine.estimated_wait)
+        if self._engines.state is EngineState.READY:
+            wait = duration(self._engines.estimated_wait)
             response.estimated_wait.CopyFrom(wait)
         if load.decode_steps is not None:
             response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
+        response.engines.extend(map(self._engine_load, self._engines.members))
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -115,7 +118,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if grace < 0:
                 raise InvalidField("must not be negative", field="grace")
         self._drain(grace)
-        load = self._engine.load
+        load = self._engines.load
         return pb.DrainResponse(
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
@@ -136,19 +139,39 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if seconds <= 0:
                 raise InvalidField("must be positive", field="duration")
         yield responses.timeline(
-            TimelineBatch(spans=(), decode_steps=self._engine.load.decode_steps)
+            TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
         )
-        async with aclosing(self._engine.timeline.batches(seconds)) as batches:
-            async for batch in batches:
-                yield responses.timeline(batch)
+        watches = [each.timeline for each in self._engines.members]
+        async with aclosing(timeline.batches(watches, seconds)) as batches:
+            async for number, batch in batches:
+                yield responses.timeline(batch, number)
 
     async def _elsewhere(self, target: RequestKey | None) -> int:
         return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
 
-    def _state(self) -> str:
-        if self._registry.closed:
-            return "draining"
-        return _STATES[self._engine.state]
+    def _state(self, state: EngineState) -> str:
+        return "draining" if self._registry.closed else _STATES[state]
+
+    def _engine_load(self, engine: Engine) -> pb.EngineLoad:
+        load = engine.load
+        response = pb.EngineLoad(
+            device=engine.device,
+            state=self._state(engine.state),
+            running=load.running,
+            waiting=load.waiting,
+            kv_used_ratio=_kv_used_ratio(load),
+            step=engine.step,
+            restarts=engine.restarts,
+        )
+        if engine.state is EngineState.READY:
+            response.estimated_wait.CopyFrom(duration(engine.estimated_wait))
+        if load.decode_steps is not None:
+            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
+        return response
+
+
+def _kv_used_ratio(load: Load) -> float:
+    return load.pages_used / load.pages_total if load.pages_total else 0.0
 
 
 def _key(request: pb.AbortRequest, field: Literal["session_id", "request_id"]) -> RequestKey:

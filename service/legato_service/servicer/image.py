@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
-from legato_engine.core import EncodedImage, RawImage, RequestKey
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -27,10 +27,11 @@ from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
 from legato_service.convert.response_info import image_info
-from legato_service.engine import Engine
-from legato_service.images.held_uploads import HeldUploads
+from legato_service.engines.group import EngineGroup
+from legato_service.images.held_uploads import HeldUploads, Hold
 from legato_service.images.intake import as_source
 from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
+from legato_service.requests.affinity import look_of
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
@@ -47,13 +48,13 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     def __init__(
         self,
         config: ServiceConfig,
-        engine: Engine,
+        engines: EngineGroup,
         blobs: BlobStore,
         registry: RequestRegistry,
         held: HeldUploads,
         quota: ByteQuota,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._blobs = blobs
         self._registry = registry
         self._limits = UploadLimits(
@@ -99,21 +100,25 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
         image_format = upload.finish()
 
-        def restage() -> EncodedImage | RawImage:
-            return as_source(image_format, upload.writer.publish())
+        quota_bytes = _quota_bytes()
 
-        command = HoldImage(
-            request_id=key,
-            image=restage(),
-            owner=owner,
-            ttl=header.ttl,
-            sha256=header.sha256,
-            quota_bytes=_quota_bytes(),
-        )
+        def make(blobs: BlobStore) -> HoldImage:
+            return HoldImage(
+                request_id=key,
+                image=as_source(image_format, upload.writer.publish(blobs)),
+                owner=owner,
+                ttl=header.ttl,
+                sha256=header.sha256,
+                quota_bytes=quota_bytes,
+            )
+
         try:
-            held = await self._engine.hold(command, restage)
-            kept_as = (key.tenant, held.image.image_id, owner)
-            self._held.keep(upload.keep(), image_format, command, kept_as)
+            look = look_of(key.tenant, upload.writer.view())
+            engine, held = await self._engines.hold(make, (look,))
+            hold = Hold(engine, header.ttl, quota_bytes)
+            self._held.keep(
+                upload.keep(), image_format, hold, (key.tenant, held.image.image_id, owner)
+            )
             return held
         except (ImageUndecodable, ImageTooLarge) as error:
             error.metadata["field"] = CHUNK
@@ -127,7 +132,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         was_lost = self._held.drop(kept_as)
         await self._held.settled(kept_as)
         try:
-            await self._engine.drop(DropImage(request_id=key, image_id=image_id, owner=owner))
+            await self._engines.drop(DropImage(request_id=key, image_id=image_id, owner=owner))
         except ImageNotFound:
             if not was_lost:
                 raise

@@ -13,7 +13,7 @@ from legato_engine.ipc.messages import ModelInfo
 
 from legato_service.config import ServiceConfig
 from legato_service.convert.response_info import duration
-from legato_service.engine import Engine
+from legato_service.engines.group import EngineGroup
 from legato_service.images.shared_memory import shm_namespace
 from legato_service.rpc.context import Context
 
@@ -33,12 +33,12 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     """`capabilities` are additions to `CAPABILITIES`."""
 
     def __init__(
-        self, config: ServiceConfig, engine: Engine, capabilities: Sequence[str] = ()
+        self, config: ServiceConfig, engines: EngineGroup, capabilities: Sequence[str] = ()
     ) -> None:
         self._config = config
         shared = ("shared_images",) if config.shared_images else ()
         self._capabilities = (*CAPABILITIES, *shared, *capabilities)
-        self._engine = engine
+        self._engines = engines
         self._instance_id = str(uuid.uuid4())
         self._namespace = shm_namespace() if config.shared_images else ""
 
@@ -52,8 +52,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             instance_id=self._instance_id,
             contract_revision=CONTRACT_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
-            limits=self._limits(self._engine.model),
-            capabilities=self._capabilities_of(self._engine.model),
+            limits=self._limits(self._engines.model),
+            capabilities=self._capabilities_of(self._engines.model),
             shm_namespace=self._namespace,
         )
 
@@ -74,7 +74,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         return (*self._capabilities, *adapters)
 
     def _models(self) -> list[pb.Model]:
-        model = self._engine.model
+        model = self._engines.model
         if model is None:
             raise EngineStarting("the model is loading")
         return [
@@ -87,13 +87,14 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         ]
 
     def _limits(self, model: ModelInfo | None) -> pb.Limits:
+        num_engines = len(self._engines.serving) or len(self._engines.members)
         return pb.Limits(
             max_request_bytes=self._config.max_request_bytes,
             max_image_pixels=self._config.engine.max_image_pixels,
             max_context_tokens=model.max_context_tokens if model else 0,
             max_output_tokens=model.max_output_tokens if model else 0,
-            max_running=self._config.engine.max_running,
-            max_waiting=self._config.engine.max_waiting,
+            max_running=self._config.engine.max_running * num_engines,
+            max_waiting=self._config.engine.max_waiting * num_engines,
             max_sessions=self._config.max_sessions,
             default_deadline=duration(self._config.unary_deadline),
         )

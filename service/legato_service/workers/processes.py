@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -30,7 +30,7 @@ from legato_service.workers.control_channel import (
     Withdraw,
 )
 from legato_service.workers.metrics_exchange import MetricsExchange, WorkerMetrics
-from legato_service.workers.worker import Settings
+from legato_service.workers.worker import Endpoint, Settings
 
 log = structlog.get_logger("legato.service")
 
@@ -40,7 +40,7 @@ _MODULE = "legato_service.workers.worker"
 class WorkerProcesses:
     """Starts the workers, restarts those that die, and drains them with the server.
 
-    Removes what a dead worker left in shared memory; the engine aborts its requests itself. The
+    Removes what a dead worker left in shared memory; the engines abort its requests themselves. The
     `Peers` of the first process's server, which `drain_first` drains and whose own metrics
     `snapshot_first` returns.
     """
@@ -50,11 +50,11 @@ class WorkerProcesses:
     def __init__(
         self,
         config: ServiceConfig,
-        engine: EngineClient,
+        engines: Sequence[EngineClient],
         drain_first: Callable[[float], None],
         snapshot_first: Callable[[], Snapshot],
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._drain_first = drain_first
         self._snapshot_first = snapshot_first
         self._metrics = WorkerMetrics()
@@ -62,8 +62,7 @@ class WorkerProcesses:
             Settings(
                 config=config,
                 number=number,
-                endpoint=engine.endpoint,
-                namespace=f"{engine.blobs.namespace}-{number}",
+                engines=tuple(_endpoint(each, number) for each in engines),
             )
             for number in range(1, config.processes)
         ]
@@ -98,7 +97,7 @@ class WorkerProcesses:
             channel.send(Drain(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
-        return await abort_elsewhere(self._engine, target) if self._settings else 0
+        return await abort_elsewhere(self._engines, target) if self._settings else 0
 
     async def gather(self, own: Snapshot) -> Snapshot:
         return merged((own, await self._metrics.gather())) if self._settings else own
@@ -126,7 +125,8 @@ class WorkerProcesses:
             try:
                 code = await self._run_once(settings)
             finally:
-                BlobStore(settings.namespace).close()
+                for each in settings.engines:
+                    BlobStore(each.namespace).close()
             if self._draining.is_set():
                 return
             self.failed_starts += settings.number in self._not_ready
@@ -178,6 +178,11 @@ class WorkerProcesses:
                     self.drain(grace)
                 case Collect() | Collected():
                     exchange.receive(message)
+
+
+def _endpoint(engine: EngineClient, worker: int) -> Endpoint:
+    namespace = f"{engine.blobs.namespace}-{worker}"
+    return Endpoint(folder=engine.endpoint, namespace=namespace, device=engine.device)
 
 
 def _command(settings: Settings, channel: socket.socket) -> list[str]:

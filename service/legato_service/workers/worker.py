@@ -14,6 +14,7 @@ import msgspec
 import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
+from legato_engine.client.refused_requests import RefusedRequests
 from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
@@ -23,6 +24,7 @@ from legato_engine.parent_process import bind_to_parent
 
 from legato_service.access.files import FileRejected
 from legato_service.config import ServiceConfig
+from legato_service.engines.group import EngineGroup
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.peers import abort_elsewhere
 from legato_service.lifecycle.watchdog import arm_watchdog
@@ -42,16 +44,23 @@ from legato_service.workers.metrics_exchange import MetricsExchange
 log = structlog.get_logger("legato.service")
 
 
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine listens at `folder`; blobs for it are written in `namespace`."""
+
+    folder: str
+    namespace: str
+    device: str
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings from the first process; `config.listen` has the real port.
 
-    `number` is 1 or more. Blobs are written in `namespace`; the engine listens at `endpoint`.
+    `number` is 1 or more.
     """
 
     config: ServiceConfig
     number: int
-    endpoint: str
-    namespace: str
+    engines: tuple[Endpoint, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,17 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _FirstProcess:
     """The `Peers` of a worker."""
 
-    def __init__(self, number: int, channel: ControlChannel, engine: EngineConnection) -> None:
+    def __init__(
+        self, number: int, channel: ControlChannel, engines: Sequence[EngineConnection]
+    ) -> None:
         self.number = number
         self._channel = channel
-        self._engine = engine
+        self._engines = engines
         self.exchange: MetricsExchange | None = None
 
     def drain(self, grace: float) -> None:
         self._channel.send(Drain(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
-        return await abort_elsewhere(self._engine, target)
+        return await abort_elsewhere(self._engines, target)
 
     async def gather(self, own: Snapshot) -> Snapshot:
         """The first process asks this one in turn."""
@@ -90,13 +101,25 @@ class _FirstProcess:
 async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
     """Serve until the first process orders a drain or is gone."""
     channel = await ControlChannel.over(connection)
-    engine = EngineConnection(settings.namespace, policy, settings.number)
-    first = _FirstProcess(settings.number, channel, engine)
+    refused = RefusedRequests()
+    engines = [
+        EngineConnection(
+            each.namespace,
+            policy,
+            settings.number,
+            number=number,
+            device=each.device,
+            refused=refused,
+        )
+        for number, each in enumerate(settings.engines)
+    ]
+    group = EngineGroup(engines, affinity=settings.config.affinity, has_peers=True)
+    first = _FirstProcess(settings.number, channel, engines)
     try:
-        server = Server(settings.config, engine, engine.blobs, peers=first)
+        server = Server(settings.config, group, peers=first)
     except FileRejected as error:  # the files of credentials changed since the first process began
         log.error("configuration_rejected", number=settings.number, reason=str(error))
-        await engine.close()
+        await _close(engines)
         channel.close()
         return 1
     first.exchange = MetricsExchange(channel, server.snapshot)
@@ -104,9 +127,10 @@ async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.so
     drained = asyncio.create_task(server.drained())
     announcing: asyncio.Task[None] | None = None
     try:
-        engine.connect(settings.endpoint)
+        for engine, endpoint in zip(engines, settings.engines, strict=True):
+            engine.connect(endpoint.folder)
         await server.start()
-        announcing = asyncio.create_task(_announce_serving(engine, channel))
+        announcing = asyncio.create_task(_announce_serving(group, channel))
         await asyncio.wait((listening, drained), return_when=asyncio.FIRST_COMPLETED)
         return 0 if drained.done() else 1
     except OSError as error:
@@ -118,13 +142,18 @@ async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.so
             if task is not None:
                 task.cancel()
         await server.stop()
-        await engine.close()
+        await _close(engines)
         channel.close()
 
 
-async def _announce_serving(engine: EngineConnection, channel: ControlChannel) -> None:
+async def _close(engines: Sequence[EngineConnection]) -> None:
+    for each in engines:
+        await each.close()
+
+
+async def _announce_serving(engines: EngineGroup, channel: ControlChannel) -> None:
     with suppress(Draining):
-        await engine.wait_ready()
+        await engines.wait_ready()
         log.info("worker_ready", pid=os.getpid())
         channel.send(Serving())
 

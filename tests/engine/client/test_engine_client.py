@@ -241,8 +241,8 @@ async def test_an_image_is_staged_for_each_engine(size):
     """Its blob is gone with the engine that took it; without its bytes the request ends."""
     async with running() as client:
 
-        def stage():
-            blob = client.blobs.put(b"x" * size)
+        def stage(blobs=client.blobs):
+            blob = blobs.put(b"x" * size)
             return EncodedImage(blob=blob, mime_type="image/png")
 
         stream = client.submit(request_to("pause", image=stage()), stage)
@@ -261,8 +261,8 @@ async def test_an_engine_without_a_named_image_gets_its_bytes():
     """A request that names an image ends with ImageNotFound only if its bytes are not there."""
     async with running() as client:
 
-        def stage():
-            return EncodedImage(blob=client.blobs.put(b"bytes"), mime_type="image/png")
+        def stage(blobs):
+            return EncodedImage(blob=blobs.put(b"bytes"), mime_type="image/png")
 
         named = CachedImage(image_id="img_1")
         done = await client.submit(request_to("echo", image=named), stage).done()
@@ -488,22 +488,6 @@ async def test_a_hold_is_lost_with_its_engine():
         await client.wait_ready()
         with pytest.raises(ImageNotFound):
             await client.drop(drop("img"))
-
-
-async def test_a_hold_is_sent_once_more():
-    """With its bytes at hand, an image is held by the next engine; not by a third one."""
-    async with running() as client:
-
-        def stage(data):
-            return EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
-
-        waiting = asyncio.create_task(client.hold(hold(client, b"hang"), lambda: stage(b"img")))
-        await until(lambda: len(client._commands))
-        running_process(client).kill()
-        assert (await waiting).image.image_id == "img"
-        with pytest.raises(EngineLost):
-            await client.hold(hold(client, b"die"), lambda: stage(b"die"))
-        assert len(client.blobs) == 0
 
 
 async def test_a_cancelled_hold_leaves_nothing():

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 from legato_engine.client import refused_requests
-from legato_engine.client.refused_requests import RefusedRequests
+from legato_engine.client.refused_requests import RefusedRequests, fingerprint
 from legato_engine.core import (
     CachedImage,
     DetectTask,
@@ -42,46 +42,46 @@ def request(blobs, data=b"picture", **fields):
 @SIZES
 def test_the_same_content_is_refused(blobs, size):
     """Whatever its id; other words, sampling, adapter or image pass."""
-    refused = RefusedRequests(blobs)
+    refused = RefusedRequests()
     data = b"x" * size
-    refused.add(refused.fingerprint(request(blobs, data)))
+    refused.add(fingerprint(request(blobs, data), blobs))
     with pytest.raises(Poisoned):
-        refused.check(request(blobs, data, request_id=RequestKey("b")))
+        refused.check(request(blobs, data, request_id=RequestKey("b")), blobs)
     named = CachedImage(image_id=image_id(content_key(data)))
     with pytest.raises(Poisoned):
-        refused.check(request(blobs, data, image=named))
-    refused.check(request(blobs, data + b"y"))
-    refused.check(request(blobs, data, task=QueryTask(question="!")))
-    refused.check(request(blobs, data, task=DetectTask(object="?")))
-    refused.check(request(blobs, data, sampling=SamplingParams(max_tokens=3)))
-    refused.check(request(blobs, data, adapter="a"))
-    refused.check(request(blobs, data, image=None))
+        refused.check(request(blobs, data, image=named), blobs)
+    refused.check(request(blobs, data + b"y"), blobs)
+    refused.check(request(blobs, data, task=QueryTask(question="!")), blobs)
+    refused.check(request(blobs, data, task=DetectTask(object="?")), blobs)
+    refused.check(request(blobs, data, sampling=SamplingParams(max_tokens=3)), blobs)
+    refused.check(request(blobs, data, adapter="a"), blobs)
+    refused.check(request(blobs, data, image=None), blobs)
 
 
 def test_raw_pixels_differ_by_their_layout(blobs):
     """The same bytes in another layout are another image."""
-    refused = RefusedRequests(blobs)
+    refused = RefusedRequests()
 
     def raw(width):
         return RawImage(
             blob=blobs.put(b"x" * 12), width=width, height=1, row_stride=6, format=PixelFormat.RGB8
         )
 
-    refused.add(refused.fingerprint(request(blobs, image=raw(2))))
+    refused.add(fingerprint(request(blobs, image=raw(2)), blobs))
     with pytest.raises(Poisoned):
-        refused.check(request(blobs, image=raw(2)))
-    refused.check(request(blobs, image=raw(1)))
+        refused.check(request(blobs, image=raw(2)), blobs)
+    refused.check(request(blobs, image=raw(1)), blobs)
 
 
 def test_it_is_refused_for_a_while(blobs, monkeypatch):
     """After that the request is tried again."""
-    refused = RefusedRequests(blobs)
+    refused = RefusedRequests()
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    refused.add(refused.fingerprint(request(blobs)))
+    refused.add(fingerprint(request(blobs), blobs))
     now[0] += refused_requests.REFUSAL - 1
     with pytest.raises(Poisoned):
-        refused.check(request(blobs))
+        refused.check(request(blobs), blobs)
     now[0] += 2
-    refused.check(request(blobs))
+    refused.check(request(blobs), blobs)
     assert len(refused) == 0

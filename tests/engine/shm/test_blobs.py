@@ -77,7 +77,7 @@ def test_a_writer_publishes_several_blobs(store, reader):
     for piece in pieces:
         writer.write(piece)
     assert writer.size == len(b"".join(pieces))
-    refs = [writer.publish(), writer.publish()]
+    refs = [writer.publish(store), writer.publish(store)]
     writer.close()
     for ref in refs:
         assert bytes(reader.take(ref)) == b"".join(pieces)

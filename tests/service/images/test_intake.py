@@ -5,7 +5,6 @@ import io
 import pytest
 from legato.v1 import media_pb2
 from legato_engine.errors import ImageTooLarge, ImageUndecodable
-from legato_engine.shm.blob_store import BlobStore, new_namespace
 from legato_service.images.intake import ImageIntake, InlineImage
 from PIL import Image
 
@@ -23,7 +22,7 @@ def jpeg(header_bytes, size=(40, 30)):
 
 def intake():
     """Return an intake with a limit of 2000 pixels."""
-    return ImageIntake(BlobStore(new_namespace()), max_bytes=MAX_BYTES, max_pixels=2000)
+    return ImageIntake(max_bytes=MAX_BYTES, max_pixels=2000)
 
 
 def message(data):

@@ -37,7 +37,7 @@ def blobs():
 @pytest.fixture
 def reader(blobs):
     """Return a reader of this user's regions."""
-    return SharedMemory(blobs, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
+    return SharedMemory([blobs], max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
 
 
 @pytest.fixture
@@ -181,7 +181,9 @@ async def test_the_servers_own_blobs_are_refused(ring):
     """Clients cannot have the server read its own blobs."""
     store = BlobStore(f"legato-{os.geteuid()}-server")
     blob = store.put(b"LEGATO01" + struct.pack("<Q", 2) + bytes(48) + bytes(72))
-    reader = SharedMemory(store, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
+    reader = SharedMemory(
+        [BlobStore(new_namespace()), store], max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS
+    )
     with pytest.raises(SharedMemoryRefused):
         await reader.read(message(ring.write(PIXELS), region=blob.name, offset=64))
     store.close()

@@ -59,7 +59,7 @@ func (*GetLoadRequest) Descriptor() ([]byte, []int) {
 	return file_legato_v1_admin_proto_rawDescGZIP(), []int{0}
 }
 
-// Answers GetLoad.
+// Answers GetLoad: the sums over all engines, where nothing else is said.
 type GetLoadResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Tasks that decode.
@@ -70,14 +70,17 @@ type GetLoadResponse struct {
 	Sessions uint32 `protobuf:"varint,3,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	// Share of the KV cache that live tasks hold, in [0, 1].
 	KvUsedRatio float32 `protobuf:"fixed32,4,opt,name=kv_used_ratio,json=kvUsedRatio,proto3" json:"kv_used_ratio,omitempty"`
-	// How long a request arriving now would wait. Absent: not known.
+	// How long a request arriving now would wait, at the engine where it waits least. Absent: not known.
 	EstimatedWait *durationpb.Duration `protobuf:"bytes,5,opt,name=estimated_wait,json=estimatedWait,proto3" json:"estimated_wait,omitempty"`
-	// `starting`, `serving`, `stuck`, `draining` or `lost`. More words may be added.
+	// `starting`, `serving`, `stuck`, `draining` or `lost`: of the best engine, as one that serves is enough. More
+	// words may be added.
 	EngineState string `protobuf:"bytes,6,opt,name=engine_state,json=engineState,proto3" json:"engine_state,omitempty"`
 	// Steps the engine finished since it started. Work with a step that does not move is a stuck engine.
 	EngineStep uint64 `protobuf:"varint,7,opt,name=engine_step,json=engineStep,proto3" json:"engine_step,omitempty"`
-	// What a decode step costs. Absent: none has been measured since the engine started.
-	DecodeSteps   *DecodeSteps `protobuf:"bytes,8,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	// What a decode step costs. Absent: none has been measured since the engine started, or there are several engines.
+	DecodeSteps *DecodeSteps `protobuf:"bytes,8,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	// Each engine, in the order of `--devices`.
+	Engines       []*EngineLoad `protobuf:"bytes,9,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -168,6 +171,131 @@ func (x *GetLoadResponse) GetDecodeSteps() *DecodeSteps {
 	return nil
 }
 
+func (x *GetLoadResponse) GetEngines() []*EngineLoad {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
+}
+
+// What one engine holds.
+type EngineLoad struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its device, as `--devices` or `--device` names it.
+	Device string `protobuf:"bytes,1,opt,name=device,proto3" json:"device,omitempty"`
+	// As in GetLoadResponse.
+	State string `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	// Tasks that decode.
+	Running uint32 `protobuf:"varint,3,opt,name=running,proto3" json:"running,omitempty"`
+	// Tasks that wait.
+	Waiting uint32 `protobuf:"varint,4,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	// Share of its KV cache that live tasks hold, in [0, 1].
+	KvUsedRatio float32 `protobuf:"fixed32,5,opt,name=kv_used_ratio,json=kvUsedRatio,proto3" json:"kv_used_ratio,omitempty"`
+	// How long a request arriving there now would wait. Absent: not known.
+	EstimatedWait *durationpb.Duration `protobuf:"bytes,6,opt,name=estimated_wait,json=estimatedWait,proto3" json:"estimated_wait,omitempty"`
+	// Steps it finished since it started.
+	Step uint64 `protobuf:"varint,7,opt,name=step,proto3" json:"step,omitempty"`
+	// What its decode step costs. Absent: none has been measured since it started.
+	DecodeSteps *DecodeSteps `protobuf:"bytes,8,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	// Engines that followed a lost one there. 0 from a service process other than the first.
+	Restarts      uint32 `protobuf:"varint,9,opt,name=restarts,proto3" json:"restarts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EngineLoad) Reset() {
+	*x = EngineLoad{}
+	mi := &file_legato_v1_admin_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EngineLoad) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EngineLoad) ProtoMessage() {}
+
+func (x *EngineLoad) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EngineLoad.ProtoReflect.Descriptor instead.
+func (*EngineLoad) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *EngineLoad) GetDevice() string {
+	if x != nil {
+		return x.Device
+	}
+	return ""
+}
+
+func (x *EngineLoad) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *EngineLoad) GetRunning() uint32 {
+	if x != nil {
+		return x.Running
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetWaiting() uint32 {
+	if x != nil {
+		return x.Waiting
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetKvUsedRatio() float32 {
+	if x != nil {
+		return x.KvUsedRatio
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetEstimatedWait() *durationpb.Duration {
+	if x != nil {
+		return x.EstimatedWait
+	}
+	return nil
+}
+
+func (x *EngineLoad) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetDecodeSteps() *DecodeSteps {
+	if x != nil {
+		return x.DecodeSteps
+	}
+	return nil
+}
+
+func (x *EngineLoad) GetRestarts() uint32 {
+	if x != nil {
+		return x.Restarts
+	}
+	return 0
+}
+
 // The parts of a decode step: medians, in milliseconds, over the engine's latest ones. Stays as it was while nothing
 // decodes.
 type DecodeSteps struct {
@@ -205,7 +333,7 @@ type DecodeSteps struct {
 
 func (x *DecodeSteps) Reset() {
 	*x = DecodeSteps{}
-	mi := &file_legato_v1_admin_proto_msgTypes[2]
+	mi := &file_legato_v1_admin_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -217,7 +345,7 @@ func (x *DecodeSteps) String() string {
 func (*DecodeSteps) ProtoMessage() {}
 
 func (x *DecodeSteps) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[2]
+	mi := &file_legato_v1_admin_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -230,7 +358,7 @@ func (x *DecodeSteps) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DecodeSteps.ProtoReflect.Descriptor instead.
 func (*DecodeSteps) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{2}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *DecodeSteps) GetSteps() uint32 {
@@ -341,7 +469,7 @@ type AbortRequest struct {
 
 func (x *AbortRequest) Reset() {
 	*x = AbortRequest{}
-	mi := &file_legato_v1_admin_proto_msgTypes[3]
+	mi := &file_legato_v1_admin_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -353,7 +481,7 @@ func (x *AbortRequest) String() string {
 func (*AbortRequest) ProtoMessage() {}
 
 func (x *AbortRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[3]
+	mi := &file_legato_v1_admin_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -366,7 +494,7 @@ func (x *AbortRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortRequest.ProtoReflect.Descriptor instead.
 func (*AbortRequest) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{3}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *AbortRequest) GetTarget() isAbortRequest_Target {
@@ -441,7 +569,7 @@ type AbortResponse struct {
 
 func (x *AbortResponse) Reset() {
 	*x = AbortResponse{}
-	mi := &file_legato_v1_admin_proto_msgTypes[4]
+	mi := &file_legato_v1_admin_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -453,7 +581,7 @@ func (x *AbortResponse) String() string {
 func (*AbortResponse) ProtoMessage() {}
 
 func (x *AbortResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[4]
+	mi := &file_legato_v1_admin_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -466,7 +594,7 @@ func (x *AbortResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AbortResponse.ProtoReflect.Descriptor instead.
 func (*AbortResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *AbortResponse) GetAborted() uint32 {
@@ -494,7 +622,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_legato_v1_admin_proto_msgTypes[5]
+	mi := &file_legato_v1_admin_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -506,7 +634,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[5]
+	mi := &file_legato_v1_admin_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -519,7 +647,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DrainRequest) GetGrace() *durationpb.Duration {
@@ -544,7 +672,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_legato_v1_admin_proto_msgTypes[6]
+	mi := &file_legato_v1_admin_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -556,7 +684,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[6]
+	mi := &file_legato_v1_admin_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -569,7 +697,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *DrainResponse) GetRunning() uint32 {
@@ -604,7 +732,7 @@ type GetMetricsRequest struct {
 
 func (x *GetMetricsRequest) Reset() {
 	*x = GetMetricsRequest{}
-	mi := &file_legato_v1_admin_proto_msgTypes[7]
+	mi := &file_legato_v1_admin_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -616,7 +744,7 @@ func (x *GetMetricsRequest) String() string {
 func (*GetMetricsRequest) ProtoMessage() {}
 
 func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[7]
+	mi := &file_legato_v1_admin_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -629,7 +757,7 @@ func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsRequest.ProtoReflect.Descriptor instead.
 func (*GetMetricsRequest) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{7}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *GetMetricsRequest) GetAccept() string {
@@ -652,7 +780,7 @@ type GetMetricsResponse struct {
 
 func (x *GetMetricsResponse) Reset() {
 	*x = GetMetricsResponse{}
-	mi := &file_legato_v1_admin_proto_msgTypes[8]
+	mi := &file_legato_v1_admin_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -664,7 +792,7 @@ func (x *GetMetricsResponse) String() string {
 func (*GetMetricsResponse) ProtoMessage() {}
 
 func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[8]
+	mi := &file_legato_v1_admin_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -677,7 +805,7 @@ func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsResponse.ProtoReflect.Descriptor instead.
 func (*GetMetricsResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{8}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetMetricsResponse) GetText() string {
@@ -705,7 +833,7 @@ type WatchTimelineRequest struct {
 
 func (x *WatchTimelineRequest) Reset() {
 	*x = WatchTimelineRequest{}
-	mi := &file_legato_v1_admin_proto_msgTypes[9]
+	mi := &file_legato_v1_admin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -717,7 +845,7 @@ func (x *WatchTimelineRequest) String() string {
 func (*WatchTimelineRequest) ProtoMessage() {}
 
 func (x *WatchTimelineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[9]
+	mi := &file_legato_v1_admin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -730,7 +858,7 @@ func (x *WatchTimelineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchTimelineRequest.ProtoReflect.Descriptor instead.
 func (*WatchTimelineRequest) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{9}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchTimelineRequest) GetDuration() *durationpb.Duration {
@@ -746,14 +874,16 @@ type WatchTimelineResponse struct {
 	// What was done, each launch's parts together.
 	Spans []*TimelineSpan `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
 	// What a decode step costs, with its gains. Absent: none has been measured since the engine started.
-	DecodeSteps   *DecodeSteps `protobuf:"bytes,2,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	DecodeSteps *DecodeSteps `protobuf:"bytes,2,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
+	// The engine that did it: its index in GetLoadResponse.engines.
+	Engine        uint32 `protobuf:"varint,3,opt,name=engine,proto3" json:"engine,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchTimelineResponse) Reset() {
 	*x = WatchTimelineResponse{}
-	mi := &file_legato_v1_admin_proto_msgTypes[10]
+	mi := &file_legato_v1_admin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -765,7 +895,7 @@ func (x *WatchTimelineResponse) String() string {
 func (*WatchTimelineResponse) ProtoMessage() {}
 
 func (x *WatchTimelineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[10]
+	mi := &file_legato_v1_admin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -778,7 +908,7 @@ func (x *WatchTimelineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchTimelineResponse.ProtoReflect.Descriptor instead.
 func (*WatchTimelineResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{10}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *WatchTimelineResponse) GetSpans() []*TimelineSpan {
@@ -793,6 +923,13 @@ func (x *WatchTimelineResponse) GetDecodeSteps() *DecodeSteps {
 		return x.DecodeSteps
 	}
 	return nil
+}
+
+func (x *WatchTimelineResponse) GetEngine() uint32 {
+	if x != nil {
+		return x.Engine
+	}
+	return 0
 }
 
 // Something that a lane did for one launch. Spans of one lane do not overlap.
@@ -823,7 +960,7 @@ type TimelineSpan struct {
 
 func (x *TimelineSpan) Reset() {
 	*x = TimelineSpan{}
-	mi := &file_legato_v1_admin_proto_msgTypes[11]
+	mi := &file_legato_v1_admin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +972,7 @@ func (x *TimelineSpan) String() string {
 func (*TimelineSpan) ProtoMessage() {}
 
 func (x *TimelineSpan) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_admin_proto_msgTypes[11]
+	mi := &file_legato_v1_admin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +985,7 @@ func (x *TimelineSpan) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TimelineSpan.ProtoReflect.Descriptor instead.
 func (*TimelineSpan) Descriptor() ([]byte, []int) {
-	return file_legato_v1_admin_proto_rawDescGZIP(), []int{11}
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TimelineSpan) GetLane() string {
@@ -919,7 +1056,7 @@ var File_legato_v1_admin_proto protoreflect.FileDescriptor
 const file_legato_v1_admin_proto_rawDesc = "" +
 	"\n" +
 	"\x15legato/v1/admin.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n" +
-	"\x0eGetLoadRequest\"\xc6\x02\n" +
+	"\x0eGetLoadRequest\"\xf7\x02\n" +
 	"\x0fGetLoadResponse\x12\x18\n" +
 	"\arunning\x18\x01 \x01(\rR\arunning\x12\x18\n" +
 	"\awaiting\x18\x02 \x01(\rR\awaiting\x12\x1a\n" +
@@ -929,7 +1066,19 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\fengine_state\x18\x06 \x01(\tR\vengineState\x12\x1f\n" +
 	"\vengine_step\x18\a \x01(\x04R\n" +
 	"engineStep\x129\n" +
-	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\"\x91\x03\n" +
+	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12/\n" +
+	"\aengines\x18\t \x03(\v2\x15.legato.v1.EngineLoadR\aengines\"\xbf\x02\n" +
+	"\n" +
+	"EngineLoad\x12\x16\n" +
+	"\x06device\x18\x01 \x01(\tR\x06device\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\x12\x18\n" +
+	"\arunning\x18\x03 \x01(\rR\arunning\x12\x18\n" +
+	"\awaiting\x18\x04 \x01(\rR\awaiting\x12\"\n" +
+	"\rkv_used_ratio\x18\x05 \x01(\x02R\vkvUsedRatio\x12@\n" +
+	"\x0eestimated_wait\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\restimatedWait\x12\x12\n" +
+	"\x04step\x18\a \x01(\x04R\x04step\x129\n" +
+	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x1a\n" +
+	"\brestarts\x18\t \x01(\rR\brestarts\"\x91\x03\n" +
 	"\vDecodeSteps\x12\x14\n" +
 	"\x05steps\x18\x01 \x01(\rR\x05steps\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\x04R\x06tokens\x12\x12\n" +
@@ -970,10 +1119,11 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12!\n" +
 	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"M\n" +
 	"\x14WatchTimelineRequest\x125\n" +
-	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x81\x01\n" +
+	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x99\x01\n" +
 	"\x15WatchTimelineResponse\x12-\n" +
 	"\x05spans\x18\x01 \x03(\v2\x17.legato.v1.TimelineSpanR\x05spans\x129\n" +
-	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\"\xe4\x01\n" +
+	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x16\n" +
+	"\x06engine\x18\x03 \x01(\rR\x06engine\"\xe4\x01\n" +
 	"\fTimelineSpan\x12\x12\n" +
 	"\x04lane\x18\x01 \x01(\tR\x04lane\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
@@ -1005,44 +1155,48 @@ func file_legato_v1_admin_proto_rawDescGZIP() []byte {
 	return file_legato_v1_admin_proto_rawDescData
 }
 
-var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_legato_v1_admin_proto_goTypes = []any{
 	(*GetLoadRequest)(nil),        // 0: legato.v1.GetLoadRequest
 	(*GetLoadResponse)(nil),       // 1: legato.v1.GetLoadResponse
-	(*DecodeSteps)(nil),           // 2: legato.v1.DecodeSteps
-	(*AbortRequest)(nil),          // 3: legato.v1.AbortRequest
-	(*AbortResponse)(nil),         // 4: legato.v1.AbortResponse
-	(*DrainRequest)(nil),          // 5: legato.v1.DrainRequest
-	(*DrainResponse)(nil),         // 6: legato.v1.DrainResponse
-	(*GetMetricsRequest)(nil),     // 7: legato.v1.GetMetricsRequest
-	(*GetMetricsResponse)(nil),    // 8: legato.v1.GetMetricsResponse
-	(*WatchTimelineRequest)(nil),  // 9: legato.v1.WatchTimelineRequest
-	(*WatchTimelineResponse)(nil), // 10: legato.v1.WatchTimelineResponse
-	(*TimelineSpan)(nil),          // 11: legato.v1.TimelineSpan
-	(*durationpb.Duration)(nil),   // 12: google.protobuf.Duration
+	(*EngineLoad)(nil),            // 2: legato.v1.EngineLoad
+	(*DecodeSteps)(nil),           // 3: legato.v1.DecodeSteps
+	(*AbortRequest)(nil),          // 4: legato.v1.AbortRequest
+	(*AbortResponse)(nil),         // 5: legato.v1.AbortResponse
+	(*DrainRequest)(nil),          // 6: legato.v1.DrainRequest
+	(*DrainResponse)(nil),         // 7: legato.v1.DrainResponse
+	(*GetMetricsRequest)(nil),     // 8: legato.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),    // 9: legato.v1.GetMetricsResponse
+	(*WatchTimelineRequest)(nil),  // 10: legato.v1.WatchTimelineRequest
+	(*WatchTimelineResponse)(nil), // 11: legato.v1.WatchTimelineResponse
+	(*TimelineSpan)(nil),          // 12: legato.v1.TimelineSpan
+	(*durationpb.Duration)(nil),   // 13: google.protobuf.Duration
 }
 var file_legato_v1_admin_proto_depIdxs = []int32{
-	12, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
-	2,  // 1: legato.v1.GetLoadResponse.decode_steps:type_name -> legato.v1.DecodeSteps
-	12, // 2: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	12, // 3: legato.v1.WatchTimelineRequest.duration:type_name -> google.protobuf.Duration
-	11, // 4: legato.v1.WatchTimelineResponse.spans:type_name -> legato.v1.TimelineSpan
-	2,  // 5: legato.v1.WatchTimelineResponse.decode_steps:type_name -> legato.v1.DecodeSteps
-	0,  // 6: legato.v1.AdminService.GetLoad:input_type -> legato.v1.GetLoadRequest
-	3,  // 7: legato.v1.AdminService.Abort:input_type -> legato.v1.AbortRequest
-	5,  // 8: legato.v1.AdminService.Drain:input_type -> legato.v1.DrainRequest
-	7,  // 9: legato.v1.AdminService.GetMetrics:input_type -> legato.v1.GetMetricsRequest
-	9,  // 10: legato.v1.AdminService.WatchTimeline:input_type -> legato.v1.WatchTimelineRequest
-	1,  // 11: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
-	4,  // 12: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
-	6,  // 13: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
-	8,  // 14: legato.v1.AdminService.GetMetrics:output_type -> legato.v1.GetMetricsResponse
-	10, // 15: legato.v1.AdminService.WatchTimeline:output_type -> legato.v1.WatchTimelineResponse
-	11, // [11:16] is the sub-list for method output_type
-	6,  // [6:11] is the sub-list for method input_type
-	6,  // [6:6] is the sub-list for extension type_name
-	6,  // [6:6] is the sub-list for extension extendee
-	0,  // [0:6] is the sub-list for field type_name
+	13, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
+	3,  // 1: legato.v1.GetLoadResponse.decode_steps:type_name -> legato.v1.DecodeSteps
+	2,  // 2: legato.v1.GetLoadResponse.engines:type_name -> legato.v1.EngineLoad
+	13, // 3: legato.v1.EngineLoad.estimated_wait:type_name -> google.protobuf.Duration
+	3,  // 4: legato.v1.EngineLoad.decode_steps:type_name -> legato.v1.DecodeSteps
+	13, // 5: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	13, // 6: legato.v1.WatchTimelineRequest.duration:type_name -> google.protobuf.Duration
+	12, // 7: legato.v1.WatchTimelineResponse.spans:type_name -> legato.v1.TimelineSpan
+	3,  // 8: legato.v1.WatchTimelineResponse.decode_steps:type_name -> legato.v1.DecodeSteps
+	0,  // 9: legato.v1.AdminService.GetLoad:input_type -> legato.v1.GetLoadRequest
+	4,  // 10: legato.v1.AdminService.Abort:input_type -> legato.v1.AbortRequest
+	6,  // 11: legato.v1.AdminService.Drain:input_type -> legato.v1.DrainRequest
+	8,  // 12: legato.v1.AdminService.GetMetrics:input_type -> legato.v1.GetMetricsRequest
+	10, // 13: legato.v1.AdminService.WatchTimeline:input_type -> legato.v1.WatchTimelineRequest
+	1,  // 14: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
+	5,  // 15: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
+	7,  // 16: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
+	9,  // 17: legato.v1.AdminService.GetMetrics:output_type -> legato.v1.GetMetricsResponse
+	11, // 18: legato.v1.AdminService.WatchTimeline:output_type -> legato.v1.WatchTimelineResponse
+	14, // [14:19] is the sub-list for method output_type
+	9,  // [9:14] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_admin_proto_init() }
@@ -1050,7 +1204,7 @@ func file_legato_v1_admin_proto_init() {
 	if File_legato_v1_admin_proto != nil {
 		return
 	}
-	file_legato_v1_admin_proto_msgTypes[3].OneofWrappers = []any{
+	file_legato_v1_admin_proto_msgTypes[4].OneofWrappers = []any{
 		(*AbortRequest_RequestId)(nil),
 		(*AbortRequest_SessionId)(nil),
 		(*AbortRequest_All)(nil),
@@ -1061,7 +1215,7 @@ func file_legato_v1_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_admin_proto_rawDesc), len(file_legato_v1_admin_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

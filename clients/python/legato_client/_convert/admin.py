@@ -20,6 +20,23 @@ def load(response: admin_pb2.GetLoadResponse) -> admin.Load:
         engine_state=response.engine_state,
         engine_step=response.engine_step,
         decode_steps=None if steps is None else _steps(steps),
+        engines=tuple(map(_engine, response.engines)),
+    )
+
+
+def _engine(engine: admin_pb2.EngineLoad) -> admin.EngineLoad:
+    wait = engine.estimated_wait if engine.HasField("estimated_wait") else None
+    steps = engine.decode_steps if engine.HasField("decode_steps") else None
+    return admin.EngineLoad(
+        device=engine.device,
+        state=engine.state,
+        running=engine.running,
+        waiting=engine.waiting,
+        kv_used_ratio=engine.kv_used_ratio,
+        estimated_wait=None if wait is None else responses.seconds(wait),
+        step=engine.step,
+        restarts=engine.restarts,
+        decode_steps=None if steps is None else _steps(steps),
     )
 
 
@@ -38,12 +55,12 @@ def metrics(response: admin_pb2.GetMetricsResponse) -> str:
 def timeline(response: admin_pb2.WatchTimelineResponse) -> admin.TimelineUpdate:
     steps = response.decode_steps if response.HasField("decode_steps") else None
     return admin.TimelineUpdate(
-        spans=tuple(map(_span, response.spans)),
+        spans=tuple(_span(each, response.engine) for each in response.spans),
         decode_steps=None if steps is None else _steps(steps),
     )
 
 
-def _span(span: admin_pb2.TimelineSpan) -> admin.TimelineSpan:
+def _span(span: admin_pb2.TimelineSpan, engine: int) -> admin.TimelineSpan:
     return admin.TimelineSpan(
         lane=span.lane,
         name=span.name,
@@ -54,6 +71,7 @@ def _span(span: admin_pb2.TimelineSpan) -> admin.TimelineSpan:
         rows=span.rows,
         riding=span.riding,
         zombies=span.zombies,
+        engine=engine,
     )
 
 

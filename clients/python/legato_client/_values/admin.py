@@ -25,11 +25,31 @@ class DecodeSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine holds: tasks that decode and that wait, open sessions, its cache's share.
+class EngineLoad:
+    """What one engine of the server holds; the fields are those of `Load`.
 
-    `estimated_wait` is in seconds, None where the server cannot tell. `engine_state` is "starting",
-    "serving", "stuck", "draining" or "lost"; servers may add words.
+    `restarts` counts the engines that followed a lost one on its device.
+    """
+
+    device: str
+    state: str
+    running: int
+    waiting: int
+    kv_used_ratio: float
+    estimated_wait: float | None
+    step: int
+    restarts: int
+    decode_steps: DecodeSteps | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the server holds: tasks that decode and that wait, open sessions, its caches' share.
+
+    Figures are sums over its `engines`. `estimated_wait` is in seconds, where a request waits
+    least, None where the server cannot tell. `engine_state` is "starting", "serving", "stuck",
+    "draining" or "lost", that of the best engine; servers may add words. `decode_steps` is None
+    with several engines.
     """
 
     running: int
@@ -40,6 +60,7 @@ class Load:
     engine_state: str
     engine_step: int
     decode_steps: DecodeSteps | None
+    engines: tuple[EngineLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,8 @@ class TimelineSpan:
     """What a lane of the server's engine did for one launch.
 
     `start` and `duration` are in seconds, of the server's monotonic clock. `kind` is that of the
-    launch. `riding` decodes share a prefill; `zombies` are tasks that had ended before.
+    launch. `riding` decodes share a prefill; `zombies` are tasks that had ended before. `engine` is
+    the engine's index in `Load.engines`.
     """
 
     lane: str
@@ -76,6 +98,7 @@ class TimelineSpan:
     rows: int
     riding: int
     zombies: int
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from legato_client.cli import (
     info,
     load,
     metrics,
+    status,
     tasks,
     timeline,
     token,
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     tasks.add_commands(commands)
     info.add_command(commands)
     metrics.add_command(commands)
+    status.add_command(commands)
     token.add_command(commands)
     for name, (module, purpose) in forward.MODULES.items():
         commands.add_parser(name, help=f"{purpose} (options: those of python -m {module})")

@@ -27,7 +27,7 @@ def main(words: Sequence[str], terminal: Terminal) -> None:
             spans += update.spans
             steps = update.decode_steps or steps
     args.output.write_text(json.dumps(chrome_trace.trace(spans)))
-    launches = len({span.launch for span in spans})
+    launches = len({(span.engine, span.launch) for span in spans})
     terminal.line(f"{launches} launches in {args.output}")
     if steps is not None:
         terminal.line(

@@ -38,7 +38,7 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
-    """Answers GetLoad."""
+    """Answers GetLoad: the sums over all engines, where nothing else is said."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -50,6 +50,7 @@ class GetLoadResponse(_message.Message):
     ENGINE_STATE_FIELD_NUMBER: _builtins.int
     ENGINE_STEP_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Tasks that decode."""
     waiting: _builtins.int
@@ -59,16 +60,22 @@ class GetLoadResponse(_message.Message):
     kv_used_ratio: _builtins.float
     """Share of the KV cache that live tasks hold, in [0, 1]."""
     engine_state: _builtins.str
-    """`starting`, `serving`, `stuck`, `draining` or `lost`. More words may be added."""
+    """`starting`, `serving`, `stuck`, `draining` or `lost`: of the best engine, as one that serves is enough. More
+    words may be added.
+    """
     engine_step: _builtins.int
     """Steps the engine finished since it started. Work with a step that does not move is a stuck engine."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
-        """How long a request arriving now would wait. Absent: not known."""
+        """How long a request arriving now would wait, at the engine where it waits least. Absent: not known."""
 
     @_builtins.property
     def decode_steps(self) -> Global___DecodeSteps:
-        """What a decode step costs. Absent: none has been measured since the engine started."""
+        """What a decode step costs. Absent: none has been measured since the engine started, or there are several engines."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineLoad]:
+        """Each engine, in the order of `--devices`."""
 
     def __init__(
         self,
@@ -81,14 +88,73 @@ class GetLoadResponse(_message.Message):
         engine_state: _builtins.str = ...,
         engine_step: _builtins.int = ...,
         decode_steps: Global___DecodeSteps | None = ...,
+        engines: _abc.Iterable[Global___EngineLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "estimated_wait", b"estimated_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine_state", b"engine_state", "engine_step", b"engine_step", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "running", b"running", "sessions", b"sessions", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine_state", b"engine_state", "engine_step", b"engine_step", "engines", b"engines", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "running", b"running", "sessions", b"sessions", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class EngineLoad(_message.Message):
+    """What one engine holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    KV_USED_RATIO_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its device, as `--devices` or `--device` names it."""
+    state: _builtins.str
+    """As in GetLoadResponse."""
+    running: _builtins.int
+    """Tasks that decode."""
+    waiting: _builtins.int
+    """Tasks that wait."""
+    kv_used_ratio: _builtins.float
+    """Share of its KV cache that live tasks hold, in [0, 1]."""
+    step: _builtins.int
+    """Steps it finished since it started."""
+    restarts: _builtins.int
+    """Engines that followed a lost one there. 0 from a service process other than the first."""
+    @_builtins.property
+    def estimated_wait(self) -> _duration_pb2.Duration:
+        """How long a request arriving there now would wait. Absent: not known."""
+
+    @_builtins.property
+    def decode_steps(self) -> Global___DecodeSteps:
+        """What its decode step costs. Absent: none has been measured since it started."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        state: _builtins.str = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        kv_used_ratio: _builtins.float = ...,
+        estimated_wait: _duration_pb2.Duration | None = ...,
+        step: _builtins.int = ...,
+        decode_steps: Global___DecodeSteps | None = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "estimated_wait", b"estimated_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "device", b"device", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "restarts", b"restarts", "running", b"running", "state", b"state", "step", b"step", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class DecodeSteps(_message.Message):
@@ -356,6 +422,9 @@ class WatchTimelineResponse(_message.Message):
 
     SPANS_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    engine: _builtins.int
+    """The engine that did it: its index in GetLoadResponse.engines."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineSpan]:
         """What was done, each launch's parts together."""
@@ -369,10 +438,11 @@ class WatchTimelineResponse(_message.Message):
         *,
         spans: _abc.Iterable[Global___TimelineSpan] | None = ...,
         decode_steps: Global___DecodeSteps | None = ...,
+        engine: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine", b"engine", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

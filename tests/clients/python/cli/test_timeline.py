@@ -1,4 +1,4 @@
-"""`legato trace --server` and `legato metrics` against a fake AdminService."""
+"""`legato trace --server`, `legato metrics` and `legato status` against a fake AdminService."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent import futures
 import grpc
 import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc
+from legato_client._convert import admin as admin_convert
 from legato_client.cli import chrome_trace, main
 from legato_engine.ipc.messages import TimelineBatch
 from legato_engine.telemetry import timeline
@@ -35,9 +36,17 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     seconds = 0.0
 
     def GetLoad(self, request, context):
+        engines = [
+            admin_pb2.EngineLoad(device="cuda:0", state="serving", running=2, kv_used_ratio=0.5),
+            admin_pb2.EngineLoad(device="cuda:1", state="lost", restarts=1),
+        ]
+        engines[0].estimated_wait.FromMilliseconds(1250)
+        return admin_pb2.GetLoadResponse(engine_state="serving", sessions=4, engines=engines)
+
+    def Abort(self, request, context):
         raise NotImplementedError
 
-    Abort = Drain = GetLoad
+    Drain = Abort
 
     def WatchTimeline(self, request, context):
         self.seconds = request.duration.ToMilliseconds() / 1000
@@ -90,6 +99,36 @@ def test_json(tmp_path, admin, capsys):
     assert main(["trace", f"--server={admin[1]}", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["launches"], document["observed_gain"]) == (6, 0.125)
+
+
+def test_engines_are_processes_of_the_timeline():
+    """Lanes and arrows of two engines do not meet, and each has its name."""
+    batch = TimelineBatch(spans=tuple(timeline.SpanMaker().spans(STEPS[0])))
+    updates = [admin_convert.timeline(responses.timeline(batch, engine)) for engine in (0, 1)]
+    events = chrome_trace.trace(span for each in updates for span in each.spans)["traceEvents"]
+    names = {
+        (each["pid"], each["args"]["name"]) for each in events if each["name"] == "process_name"
+    }
+    assert names == {(1, "engine-0"), (2, "engine-1")}
+    arrows = [
+        {each["id"] for each in events if each.get("bp") and each["pid"] == pid} for pid in (1, 2)
+    ]
+    assert arrows[0]
+    assert not arrows[0] & arrows[1]
+
+
+def test_status(admin, capsys):
+    """One line for each engine."""
+    assert main(["status", "--server", admin[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "serving, 4 sessions" in lines[0]
+    assert [line.split() for line in lines[-2:]] == [
+        ["0", "cuda:0", "serving", "2", "0", "1.25", "s", "50%", "0"],
+        ["1", "cuda:1", "lost", "0", "0", "-", "0%", "1"],
+    ]
+    assert main(["status", "--server", admin[1], "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [each["device"] for each in document["load"]["engines"]] == ["cuda:0", "cuda:1"]
 
 
 def test_metrics(admin, capsys):

@@ -1,0 +1,39 @@
+"""`legato status`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from legato_client.cli import arguments
+from legato_client.cli.terminal import Terminal
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("status", help="load of the server and of each engine")
+    arguments.add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    with arguments.connect(args, as_operator=True) as client:
+        load = client.load()
+    terminal.heading(f"{args.server}: {load.engine_state}, {load.sessions} sessions")
+    terminal.table(
+        ("engine", "device", "state", "running", "waiting", "wait", "KV cache", "restarts"),
+        [
+            (
+                str(number),
+                each.device,
+                each.state,
+                str(each.running),
+                str(each.waiting),
+                "-" if each.estimated_wait is None else f"{each.estimated_wait:.3g} s",
+                f"{each.kv_used_ratio:.0%}",
+                str(each.restarts),
+            )
+            for number, each in enumerate(load.engines)
+        ],
+    )
+    terminal.document({"load": dataclasses.asdict(load)})
