@@ -5,6 +5,7 @@ import collections
 import contextlib
 import os
 import signal
+import threading
 
 import grpc
 import pytest
@@ -69,43 +70,58 @@ async def stream(stub, number):
     return last.result.query.answer, last.info.resumptions
 
 
-async def ask(address, when_running):
+async def ask(address, while_they_run):
+    """Read all streams at once."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         calls = [asyncio.create_task(stream(stub, number)) for number in range(CALLERS)]
-        await when_running()
+        await asyncio.to_thread(while_they_run)
         return await asyncio.gather(*calls)
+
+
+@contextlib.contextmanager
+def changes_of_health(server):
+    """The statuses after the first one, until the end of the block."""
+    watch = server.watch()
+    next(watch)
+    changes: list[int] = []
+
+    def read():
+        with contextlib.suppress(grpc.RpcError):
+            changes.extend(each.status for each in watch)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield changes
+    finally:
+        watch.cancel()
+        thread.join()
 
 
 async def test_the_end_of_an_engine_is_seen_by_its_requests_only(server):
     """They go on with the other one at once; the server never stops serving."""
-    health = server.watch()
-    next(health)
-    changes: list[int] = []
-    watching = asyncio.get_running_loop().run_in_executor(
-        None, lambda: changes.extend(each.status for each in _until_closed(health))
-    )
     killed = engine_pids(server)[0]
     loads = []
 
-    async def kill():
-        await asyncio.to_thread(until, lambda: server.load().running == CALLERS)
+    def look():
+        until(lambda: server.load().running == CALLERS)
+
+    def kill():
+        look()
         loads.extend(server.load().engines)
         os.kill(killed, signal.SIGKILL)
 
-    async def look():
-        await asyncio.to_thread(until, lambda: server.load().running == CALLERS)
-
     calm = await ask(server.address, look)
-    ended = await ask(server.address, kill)
+    await asyncio.to_thread(until, lambda: server.load().running == 0)
+    with changes_of_health(server) as changes:
+        ended = await ask(server.address, kill)
+        await asyncio.to_thread(until, lambda: engine_pids(server)[0] != killed)
+        await asyncio.to_thread(until, lambda: _serving(server) == 2)
+    assert not changes
     assert [text for text, _ in ended] == [text for text, _ in calm]
     assert [each.running for each in loads] == [CALLERS // 2] * 2
     assert collections.Counter(resumptions for _, resumptions in ended) == {0: 6, 1: 6}
-    await asyncio.to_thread(until, lambda: engine_pids(server)[0] != killed)
-    await asyncio.to_thread(until, lambda: _serving(server) == 2)
-    health.cancel()
-    await watching
-    assert not changes
     assert [each["engine"] for each in server.events("engine_lost")] == [0]
     assert server.load().engines[0].restarts == 1
 
@@ -148,8 +164,3 @@ def test_an_upload_outlives_its_engine(server):
 
 def _serving(server):
     return sum(each.state == "serving" for each in server.load().engines)
-
-
-def _until_closed(health):
-    with contextlib.suppress(grpc.RpcError):
-        yield from health

@@ -71,7 +71,7 @@ def test_the_calls_of_all_processes_add_up(server, scraped):
     # Both processes have answered: the first one's own part is less than the sum.
     usage = "legato_process_resident_memory_bytes"
     processes = {s.labels["process"] for s in scraped.samples if s.name == usage}
-    assert processes == {"service-0", "service-1", "engine"}
+    assert processes == {"service-0", "service-1", "engine-0"}
     for process in processes:
         assert scraped.value(usage, process=process) > 10e6
 
