@@ -320,11 +320,19 @@ def _add_limits(add: _Add, engine: EngineConfig, service: ServiceConfig) -> None
         help="of prepared images that the engine holds for all clients",
     )
     add(
+        "--drain-delay",
+        metavar="SECONDS",
+        type=_not_negative,
+        default=service.drain_delay,
+        help="how long the server still serves after SIGTERM, reported as not ready, before it "
+        "begins to drain",
+    )
+    add(
         "--drain-grace",
         metavar="SECONDS",
         type=_not_negative,
         default=service.drain_grace,
-        help="how long running requests may go on after SIGTERM",
+        help="how long running requests may go on after the drain began",
     )
 
 

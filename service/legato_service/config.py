@@ -58,6 +58,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 1000
     max_session_age: float = 3600.0  # then its client is asked to close it
     session_open_timeout: float = 10.0  # from the call to its `open` message
+    drain_delay: float = 0.0  # from SIGTERM to the drain: serving, but not ready
     drain_grace: float = 30.0
     keepalive_time: float = 20.0
     keepalive_timeout: float = 5.0
@@ -102,8 +103,9 @@ def check(config: ServiceConfig) -> None:
         raise ValueError("processes must be at least 1")
     if config.engine.max_adapter_rank > MAX_ADAPTER_RANK:
         raise ValueError(f"max_adapter_rank must be at most {MAX_ADAPTER_RANK}")
-    if config.drain_grace < 0:
-        raise ValueError("drain_grace must not be negative")
+    for name in ("drain_delay", "drain_grace"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} must not be negative")
 
 
 def _check_listeners(config: ServiceConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 import structlog
@@ -35,19 +35,23 @@ _CUT_TIME = 3.0  # seconds for workers to end their calls after a second signal
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first begins a drain, the second ends it. Needs a running loop."""
+    """SIGTERM and SIGINT, one after the other. Needs a running loop."""
 
     def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self.number = 0
+        self._received = asyncio.Semaphore(0)
+        self.number = 0  # of the last one
+        self.cut = asyncio.Event()  # set by the one that ends the drain
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
         self.number = number
-        (self.second if self.first.is_set() else self.first).set()
+        self._received.release()
+
+    async def next(self) -> bool:
+        """Wait for the first one that no call has returned for; one waiter at a time."""
+        return await self._received.acquire()
 
 
 async def serve(
@@ -56,7 +60,7 @@ async def serve(
     """Serve until a signal or an operator's Drain; return the exit code.
 
     That is 0 after a drain, also when its grace ran out; 1 when serving never began, 78 when it
-    never can with this configuration; 128 plus the number of a second signal, which ends the drain.
+    never can with this configuration; 128 plus the number of a signal that ends the drain.
     `make_engine` runs within the loop.
     """
     signals = Signals()
@@ -90,7 +94,7 @@ async def serve(
         _log_listeners(config, address, server.listeners)
         if server.metrics_address:
             log.info("metrics_listening", address=server.metrics_address)
-        draining = asyncio.create_task(_drain_on(signals, workers, config.drain_grace))
+        draining = asyncio.create_task(_drain_on(signals, server, workers, config))
         try:
             await engine.start()
             workers.start()
@@ -145,15 +149,27 @@ def _log_listeners(config: ServiceConfig, address: str, listeners: Listeners) ->
             log.warning("unencrypted_listener", address=each)
 
 
-async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) -> None:
-    await signals.first.wait()
-    workers.drain(grace)
+async def _drain_on(
+    signals: Signals, server: Server, workers: WorkerProcesses, config: ServiceConfig
+) -> None:
+    """Drain after a signal and the delay, which the next signal skips; then wait for `cut`."""
+    await signals.next()
+    if config.drain_delay and server.is_ready:
+        server.withdraw()
+        workers.withdraw()
+        log.info("drain_delayed", seconds=config.drain_delay)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.drain_delay):
+                await _first_of(signals.next(), server.drain_begun())
+    workers.drain(config.drain_grace)
+    await signals.next()
+    signals.cut.set()
 
 
 async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signals) -> int:
     """This process exits last, because the workers need the engine."""
-    await _first_of(signals.second.wait(), _all_drained(server, workers))
-    if signals.second.is_set():
+    await _first_of(signals.cut.wait(), _all_drained(server, workers))
+    if signals.cut.is_set():
         log.warning("drain_cut", in_flight=server.num_in_flight)
         workers.drain(0.0)
         await asyncio.gather(server.stop(), workers.exited(within=_CUT_TIME))
@@ -173,8 +189,10 @@ async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     return next(task.result() for task in tasks if task in done)

@@ -212,6 +212,15 @@ class Server:
         self._health.update(self._engine.state)
         return port
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether health checks say that it serves."""
+        return self._health.is_ready
+
+    def withdraw(self) -> None:
+        """Report not serving for good, and serve on."""
+        self._health.withdraw()
+
     def begin_drain(self, grace: float) -> None:
         """Report not serving, refuse new requests, and give open ones `grace` seconds.
 

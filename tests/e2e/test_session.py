@@ -7,7 +7,7 @@ import grpc
 from legato.v1 import session_pb2, session_pb2_grpc, task_pb2
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes
-from tests.e2e.server import Server
+from tests.e2e.server import Server, until
 from tests.service.session.client import SessionClient
 
 STANDING = [
@@ -94,6 +94,23 @@ async def test_a_frame_outlives_its_engine(tmp_path):
             await client.done()
             await client.end()
         server.settle()
+
+
+async def test_a_delayed_drain_says_go_away_at_its_beginning(tmp_path):
+    """During the delay sessions open and frames are answered; the next signal sends them away."""
+    null = ("--model", "null", "--drain-delay", "600", "--drain-grace", "60")
+    with Server(tmp_path, *null) as server:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.events("drain_delayed"))
+        async with session(server.address, standing_tasks=STANDING[:1]) as client:
+            await client.frame(1, image=VIDEO[0].message())
+            await client.wait_for(lambda: client.whole)
+            assert "go_away" not in client.kinds()
+            server.process.send_signal(signal.SIGTERM)
+            failed = await client.failure()
+        assert failed.reason == "DRAINING"
+        assert "go_away" in client.kinds()
+        assert server.process.wait() == 0
 
 
 async def test_sigterm_says_go_away(tmp_path):

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import duration_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, task_pb2
 
 from tests.e2e.server import children
@@ -20,6 +22,9 @@ TASK = task_pb2.Task(query=task_pb2.QueryTask(question="wait"))
 STREAM = inference_pb2.GenerateRequest(task=TASK)
 ENGINE = "tests.service.fake_process"
 STILLBORN = "tests.service.fakes"  # a module that exits at once
+INFERENCE = "legato.v1.InferenceService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 HANGS_AFTER = 60.0  # seconds; the slowest test takes a tenth of it
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -97,6 +102,16 @@ def stub(channel):
     return inference_pb2_grpc.InferenceServiceStub(channel)
 
 
+def connection(address):
+    """A channel with a connection of its own, which may be to any process."""
+    return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def health(channel) -> Any:
+    """The health service of a channel."""
+    return health_pb2_grpc.HealthStub(channel)
+
+
 def question(text):
     """A question to the fake engine."""
     return inference_pb2.QueryRequest(question=text)
@@ -134,9 +149,70 @@ async def test_a_second_signal_ends_the_drain():
             waiting.cancel()
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+async def test_a_delayed_drain_serves_new_connections(processes):
+    """Every process is not ready but alive, and serves."""
+    async with service("--drain-delay", "600", "--processes", processes) as running:
+        address = (await running.line("ready"))["address"]
+        running.process.send_signal(signal.SIGTERM)
+        assert (await running.line("drain_delayed"))["seconds"] == 600
+        for _ in range(16):  # connections, of both processes
+            async with connection(address) as channel:
+                request = health_pb2.HealthCheckRequest(service=INFERENCE)
+                async for each in health(channel).Watch(request):
+                    if each.status == NOT_SERVING:  # the worker is told a moment later
+                        break
+                alive = await health(channel).Check(health_pb2.HealthCheckRequest())
+                assert alive.status == SERVING
+                assert (await stub(channel).Query(question("hello"))).answer == "hello"
+
+
+async def test_a_drain_begins_after_its_delay():
+    """By itself, without another signal."""
+    async with service("--drain-delay", "0.1", "--drain-grace", "60") as running:
+        await running.line("ready")
+        running.process.send_signal(signal.SIGTERM)
+        await running.line("drain_delayed")
+        await running.line("drain_begun")
+        assert await running.code() == 0
+
+
+async def test_a_second_signal_skips_the_delay():
+    """The drain begins at once with its whole grace, and a third signal ends it."""
+    async with service("--drain-delay", "600", "--drain-grace", "600") as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            running.process.send_signal(signal.SIGTERM)
+            await running.line("drain_delayed")
+            running.process.send_signal(signal.SIGTERM)
+            assert 590 < (await running.line("drain_begun"))["grace"] <= 600
+            running.process.send_signal(signal.SIGINT)
+            assert await running.code() == 128 + signal.SIGINT
+            waiting.cancel()
+
+
+async def test_an_operators_drain_ends_the_delay():
+    """It begins at once, and the next signal ends it."""
+    async with service("--drain-delay", "600", "--drain-grace", "600") as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            running.process.send_signal(signal.SIGTERM)
+            await running.line("drain_delayed")
+            await admin(channel).Drain(drain_in(600))
+            await running.line("drain_begun")  # of the operator
+            await running.line("drain_begun")  # of the signal, whose delay has ended
+            running.process.send_signal(signal.SIGINT)
+            assert await running.code() == 128 + signal.SIGINT
+            waiting.cancel()
+
+
 async def test_a_signal_while_the_model_loads_exits_0():
-    """The process need not be ready."""
-    async with service(engine=STILLBORN) as running:
+    """The process need not be ready, and then has no delay."""
+    async with service("--drain-delay", "600", engine=STILLBORN) as running:
         await running.line("loading")
         running.process.send_signal(signal.SIGTERM)
         assert await running.code() == 0

@@ -67,7 +67,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             return SERVING
         if service not in self._services:
             return SERVICE_UNKNOWN
-        return SERVING if self._ready and not self._withdrawn else NOT_SERVING
+        return SERVING if self.is_ready else NOT_SERVING
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready and not self._withdrawn
 
     def update(self, state: EngineState) -> None:
         """Call with every new state of the engine."""

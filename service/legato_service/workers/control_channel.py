@@ -25,6 +25,10 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     grace: float  # seconds
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: report not serving, and serve on."""
+
+
 class Collect(msgspec.Struct, frozen=True, tag=True):
     """Reply with `Collected`: a worker with its metrics, the first process with those of all."""
 
@@ -38,7 +42,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-Message = Serving | Drain | Collect | Collected
+Message = Serving | Drain | Withdraw | Collect | Collected
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Message).decode

@@ -27,6 +27,7 @@ from legato_service.workers.control_channel import (
     ControlChannel,
     Drain,
     Serving,
+    Withdraw,
 )
 from legato_service.workers.metrics_exchange import MetricsExchange, WorkerMetrics
 from legato_service.workers.worker import Settings
@@ -66,6 +67,7 @@ class WorkerProcesses:
             )
             for number in range(1, config.processes)
         ]
+        self._withdrawn = False
         self._draining = asyncio.Event()
         self._drain_until = math.inf  # monotonic seconds
         self._channels: dict[int, ControlChannel] = {}  # by number of a running worker
@@ -80,6 +82,12 @@ class WorkerProcesses:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self._settings]
+
+    def withdraw(self) -> None:
+        """Have the workers report not serving, those that start later too."""
+        self._withdrawn = True
+        for channel in self._channels.values():
+            channel.send(Withdraw())
 
     def drain(self, grace: float) -> None:
         """The first process included; repeated, only shorten the grace."""
@@ -141,6 +149,8 @@ class WorkerProcesses:
             with theirs:
                 process = await ChildProcess.spawn(_command(settings, theirs), (theirs.fileno(),))
             self._channels[settings.number] = channel
+            if self._withdrawn:
+                channel.send(Withdraw())
             if self._draining.is_set():  # since it was spawned
                 channel.send(Drain(grace=max(0.0, self._drain_until - time.monotonic())))
             return await process.wait()

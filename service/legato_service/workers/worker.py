@@ -35,6 +35,7 @@ from legato_service.workers.control_channel import (
     ControlChannel,
     Drain,
     Serving,
+    Withdraw,
 )
 from legato_service.workers.metrics_exchange import MetricsExchange
 
@@ -133,6 +134,8 @@ async def _listen(channel: ControlChannel, server: Server, exchange: MetricsExch
         match message:
             case Drain(grace=grace):
                 server.begin_drain(grace)
+            case Withdraw():
+                server.withdraw()
             case Collect() | Collected():
                 exchange.receive(message)
 

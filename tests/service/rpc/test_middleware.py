@@ -326,3 +326,4 @@ def test_arguments_reach_the_configuration():
     ).engine
     assert (adapters.adapters, adapters.adapter_slots, adapters.max_adapter_rank) == ("a", 3, 512)
     assert parse(["--listen", "0.0.0.0:1", "--insecure"]).insecure
+    assert parse(["--drain-delay", "7.5"]).drain_delay == 7.5
