@@ -14,14 +14,15 @@ from typing import Any
 from legato_ray.endpoints import EndpointFile
 
 ROOT = Path(__file__).parents[2]
-ENVOY = Path(sys.executable).with_name("envoy")
+ENVOY = str(Path(sys.executable).with_name("envoy"))
 DESCRIPTOR = ROOT / "proto/gen/legato/v1/descriptor.binpb"
 
 
 def render(endpoints: Path) -> str:
     """The shipped configuration with ports that the kernel chooses."""
-    command = [sys.executable, ROOT / "deploy/envoy/render.py", "--listen", "127.0.0.1:0"]
-    command += ["--admin", "127.0.0.1:0", "--endpoints", endpoints, "--descriptor", DESCRIPTOR]
+    command = [sys.executable, str(ROOT / "deploy/envoy/render.py"), "--listen", "127.0.0.1:0"]
+    command += ["--admin", "127.0.0.1:0", "--endpoints", str(endpoints)]
+    command += ["--descriptor", str(DESCRIPTOR)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -42,13 +43,13 @@ class Envoy:
 
     def validate(self) -> subprocess.CompletedProcess[str]:
         """What Envoy itself says of the configuration."""
-        command = [ENVOY, "--mode", "validate", "-c", self.config]
+        command = [ENVOY, "--mode", "validate", "-c", str(self.config)]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def __enter__(self) -> Envoy:
         admin = self._folder / "admin"
-        command = [ENVOY, "-c", self.config, "--admin-address-path", admin, "--concurrency", "1"]
-        command += ["--disable-hot-restart", "--log-level", "warning"]
+        command = [ENVOY, "-c", str(self.config), "--admin-address-path", str(admin)]
+        command += ["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
         self._log = (self._folder / "envoy.log").open("wb")
         self.process = subprocess.Popen(command, stderr=self._log, stdin=subprocess.DEVNULL)
         while not (admin.exists() and (text := admin.read_text())):

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.deploy.envoy import Envoy
+from tests.deploy.servers import servers
 from tests.deploy.traffic import traffic
-from tests.e2e.server import Server, until
-
-NULL = ("--model", "null", "--null-step-ms", "5", "--drain-delay", "1.5")
-
-
-@contextmanager
-def servers(folder: Path, count: int = 2, *options: str) -> Iterator[list[Server]]:
-    with ExitStack() as stack:
-        started = []
-        for number in range(count):
-            own = folder / f"server-{number}"
-            own.mkdir()
-            started.append(stack.enter_context(Server(own, *NULL, *options)))
-        yield started
+from tests.e2e.server import until
 
 
 def test_envoy_accepts_the_configuration(tmp_path: Path) -> None:
@@ -35,7 +21,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path) -> None:
 
 
 def test_no_call_fails_when_servers_are_killed_and_stopped(tmp_path: Path) -> None:
-    """Calls of the shipped client are answered, and streams finish, while servers come and go."""
+    """Calls are answered, streams finish and sessions move while servers come and go."""
     with (
         servers(tmp_path, 3) as (one, other, third),
         Envoy(tmp_path, one.address, other.address) as envoy,
@@ -45,7 +31,7 @@ def test_no_call_fails_when_servers_are_killed_and_stopped(tmp_path: Path) -> No
             one.process.kill()
             seen.wait_for(50)
             until(lambda: envoy.healthy() == {other.address})
-        with traffic(envoy.address, streams=2) as later:
+        with traffic(envoy.address, streams=2, sessions=1) as later:
             envoy.file.write([other.address, third.address])
             until(lambda: envoy.healthy() == {other.address, third.address})
             other.process.send_signal(signal.SIGTERM)
@@ -54,6 +40,8 @@ def test_no_call_fails_when_servers_are_killed_and_stopped(tmp_path: Path) -> No
             later.wait_for(50)
         assert seen.failures + later.failures + later.stream_failures == []
         assert later.finished
+        assert later.session_failures == []
+        assert later.moved == 1, "the session was told to go away once"
 
 
 @pytest.mark.slow
