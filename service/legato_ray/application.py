@@ -6,6 +6,7 @@ Ray places, restarts and scales servers. Calls do not pass through it: Envoy car
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import ray
@@ -19,6 +20,9 @@ from legato_ray.unit import Unit
 NAMESPACE = "legato"
 DIRECTORY = "legato-directory"
 _REPEAT = 1.0  # seconds between two words to the directory
+_NOTICE = 2.0
+"""Seconds for writers and Envoy to find a new server. Only then it counts as ready for Ray, which
+may take an old one away."""
 _HEALTH_PERIOD = 1.0  # seconds; after three failures Ray replaces the replica
 _LAST_SECONDS = 20.0  # beyond delay and grace, before Ray kills the replica
 
@@ -51,7 +55,9 @@ class Server:
         self._unit.wait_until_serving(settings.start_timeout)
         self._directory = directory()
         self._stopping = threading.Event()
-        self._teller = threading.Thread(target=self._tell, name="directory", daemon=True)
+        self._tell()
+        time.sleep(_NOTICE)
+        self._teller = threading.Thread(target=self._keep_telling, name="directory", daemon=True)
         self._teller.start()
 
     def check_health(self) -> None:
@@ -74,14 +80,16 @@ class Server:
         self._teller.join()
         self._unit.stop()
 
-    def _tell(self) -> None:
-        address, health_address = self._unit.address, self._unit.health_address
+    def _keep_telling(self) -> None:
         while not self._stopping.wait(_REPEAT):
-            if self._unit.is_serving():
-                self._directory.put.remote(address, health_address)
-            else:
-                self._directory.drop.remote(address)
-        self._directory.drop.remote(address)
+            self._tell()
+        self._directory.drop.remote(self._unit.address)
+
+    def _tell(self) -> None:
+        if self._unit.is_serving():
+            self._directory.put.remote(self._unit.address, self._unit.health_address)
+        else:
+            self._directory.drop.remote(self._unit.address)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -93,6 +101,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=_HEALTH_PERIOD,
         health_check_timeout_s=5.0,
         graceful_shutdown_timeout_s=settings.drain_delay + settings.drain_grace + _LAST_SECONDS,
+        max_surge_percent=settings.max_surge_percent,
         **_scale(settings),
     )
     return deployment.bind(settings)

@@ -34,6 +34,8 @@ class Settings:
     """Servers at the start, and the fewest."""
     max_replicas: int = 0
     """The most; 0: as many as `num_replicas`, without autoscaling."""
+    max_surge_percent: int = 0
+    """Servers beyond these while an update replaces them, in percent; needs room on the nodes."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     max_running: int = 16

@@ -28,7 +28,7 @@ class Cluster:
         from legato_ray.application import build
         from ray import serve
 
-        own = {"host": "127.0.0.1", "drain_grace": 20.0, "num_cpus": 0.1}
+        own = {"host": "127.0.0.1", "drain_grace": 20.0, "num_cpus": 0.1, "max_surge_percent": 100}
         serve.run(build(own | settings), name="legato", route_prefix=None)
 
     def published(self) -> frozenset[str]:

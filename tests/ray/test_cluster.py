@@ -9,8 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from legato_client import Client
 
 from tests.deploy.traffic import traffic
+from tests.e2e.scenes import two_shapes
 from tests.e2e.server import until
 from tests.ray.cluster import Cluster, cluster, processes
 
@@ -91,9 +93,9 @@ def test_scaling_by_predicted_queues(mesh: Cluster) -> None:
     """From one server to three under load, and back, without a failure."""
     slow = "--model null --null-step-ms 100"
     scale = {"queue_seconds": 0.2, "upscale_delay": 1.0, "downscale_delay": 3.0, "max_running": 2}
-    mesh.deploy(serve_options=slow, num_replicas=1, max_replicas=3, **scale)
-    mesh.wait_for(1)
     with traffic(mesh.envoy.address, callers=1) as seen:
+        mesh.deploy(serve_options=slow, num_replicas=1, max_replicas=3, **scale)
+        mesh.wait_for(1)
         with traffic(mesh.envoy.address, callers=24) as many:
             mesh.wait_for(3)
             many.wait_for(50)
@@ -101,4 +103,18 @@ def test_scaling_by_predicted_queues(mesh: Cluster) -> None:
         seen.wait_for(5)
     assert seen.failures + many.failures == []
     mesh.deploy(serve_options=NULL, num_replicas=2)
+    mesh.wait_for(2)
+
+
+def test_servers_with_a_model(mesh: Cluster) -> None:
+    """Two servers of legato-tiny find what is in an image, while one is killed and replaced."""
+    scene = two_shapes().file()
+    mesh.deploy(serve_options="--threads 1", num_replicas=2)
+    before = mesh.wait_for(2)
+    with Client(mesh.envoy.address) as client:
+        expected = client.detect(scene, "red circle").objects
+        assert expected
+        os.kill(processes()[0], signal.SIGKILL)
+        while not mesh.published() - before:
+            assert client.detect(scene, "red circle").objects == expected
     mesh.wait_for(2)
