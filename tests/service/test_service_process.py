@@ -107,7 +107,7 @@ def connection(address):
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def health(channel) -> Any:
+def health(channel: Any) -> Any:
     """The health service of a channel."""
     return health_pb2_grpc.HealthStub(channel)
 
