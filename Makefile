@@ -33,7 +33,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow mesh kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -47,7 +47,7 @@ setup: $(STAMP) ## make the venv and install everything into it
 $(STAMP): pyproject.toml service/pyproject.toml engine/tiny/pyproject.toml
 	@test -x $(PY) || $(call new_venv,$(VENV))
 	@echo "setup: installing into $(VENV) (the first time brings torch, which is large)"
-	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev]" -e engine/tiny -e service
+	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev,mesh]" -e engine/tiny -e service
 	@touch $@
 
 $(PROTO_STAMP): proto/requirements.txt
@@ -119,6 +119,10 @@ test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narr
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
+
+mesh: | $(STAMP) ## servers placed by Ray behind Envoy, killed, stopped, updated and scaled under load
+	@$(PY) -c "import ray.serve" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e "service[ray]"
+	@$(PY) -m pytest -n 0 tests/deploy/test_envoy.py tests/deploy/test_envoy_ways.py tests/ray $(ARGS)
 
 kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
 	@$(PY) -m tests.e2e.kill_run $(ARGS)

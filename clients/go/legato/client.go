@@ -144,6 +144,7 @@ func (c *Client) RunTasks(
 	if err != nil {
 		return nil, err
 	}
+	call.stayWith(picture)
 	request := &legatov1.RunTasksRequest{Image: picture, Tasks: messages, Options: call.options, Stamp: call.stamp}
 	return invoke(outgoing(ctx, call), c, c.inference.RunTasks, request, tasksOf)
 }
@@ -164,6 +165,7 @@ func askOf(image Image, task Task, options []Option) (ask, error) {
 		return ask{}, wanted.task.wrong
 	}
 	picture, err := load(image)
+	wanted.call.stayWith(picture)
 	return ask{wanted.call, wanted.task.message, picture}, err
 }
 

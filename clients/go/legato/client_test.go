@@ -173,6 +173,15 @@ func TestWhatEveryCallCarries(t *testing.T) {
 	if left <= 59*time.Minute || left > time.Hour {
 		t.Errorf("%v left", left)
 	}
+	if got := sent.Get("legato-affinity"); len(got) != 0 {
+		t.Errorf("a picture in the call has the affinity %v", got)
+	}
+	if _, err := client.Detect(ctx, Held("img_1"), "bus"); err != nil {
+		t.Fatal(err)
+	}
+	if got := sent.Get("legato-affinity"); len(got) != 1 || got[0] != "img_1" {
+		t.Errorf("a picture that the server holds has the affinity %v", got)
+	}
 }
 
 // A conversation is a query whose messages stand in place of the question.

@@ -27,6 +27,7 @@ func (c *Client) Generate(
 	return func(yield func(Event, error) bool) {
 		call := callOf(options)
 		request, err := c.generateRequest(image, task, call)
+		call.stayWith(request.GetImage())
 		if err != nil {
 			yield(nil, err)
 			return

@@ -78,3 +78,23 @@ func TestGoPictures(t *testing.T) {
 		}
 	}
 }
+
+// An upload's id is known before it is sent: the one that the server will give it.
+func TestTheIDOfAnUpload(t *testing.T) {
+	for want, image := range map[string]Image{
+		"img_41e5787e9f28562d07b891b1816b4923": Bytes([]byte("jpeg")),
+		"img_cc5bcb65628ea0d208d0e22d9966b6ab": Pixels{Width: 2, Height: 1, Format: RGB8, Data: []byte("abcdef")},
+	} {
+		message, err := load(image)
+		if err != nil {
+			t.Fatal(err)
+		}
+		header, data, err := uploadOf(message)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := idOf(header, data); got != want {
+			t.Errorf("got %s, want %s", got, want)
+		}
+	}
+}

@@ -1,6 +1,7 @@
 package legato
 
 import (
+	"net/url"
 	"strconv"
 	"time"
 
@@ -8,6 +9,9 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/types/known/durationpb"
 )
+
+// affinityKey is the metadata by which a proxy sends calls about one picture, or of one session, to one server.
+const affinityKey = "legato-affinity"
 
 // Option adds to a call of one skill: a [TaskOption] or a [CallOption].
 type Option interface{ apply(*settings) }
@@ -191,10 +195,19 @@ func WithTenant(name string) CallOption {
 }
 
 func header(key, value string) CallOption {
-	return callOption(func(c *callSettings) {
-		if c.header == nil {
-			c.header = metadata.MD{}
-		}
-		c.header.Set(key, value)
-	})
+	return callOption(func(c *callSettings) { c.set(key, value) })
+}
+
+func (c *callSettings) set(key, value string) {
+	if c.header == nil {
+		c.header = metadata.MD{}
+	}
+	c.header.Set(key, value)
+}
+
+// stayWith has a proxy send the call to the server that holds the picture.
+func (c *callSettings) stayWith(picture *legatov1.Image) {
+	if id := picture.GetImageId(); id != "" {
+		c.set(affinityKey, url.QueryEscape(id))
+	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"net/url"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,7 +33,8 @@ const (
 
 // SessionConfig opens a session; what is 0 or empty is the server's choice.
 type SessionConfig struct {
-	// Name is for logs and metrics, at most 64 characters.
+	// Name is for logs and metrics, at most 64 characters. A proxy sends sessions of one name to one server, as far as
+	// that leaves the servers even.
 	Name, Model, Adapter string
 	// Tasks are done with every frame, at most 32.
 	Tasks  []Task
@@ -282,6 +284,9 @@ func (config SessionConfig) header() callSettings {
 	}
 	if config.Tenant != "" {
 		options = append(options, WithTenant(config.Tenant))
+	}
+	if config.Name != "" {
+		options = append(options, header(affinityKey, url.QueryEscape(config.Name)))
 	}
 	return callOf(options)
 }

@@ -14,7 +14,7 @@ from legato.v1 import media_pb2, server_pb2
 from legato_client._errors import Busy, PermissionDenied, Unimplemented
 from legato_client._images.shared_frames import SharedFrame, shm_namespace
 from legato_client._images.sources import ImageInput, is_ready, to_image
-from legato_client._transport import channel, methods
+from legato_client._transport import affinity, channel, methods
 from legato_client._transport.base import Transport
 from legato_client._transport.settings import Settings
 from legato_client._values import server
@@ -55,9 +55,11 @@ class BaseClient:
         file: bytes | None = None,
     ) -> ValueT:
         """`file` is the encoded image that the request lacks."""
+        near = affinity.of(request)
         data = await self._bytes_of(request, file)
-        send = functools.partial(self._transport.unary, method, data)
-        return await self._with_retries(method, send, timeout)
+        return await self._with_retries(
+            method, lambda left: self._transport.unary(method, data, left, near), timeout
+        )
 
     async def _with_retries(
         self,

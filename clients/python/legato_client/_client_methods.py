@@ -12,7 +12,7 @@ from legato_client._base_client import BaseClient
 from legato_client._convert import chat, requests, responses
 from legato_client._convert.upload import Upload
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
-from legato_client._transport import methods
+from legato_client._transport import affinity, methods
 from legato_client._values import admin, events, results, server
 from legato_client._values import tasks as _tasks
 
@@ -157,10 +157,11 @@ class ClientMethods(BaseClient):
         """
         shown, file = await self._image_or_file(chat.image_of(task, image))
         request = requests.generate(shown, task, options)
+        near = affinity.of(request)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         reader = methods.EventReader()
-        messages = self._transport.stream(methods.GENERATE, data, time_limit)
+        messages = self._transport.stream(methods.GENERATE, data, time_limit, near)
         async with contextlib.aclosing(messages):
             async for message in messages:
                 event = reader.read(message)
@@ -181,7 +182,9 @@ class ClientMethods(BaseClient):
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
         return await self._with_retries(
             methods.PUT_IMAGE,
-            lambda left: self._transport.upload(methods.PUT_IMAGE, upload.requests(), left),
+            lambda left: self._transport.upload(
+                methods.PUT_IMAGE, upload.requests(), left, upload.image_id
+            ),
             timeout,
         )
 
@@ -257,7 +260,7 @@ class ClientMethods(BaseClient):
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         if seconds is not None and timeout is None:
             time_limit = seconds + self._settings.timeout
-        messages = self._transport.stream(methods.WATCH_TIMELINE, data, time_limit)
+        messages = self._transport.stream(methods.WATCH_TIMELINE, data, time_limit, "")
         async with contextlib.aclosing(messages):
             async for message in messages:
                 yield methods.WATCH_TIMELINE.parse(message)

@@ -7,6 +7,7 @@
 package legatov1
 
 import (
+	_ "google.golang.org/genproto/googleapis/api/annotations"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
@@ -334,7 +335,7 @@ var File_legato_v1_image_proto protoreflect.FileDescriptor
 
 const file_legato_v1_image_proto_rawDesc = "" +
 	"\n" +
-	"\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/media.proto\"\xc1\x01\n" +
+	"\x15legato/v1/image.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15legato/v1/media.proto\"\xc1\x01\n" +
 	"\x0ePutImageHeader\x12\x1b\n" +
 	"\tmime_type\x18\x01 \x01(\tR\bmimeType\x12.\n" +
 	"\x06layout\x18\x02 \x01(\v2\x16.legato.v1.PixelLayoutR\x06layout\x12\x1d\n" +
@@ -352,10 +353,11 @@ const file_legato_v1_image_proto_rawDesc = "" +
 	"expireTime\"/\n" +
 	"\x12DeleteImageRequest\x12\x19\n" +
 	"\bimage_id\x18\x01 \x01(\tR\aimageId\"\x15\n" +
-	"\x13DeleteImageResponse2\xa8\x01\n" +
-	"\fImageService\x12E\n" +
-	"\bPutImage\x12\x1a.legato.v1.PutImageRequest\x1a\x1b.legato.v1.PutImageResponse(\x01\x12Q\n" +
-	"\vDeleteImage\x12\x1d.legato.v1.DeleteImageRequest\x1a\x1e.legato.v1.DeleteImageResponse\"\x03\x90\x02\x02B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"\x13DeleteImageResponse2\xdc\x01\n" +
+	"\fImageService\x12\\\n" +
+	"\bPutImage\x12\x1a.legato.v1.PutImageRequest\x1a\x1b.legato.v1.PutImageResponse\"\x15\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
+	"/v1/images(\x01\x12n\n" +
+	"\vDeleteImage\x12\x1d.legato.v1.DeleteImageRequest\x1a\x1e.legato.v1.DeleteImageResponse\" \x82\xd3\xe4\x93\x02\x17*\x15/v1/images/{image_id}\x90\x02\x02B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_image_proto_rawDescOnce sync.Once

@@ -7,6 +7,7 @@
 package legatov1
 
 import (
+	_ "google.golang.org/genproto/googleapis/api/annotations"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
@@ -2089,7 +2090,7 @@ var File_legato_v1_inference_proto protoreflect.FileDescriptor
 
 const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xbd\x02\n" +
+	"\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xbd\x02\n" +
 	"\x0eRequestOptions\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -2241,15 +2242,16 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	" \x01(\v2\x14.legato.v1.HeartbeatH\x00R\theartbeat\x121\n" +
 	"\bfinished\x18\v \x01(\v2\x13.legato.v1.FinishedH\x00R\bfinished\x120\n" +
 	"\x06tokens\x18\f \x01(\v2\x16.legato.v1.TokensDeltaH\x00R\x06tokensB\a\n" +
-	"\x05eventJ\x04\b\x02\x10\x032\xf7\x03\n" +
-	"\x10InferenceService\x12E\n" +
-	"\bGenerate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse0\x01\x12?\n" +
-	"\x05Query\x12\x17.legato.v1.QueryRequest\x1a\x18.legato.v1.QueryResponse\"\x03\x90\x02\x01\x12E\n" +
-	"\aCaption\x12\x19.legato.v1.CaptionRequest\x1a\x1a.legato.v1.CaptionResponse\"\x03\x90\x02\x01\x12B\n" +
-	"\x06Detect\x12\x18.legato.v1.DetectRequest\x1a\x19.legato.v1.DetectResponse\"\x03\x90\x02\x01\x12?\n" +
-	"\x05Point\x12\x17.legato.v1.PointRequest\x1a\x18.legato.v1.PointResponse\"\x03\x90\x02\x01\x12E\n" +
-	"\aSegment\x12\x19.legato.v1.SegmentRequest\x1a\x1a.legato.v1.SegmentResponse\"\x03\x90\x02\x01\x12H\n" +
-	"\bRunTasks\x12\x1a.legato.v1.RunTasksRequest\x1a\x1b.legato.v1.RunTasksResponse\"\x03\x90\x02\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"\x05eventJ\x04\b\x02\x10\x032\x8d\x05\n" +
+	"\x10InferenceService\x12^\n" +
+	"\bGenerate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/generate0\x01\x12S\n" +
+	"\x05Query\x12\x17.legato.v1.QueryRequest\x1a\x18.legato.v1.QueryResponse\"\x17\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/v1/query\x90\x02\x01\x12[\n" +
+	"\aCaption\x12\x19.legato.v1.CaptionRequest\x1a\x1a.legato.v1.CaptionResponse\"\x19\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/v1/caption\x90\x02\x01\x12W\n" +
+	"\x06Detect\x12\x18.legato.v1.DetectRequest\x1a\x19.legato.v1.DetectResponse\"\x18\x82\xd3\xe4\x93\x02\x0f:\x01*\"\n" +
+	"/v1/detect\x90\x02\x01\x12S\n" +
+	"\x05Point\x12\x17.legato.v1.PointRequest\x1a\x18.legato.v1.PointResponse\"\x17\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/v1/point\x90\x02\x01\x12[\n" +
+	"\aSegment\x12\x19.legato.v1.SegmentRequest\x1a\x1a.legato.v1.SegmentResponse\"\x19\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/v1/segment\x90\x02\x01\x12\\\n" +
+	"\bRunTasks\x12\x1a.legato.v1.RunTasksRequest\x1a\x1b.legato.v1.RunTasksResponse\"\x17\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/v1/tasks\x90\x02\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_inference_proto_rawDescOnce sync.Once

@@ -629,7 +629,10 @@ func (x *FrameStamp) GetSequence() uint64 {
 // The picture a response speaks about.
 type ImageInfo struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the picture in later requests while the server holds it. Empty: it is not held.
+	// Names the picture in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
+	// 32 hexadecimal digits of the SHA-256 of an image file's bytes; of pixels, that of `FORMAT:WIDTHxHEIGHT:STRIDE` and a
+	// line feed before the bytes (`rgb8:640x480:1920`). Where a proxy stands before several servers, the metadata
+	// `legato-affinity` with this id sends PutImage, and the requests that name the picture, to the same server.
 	ImageId string `protobuf:"bytes,1,opt,name=image_id,json=imageId,proto3" json:"image_id,omitempty"`
 	// Pixels in a row, after EXIF orientation. A pixel position is the normalised one times this.
 	Width uint32 `protobuf:"varint,2,opt,name=width,proto3" json:"width,omitempty"`

@@ -7,6 +7,7 @@
 package legatov1
 
 import (
+	_ "google.golang.org/genproto/googleapis/api/annotations"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
@@ -475,7 +476,7 @@ var File_legato_v1_server_proto protoreflect.FileDescriptor
 
 const file_legato_v1_server_proto_rawDesc = "" +
 	"\n" +
-	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n" +
+	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\"\x16\n" +
 	"\x14GetServerInfoRequest\"\xe3\x02\n" +
 	"\x06Limits\x12*\n" +
 	"\x11max_request_bytes\x18\x01 \x01(\x04R\x0fmaxRequestBytes\x12(\n" +
@@ -510,11 +511,13 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"f\n" +
 	"\x12ListModelsResponse\x12(\n" +
 	"\x06models\x18\x01 \x03(\v2\x10.legato.v1.ModelR\x06models\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\xb8\x01\n" +
-	"\rServerService\x12W\n" +
-	"\rGetServerInfo\x12\x1f.legato.v1.GetServerInfoRequest\x1a .legato.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12N\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\xdc\x01\n" +
+	"\rServerService\x12i\n" +
+	"\rGetServerInfo\x12\x1f.legato.v1.GetServerInfoRequest\x1a .legato.v1.GetServerInfoResponse\"\x15\x82\xd3\xe4\x93\x02\f\x12\n" +
+	"/v1/server\x90\x02\x01\x12`\n" +
 	"\n" +
-	"ListModels\x12\x1c.legato.v1.ListModelsRequest\x1a\x1d.legato.v1.ListModelsResponse\"\x03\x90\x02\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"ListModels\x12\x1c.legato.v1.ListModelsRequest\x1a\x1d.legato.v1.ListModelsResponse\"\x15\x82\xd3\xe4\x93\x02\f\x12\n" +
+	"/v1/models\x90\x02\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_server_proto_rawDescOnce sync.Once

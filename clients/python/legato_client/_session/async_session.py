@@ -21,7 +21,7 @@ from legato_client._images.shared_frames import SharedFrame
 from legato_client._images.sources import ImageInput
 from legato_client._session.plan import SessionPlan
 from legato_client._session.state import SessionState
-from legato_client._transport import methods
+from legato_client._transport import affinity, methods
 from legato_client._transport.async_status import ServerStatus
 from legato_client._transport.async_transport import AsyncTransport
 from legato_client._values import tasks as _tasks
@@ -78,7 +78,8 @@ class AsyncSession:
                 response_deserializer=session_pb2.SessionResponse.FromString,
             )
         )
-        self._call = call = start(metadata=self._connection.metadata)
+        near = affinity.of(self._plan.opening)
+        self._call = call = start(metadata=self._connection.metadata(near))
         self._requests.put_nowait(self._plan.first_message())
         self._tasks = [
             asyncio.create_task(self._read(call)),

@@ -19,7 +19,7 @@ from legato_client._images.shared_frames import SharedFrame
 from legato_client._images.sources import ImageInput
 from legato_client._session.plan import SessionPlan
 from legato_client._session.state import SessionState
-from legato_client._transport import methods
+from legato_client._transport import affinity, methods
 from legato_client._transport.blocking_transport import BlockingTransport, run
 from legato_client._values import tasks as _tasks
 from legato_client._values.results import FrameStamp
@@ -76,7 +76,8 @@ class Session:
             )
         )
         self._requests.put(self._plan.first_message())
-        self._call = start(iter(self._requests.get, None), metadata=self._connection.metadata)
+        metadata = self._connection.metadata(affinity.of(self._plan.opening))
+        self._call = start(iter(self._requests.get, None), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="legato-session", daemon=True)
         self._reader.start()
         try:

@@ -30,12 +30,11 @@ class AsyncTransport:
         self._channel: grpc.aio.Channel | None = None
         self._starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
 
-    @property
-    def metadata(self) -> grpc.aio.Metadata:
-        return self._metadata.current()
+    def metadata(self, affinity: str = "") -> grpc.aio.Metadata:
+        return self._metadata.current(affinity)
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT:
         start = self._starts.get(method.path)
         if start is None:
@@ -43,17 +42,22 @@ class AsyncTransport:
                 method.path, response_deserializer=method.response.FromString
             )
         try:
-            return cast("ResponseT", await start(request, timeout=timeout, metadata=self.metadata))
+            metadata = self.metadata(affinity)
+            return cast("ResponseT", await start(request, timeout=timeout, metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     async def upload(
-        self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
     ) -> ResponseT:
         start: grpc.aio.StreamUnaryMultiCallable[Any, ResponseT] = self.channel.stream_unary(
             method.path, response_deserializer=method.response.FromString
         )
-        call = start(requests, timeout=timeout, metadata=self.metadata)
+        call = start(requests, timeout=timeout, metadata=self.metadata(affinity))
         status = ServerStatus(call)
         try:
             return await call
@@ -61,12 +65,12 @@ class AsyncTransport:
             raise from_rpc_error(await status.instead_of(error)) from error
 
     async def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
-        call = start(request, timeout=timeout, metadata=self.metadata)
+        call = start(request, timeout=timeout, metadata=self.metadata(affinity))
         try:
             async for message in call:
                 yield message

@@ -19,21 +19,26 @@ ValueT = TypeVar("ValueT")
 
 
 class Transport(Protocol):
-    """Sends serialized requests; `timeout` is the gRPC deadline in seconds.
+    """Sends serialized requests; `timeout` is the gRPC deadline in seconds,
+    `affinity` what a proxy chooses the server by.
 
     Failures are raised as `LegatoError`.
     """
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT: ...
 
     async def upload(
-        self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
     ) -> ResponseT: ...
 
     def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         """Closing it early cancels the call."""
         ...

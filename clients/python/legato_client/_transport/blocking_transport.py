@@ -43,12 +43,11 @@ class BlockingTransport:
         else:
             self.channel = grpc.secure_channel(target, credentials, options=options)
 
-    @property
-    def metadata(self) -> Metadata:
-        return self._metadata.current()
+    def metadata(self, affinity: str = "") -> Metadata:
+        return self._metadata.current(affinity)
 
     async def unary(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> ResponseT:
         start = self._starts.get(method.path)
         if start is None:
@@ -56,28 +55,33 @@ class BlockingTransport:
                 method.path, response_deserializer=method.response.FromString
             )
         try:
-            return cast("ResponseT", start(request, timeout=timeout, metadata=self.metadata))
+            metadata = self.metadata(affinity)
+            return cast("ResponseT", start(request, timeout=timeout, metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     async def upload(
-        self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
+        self,
+        method: Method[ResponseT, ValueT],
+        requests: Iterator[bytes],
+        timeout: float,
+        affinity: str,
     ) -> ResponseT:
         start: grpc.StreamUnaryMultiCallable[bytes, ResponseT] = self.channel.stream_unary(
             method.path, response_deserializer=method.response.FromString
         )
         try:
-            return start(requests, timeout=timeout, metadata=self.metadata)
+            return start(requests, timeout=timeout, metadata=self.metadata(affinity))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     async def stream(
-        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float, affinity: str
     ) -> AsyncGenerator[ResponseT, None]:
         start: grpc.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
-        call = start(request, timeout=timeout, metadata=self.metadata)
+        call = start(request, timeout=timeout, metadata=self.metadata(affinity))
         try:
             for message in call:
                 yield message

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from legato_client._transport import channel, security
+from legato_client._transport.affinity import KEY
 from legato_client._transport.security import Pem, Security
 from legato_client._transport.token import BearerToken, TokenSource
 
@@ -38,20 +39,23 @@ class CallMetadata(Generic[MetadataT]):
     Plain metadata, because gRPC's call credentials start a thread for every call.
     """
 
-    __slots__ = ("_fixed", "_made", "_make", "_token", "_tokens")
+    __slots__ = ("_fixed", "_made", "_make", "_own", "_token", "_tokens")
 
     def __init__(self, settings: Settings, make: Callable[[channel.Metadata], MetadataT]) -> None:
-        self._fixed = settings.metadata
+        self._fixed = self._own = settings.metadata
         self._tokens: TokenSource | None = settings.security.token
         self._token = ""
         self._make = make
         self._made = make(self._fixed)
 
-    def current(self) -> MetadataT:
+    def current(self, affinity: str = "") -> MetadataT:
         """Raises as `TokenSource.read`."""
         if self._tokens is not None and (token := self._tokens.read()) != self._token:
-            self._made = self._make((*self._fixed, ("authorization", f"Bearer {token}")))
+            self._own = (*self._fixed, ("authorization", f"Bearer {token}"))
+            self._made = self._make(self._own)
             self._token = token
+        if affinity:
+            return self._make((*self._own, (KEY, affinity)))
         return self._made
 
 

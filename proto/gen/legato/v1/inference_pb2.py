@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from legato.v1 import geometry_pb2 as legato_dot_v1_dot_geometry__pb2
 from legato.v1 import media_pb2 as legato_dot_v1_dot_media__pb2
 from legato.v1 import task_pb2 as legato_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xe8\x01\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x18\n\x0b\x63\x61\x63he_image\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x05 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x12heartbeat_interval\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_cache_imageB\x0f\n\r_top_logprobs\"\xa9\x02\n\x0cResponseInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\x05 \x01(\x0b\x32\x12.legato.v1.Timings\x12#\n\x05image\x18\x06 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12 \n\x06tokens\x18\x08 \x03(\x0b\x32\x10.legato.v1.Token\x12\x13\n\x0bresumptions\x18\t \x01(\r\"\xa4\x02\n\x0cQueryRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x10\n\x08question\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\x08\x12+\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12(\n\x08messages\x18\x08 \x03(\x0b\x32\x16.legato.v1.ChatMessage\"o\n\rQueryResponse\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12\'\n\treasoning\x18\x02 \x01(\x0b\x32\x14.legato.v1.Reasoning\x12%\n\x04info\x18\x03 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xd4\x01\n\x0e\x43\x61ptionRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12(\n\x06length\x18\x02 \x01(\x0e\x32\x18.legato.v1.CaptionLength\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x05 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"I\n\x0f\x43\x61ptionResponse\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xe3\x01\n\rDetectRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12\x18\n\x0bmax_objects\x18\x03 \x01(\rH\x00\x88\x01\x01\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x06 \x01(\x0b\x32\x15.legato.v1.FrameStampB\x0e\n\x0c_max_objects\"c\n\x0e\x44\x65tectResponse\x12*\n\x07objects\x18\x01 \x03(\x0b\x32\x19.legato.v1.DetectedObject\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\x8f\x02\n\x0cPointRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12\x18\n\x0bmax_objects\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStampB\x0e\n\x0c_max_objects\"`\n\rPointResponse\x12(\n\x06points\x18\x01 \x03(\x0b\x32\x18.legato.v1.PointedObject\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xe7\x01\n\x0eSegmentRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x06 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"^\n\x0fSegmentResponse\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.legato.v1.Outline\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xa4\x01\n\x0fRunTasksRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x1e\n\x05tasks\x18\x02 \x03(\x0b\x32\x0f.legato.v1.Task\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x04 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"\x88\x01\n\x10RunTasksResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.legato.v1.TaskResult\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\x12%\n\x06tokens\x18\x03 \x03(\x0b\x32\x15.legato.v1.TaskTokens\"\xa3\x01\n\x0fGenerateRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x1d\n\x04task\x18\x02 \x01(\x0b\x32\x0f.legato.v1.Task\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x04 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"M\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x31\n\x0e\x65stimated_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xad\x01\n\x07Started\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12#\n\x05image\x18\x04 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x89\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x14\n\ncoordinate\x18\x04 \x01(\x02H\x00\x12\x1f\n\x04size\x18\x05 \x01(\x0b\x32\x0f.legato.v1.SizeH\x00\x42\x07\n\x05valueB\n\n\x08_logprob\".\n\nTaskTokens\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.legato.v1.Token\";\n\tTextDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.legato.v1.Token\"i\n\x0eReasoningDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\'\n\tgrounding\x18\x02 \x03(\x0b\x32\x14.legato.v1.Grounding\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.legato.v1.Token\"/\n\x0bTokensDelta\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.legato.v1.Token\"N\n\x0cOutlineDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\npath_delta\x18\x02 \x01(\t\x12\x1b\n\x03\x62ox\x18\x03 \x01(\x0b\x32\x0e.legato.v1.Box\"\x0b\n\tHeartbeat\"X\n\x08\x46inished\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.legato.v1.TaskResult\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xd4\x03\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12#\n\x06queued\x18\x03 \x01(\x0b\x32\x11.legato.v1.QueuedH\x00\x12%\n\x07started\x18\x04 \x01(\x0b\x32\x12.legato.v1.StartedH\x00\x12$\n\x04text\x18\x05 \x01(\x0b\x32\x14.legato.v1.TextDeltaH\x00\x12.\n\treasoning\x18\x06 \x01(\x0b\x32\x19.legato.v1.ReasoningDeltaH\x00\x12)\n\x05point\x18\x07 \x01(\x0b\x32\x18.legato.v1.PointedObjectH\x00\x12+\n\x06object\x18\x08 \x01(\x0b\x32\x19.legato.v1.DetectedObjectH\x00\x12*\n\x07outline\x18\t \x01(\x0b\x32\x17.legato.v1.OutlineDeltaH\x00\x12)\n\theartbeat\x18\n \x01(\x0b\x32\x14.legato.v1.HeartbeatH\x00\x12\'\n\x08\x66inished\x18\x0b \x01(\x0b\x32\x13.legato.v1.FinishedH\x00\x12(\n\x06tokens\x18\x0c \x01(\x0b\x32\x16.legato.v1.TokensDeltaH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x02\x10\x03\x32\xf7\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse0\x01\x12?\n\x05Query\x12\x17.legato.v1.QueryRequest\x1a\x18.legato.v1.QueryResponse\"\x03\x90\x02\x01\x12\x45\n\x07\x43\x61ption\x12\x19.legato.v1.CaptionRequest\x1a\x1a.legato.v1.CaptionResponse\"\x03\x90\x02\x01\x12\x42\n\x06\x44\x65tect\x12\x18.legato.v1.DetectRequest\x1a\x19.legato.v1.DetectResponse\"\x03\x90\x02\x01\x12?\n\x05Point\x12\x17.legato.v1.PointRequest\x1a\x18.legato.v1.PointResponse\"\x03\x90\x02\x01\x12\x45\n\x07Segment\x12\x19.legato.v1.SegmentRequest\x1a\x1a.legato.v1.SegmentResponse\"\x03\x90\x02\x01\x12H\n\x08RunTasks\x12\x1a.legato.v1.RunTasksRequest\x1a\x1b.legato.v1.RunTasksResponse\"\x03\x90\x02\x01\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19legato/v1/inference.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x18legato/v1/geometry.proto\x1a\x15legato/v1/media.proto\x1a\x14legato/v1/task.proto\"\xe8\x01\n\x0eRequestOptions\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x18\n\x0b\x63\x61\x63he_image\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x05 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x12heartbeat_interval\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_cache_imageB\x0f\n\r_top_logprobs\"\xa9\x02\n\x0cResponseInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\x05 \x01(\x0b\x32\x12.legato.v1.Timings\x12#\n\x05image\x18\x06 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12 \n\x06tokens\x18\x08 \x03(\x0b\x32\x10.legato.v1.Token\x12\x13\n\x0bresumptions\x18\t \x01(\r\"\xa4\x02\n\x0cQueryRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x10\n\x08question\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\x08\x12+\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStamp\x12(\n\x08messages\x18\x08 \x03(\x0b\x32\x16.legato.v1.ChatMessage\"o\n\rQueryResponse\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12\'\n\treasoning\x18\x02 \x01(\x0b\x32\x14.legato.v1.Reasoning\x12%\n\x04info\x18\x03 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xd4\x01\n\x0e\x43\x61ptionRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12(\n\x06length\x18\x02 \x01(\x0e\x32\x18.legato.v1.CaptionLength\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x04 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x05 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"I\n\x0f\x43\x61ptionResponse\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xe3\x01\n\rDetectRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12\x18\n\x0bmax_objects\x18\x03 \x01(\rH\x00\x88\x01\x01\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x06 \x01(\x0b\x32\x15.legato.v1.FrameStampB\x0e\n\x0c_max_objects\"c\n\x0e\x44\x65tectResponse\x12*\n\x07objects\x18\x01 \x03(\x0b\x32\x19.legato.v1.DetectedObject\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\x8f\x02\n\x0cPointRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12\x18\n\x0bmax_objects\x18\x03 \x01(\rH\x00\x88\x01\x01\x12+\n\x0cspatial_refs\x18\x04 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x06 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x07 \x01(\x0b\x32\x15.legato.v1.FrameStampB\x0e\n\x0c_max_objects\"`\n\rPointResponse\x12(\n\x06points\x18\x01 \x03(\x0b\x32\x18.legato.v1.PointedObject\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xe7\x01\n\x0eSegmentRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x0e\n\x06object\x18\x02 \x01(\t\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.legato.v1.Sampling\x12*\n\x07options\x18\x05 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x06 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"^\n\x0fSegmentResponse\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.legato.v1.Outline\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xa4\x01\n\x0fRunTasksRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x1e\n\x05tasks\x18\x02 \x03(\x0b\x32\x0f.legato.v1.Task\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x04 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"\x88\x01\n\x10RunTasksResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.legato.v1.TaskResult\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\x12%\n\x06tokens\x18\x03 \x03(\x0b\x32\x15.legato.v1.TaskTokens\"\xa3\x01\n\x0fGenerateRequest\x12\x1f\n\x05image\x18\x01 \x01(\x0b\x32\x10.legato.v1.Image\x12\x1d\n\x04task\x18\x02 \x01(\x0b\x32\x0f.legato.v1.Task\x12*\n\x07options\x18\x03 \x01(\x0b\x32\x19.legato.v1.RequestOptions\x12$\n\x05stamp\x18\x04 \x01(\x0b\x32\x15.legato.v1.FrameStamp\"M\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x31\n\x0e\x65stimated_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xad\x01\n\x07Started\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12#\n\x05image\x18\x04 \x01(\x0b\x32\x14.legato.v1.ImageInfo\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x89\x01\n\x05Token\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x14\n\ncoordinate\x18\x04 \x01(\x02H\x00\x12\x1f\n\x04size\x18\x05 \x01(\x0b\x32\x0f.legato.v1.SizeH\x00\x42\x07\n\x05valueB\n\n\x08_logprob\".\n\nTaskTokens\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.legato.v1.Token\";\n\tTextDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12 \n\x06tokens\x18\x02 \x03(\x0b\x32\x10.legato.v1.Token\"i\n\x0eReasoningDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\'\n\tgrounding\x18\x02 \x03(\x0b\x32\x14.legato.v1.Grounding\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.legato.v1.Token\"/\n\x0bTokensDelta\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.legato.v1.Token\"N\n\x0cOutlineDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\npath_delta\x18\x02 \x01(\t\x12\x1b\n\x03\x62ox\x18\x03 \x01(\x0b\x32\x0e.legato.v1.Box\"\x0b\n\tHeartbeat\"X\n\x08\x46inished\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.legato.v1.TaskResult\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.legato.v1.ResponseInfo\"\xd4\x03\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12#\n\x06queued\x18\x03 \x01(\x0b\x32\x11.legato.v1.QueuedH\x00\x12%\n\x07started\x18\x04 \x01(\x0b\x32\x12.legato.v1.StartedH\x00\x12$\n\x04text\x18\x05 \x01(\x0b\x32\x14.legato.v1.TextDeltaH\x00\x12.\n\treasoning\x18\x06 \x01(\x0b\x32\x19.legato.v1.ReasoningDeltaH\x00\x12)\n\x05point\x18\x07 \x01(\x0b\x32\x18.legato.v1.PointedObjectH\x00\x12+\n\x06object\x18\x08 \x01(\x0b\x32\x19.legato.v1.DetectedObjectH\x00\x12*\n\x07outline\x18\t \x01(\x0b\x32\x17.legato.v1.OutlineDeltaH\x00\x12)\n\theartbeat\x18\n \x01(\x0b\x32\x14.legato.v1.HeartbeatH\x00\x12\'\n\x08\x66inished\x18\x0b \x01(\x0b\x32\x13.legato.v1.FinishedH\x00\x12(\n\x06tokens\x18\x0c \x01(\x0b\x32\x16.legato.v1.TokensDeltaH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x02\x10\x03\x32\x8d\x05\n\x10InferenceService\x12^\n\x08Generate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse\"\x17\x82\xd3\xe4\x93\x02\x11\"\x0c/v1/generate:\x01*0\x01\x12S\n\x05Query\x12\x17.legato.v1.QueryRequest\x1a\x18.legato.v1.QueryResponse\"\x17\x90\x02\x01\x82\xd3\xe4\x93\x02\x0e\"\t/v1/query:\x01*\x12[\n\x07\x43\x61ption\x12\x19.legato.v1.CaptionRequest\x1a\x1a.legato.v1.CaptionResponse\"\x19\x90\x02\x01\x82\xd3\xe4\x93\x02\x10\"\x0b/v1/caption:\x01*\x12W\n\x06\x44\x65tect\x12\x18.legato.v1.DetectRequest\x1a\x19.legato.v1.DetectResponse\"\x18\x90\x02\x01\x82\xd3\xe4\x93\x02\x0f\"\n/v1/detect:\x01*\x12S\n\x05Point\x12\x17.legato.v1.PointRequest\x1a\x18.legato.v1.PointResponse\"\x17\x90\x02\x01\x82\xd3\xe4\x93\x02\x0e\"\t/v1/point:\x01*\x12[\n\x07Segment\x12\x19.legato.v1.SegmentRequest\x1a\x1a.legato.v1.SegmentResponse\"\x19\x90\x02\x01\x82\xd3\xe4\x93\x02\x10\"\x0b/v1/segment:\x01*\x12\\\n\x08RunTasks\x12\x1a.legato.v1.RunTasksRequest\x1a\x1b.legato.v1.RunTasksResponse\"\x17\x90\x02\x01\x82\xd3\xe4\x93\x02\x0e\"\t/v1/tasks:\x01*B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,70 +37,72 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.inference_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._loaded_options = None
+  _globals['_INFERENCESERVICE'].methods_by_name['Generate']._serialized_options = b'\202\323\344\223\002\021\"\014/v1/generate:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['Query']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['Query']._serialized_options = b'\220\002\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Query']._serialized_options = b'\220\002\001\202\323\344\223\002\016\"\t/v1/query:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['Caption']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['Caption']._serialized_options = b'\220\002\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Caption']._serialized_options = b'\220\002\001\202\323\344\223\002\020\"\013/v1/caption:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['Detect']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['Detect']._serialized_options = b'\220\002\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Detect']._serialized_options = b'\220\002\001\202\323\344\223\002\017\"\n/v1/detect:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['Point']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['Point']._serialized_options = b'\220\002\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Point']._serialized_options = b'\220\002\001\202\323\344\223\002\016\"\t/v1/point:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['Segment']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['Segment']._serialized_options = b'\220\002\001'
+  _globals['_INFERENCESERVICE'].methods_by_name['Segment']._serialized_options = b'\220\002\001\202\323\344\223\002\020\"\013/v1/segment:\001*'
   _globals['_INFERENCESERVICE'].methods_by_name['RunTasks']._loaded_options = None
-  _globals['_INFERENCESERVICE'].methods_by_name['RunTasks']._serialized_options = b'\220\002\001'
-  _globals['_REQUESTOPTIONS']._serialized_start=144
-  _globals['_REQUESTOPTIONS']._serialized_end=376
-  _globals['_RESPONSEINFO']._serialized_start=379
-  _globals['_RESPONSEINFO']._serialized_end=676
-  _globals['_QUERYREQUEST']._serialized_start=679
-  _globals['_QUERYREQUEST']._serialized_end=971
-  _globals['_QUERYRESPONSE']._serialized_start=973
-  _globals['_QUERYRESPONSE']._serialized_end=1084
-  _globals['_CAPTIONREQUEST']._serialized_start=1087
-  _globals['_CAPTIONREQUEST']._serialized_end=1299
-  _globals['_CAPTIONRESPONSE']._serialized_start=1301
-  _globals['_CAPTIONRESPONSE']._serialized_end=1374
-  _globals['_DETECTREQUEST']._serialized_start=1377
-  _globals['_DETECTREQUEST']._serialized_end=1604
-  _globals['_DETECTRESPONSE']._serialized_start=1606
-  _globals['_DETECTRESPONSE']._serialized_end=1705
-  _globals['_POINTREQUEST']._serialized_start=1708
-  _globals['_POINTREQUEST']._serialized_end=1979
-  _globals['_POINTRESPONSE']._serialized_start=1981
-  _globals['_POINTRESPONSE']._serialized_end=2077
-  _globals['_SEGMENTREQUEST']._serialized_start=2080
-  _globals['_SEGMENTREQUEST']._serialized_end=2311
-  _globals['_SEGMENTRESPONSE']._serialized_start=2313
-  _globals['_SEGMENTRESPONSE']._serialized_end=2407
-  _globals['_RUNTASKSREQUEST']._serialized_start=2410
-  _globals['_RUNTASKSREQUEST']._serialized_end=2574
-  _globals['_RUNTASKSRESPONSE']._serialized_start=2577
-  _globals['_RUNTASKSRESPONSE']._serialized_end=2713
-  _globals['_GENERATEREQUEST']._serialized_start=2716
-  _globals['_GENERATEREQUEST']._serialized_end=2879
-  _globals['_QUEUED']._serialized_start=2881
-  _globals['_QUEUED']._serialized_end=2958
-  _globals['_STARTED']._serialized_start=2961
-  _globals['_STARTED']._serialized_end=3134
-  _globals['_TOKEN']._serialized_start=3137
-  _globals['_TOKEN']._serialized_end=3274
-  _globals['_TASKTOKENS']._serialized_start=3276
-  _globals['_TASKTOKENS']._serialized_end=3322
-  _globals['_TEXTDELTA']._serialized_start=3324
-  _globals['_TEXTDELTA']._serialized_end=3383
-  _globals['_REASONINGDELTA']._serialized_start=3385
-  _globals['_REASONINGDELTA']._serialized_end=3490
-  _globals['_TOKENSDELTA']._serialized_start=3492
-  _globals['_TOKENSDELTA']._serialized_end=3539
-  _globals['_OUTLINEDELTA']._serialized_start=3541
-  _globals['_OUTLINEDELTA']._serialized_end=3619
-  _globals['_HEARTBEAT']._serialized_start=3621
-  _globals['_HEARTBEAT']._serialized_end=3632
-  _globals['_FINISHED']._serialized_start=3634
-  _globals['_FINISHED']._serialized_end=3722
-  _globals['_GENERATERESPONSE']._serialized_start=3725
-  _globals['_GENERATERESPONSE']._serialized_end=4193
-  _globals['_INFERENCESERVICE']._serialized_start=4196
-  _globals['_INFERENCESERVICE']._serialized_end=4699
+  _globals['_INFERENCESERVICE'].methods_by_name['RunTasks']._serialized_options = b'\220\002\001\202\323\344\223\002\016\"\t/v1/tasks:\001*'
+  _globals['_REQUESTOPTIONS']._serialized_start=174
+  _globals['_REQUESTOPTIONS']._serialized_end=406
+  _globals['_RESPONSEINFO']._serialized_start=409
+  _globals['_RESPONSEINFO']._serialized_end=706
+  _globals['_QUERYREQUEST']._serialized_start=709
+  _globals['_QUERYREQUEST']._serialized_end=1001
+  _globals['_QUERYRESPONSE']._serialized_start=1003
+  _globals['_QUERYRESPONSE']._serialized_end=1114
+  _globals['_CAPTIONREQUEST']._serialized_start=1117
+  _globals['_CAPTIONREQUEST']._serialized_end=1329
+  _globals['_CAPTIONRESPONSE']._serialized_start=1331
+  _globals['_CAPTIONRESPONSE']._serialized_end=1404
+  _globals['_DETECTREQUEST']._serialized_start=1407
+  _globals['_DETECTREQUEST']._serialized_end=1634
+  _globals['_DETECTRESPONSE']._serialized_start=1636
+  _globals['_DETECTRESPONSE']._serialized_end=1735
+  _globals['_POINTREQUEST']._serialized_start=1738
+  _globals['_POINTREQUEST']._serialized_end=2009
+  _globals['_POINTRESPONSE']._serialized_start=2011
+  _globals['_POINTRESPONSE']._serialized_end=2107
+  _globals['_SEGMENTREQUEST']._serialized_start=2110
+  _globals['_SEGMENTREQUEST']._serialized_end=2341
+  _globals['_SEGMENTRESPONSE']._serialized_start=2343
+  _globals['_SEGMENTRESPONSE']._serialized_end=2437
+  _globals['_RUNTASKSREQUEST']._serialized_start=2440
+  _globals['_RUNTASKSREQUEST']._serialized_end=2604
+  _globals['_RUNTASKSRESPONSE']._serialized_start=2607
+  _globals['_RUNTASKSRESPONSE']._serialized_end=2743
+  _globals['_GENERATEREQUEST']._serialized_start=2746
+  _globals['_GENERATEREQUEST']._serialized_end=2909
+  _globals['_QUEUED']._serialized_start=2911
+  _globals['_QUEUED']._serialized_end=2988
+  _globals['_STARTED']._serialized_start=2991
+  _globals['_STARTED']._serialized_end=3164
+  _globals['_TOKEN']._serialized_start=3167
+  _globals['_TOKEN']._serialized_end=3304
+  _globals['_TASKTOKENS']._serialized_start=3306
+  _globals['_TASKTOKENS']._serialized_end=3352
+  _globals['_TEXTDELTA']._serialized_start=3354
+  _globals['_TEXTDELTA']._serialized_end=3413
+  _globals['_REASONINGDELTA']._serialized_start=3415
+  _globals['_REASONINGDELTA']._serialized_end=3520
+  _globals['_TOKENSDELTA']._serialized_start=3522
+  _globals['_TOKENSDELTA']._serialized_end=3569
+  _globals['_OUTLINEDELTA']._serialized_start=3571
+  _globals['_OUTLINEDELTA']._serialized_end=3649
+  _globals['_HEARTBEAT']._serialized_start=3651
+  _globals['_HEARTBEAT']._serialized_end=3662
+  _globals['_FINISHED']._serialized_start=3664
+  _globals['_FINISHED']._serialized_end=3752
+  _globals['_GENERATERESPONSE']._serialized_start=3755
+  _globals['_GENERATERESPONSE']._serialized_end=4223
+  _globals['_INFERENCESERVICE']._serialized_start=4226
+  _globals['_INFERENCESERVICE']._serialized_end=4879
 # @@protoc_insertion_point(module_scope)

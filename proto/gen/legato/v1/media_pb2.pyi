@@ -337,7 +337,11 @@ class ImageInfo(_message.Message):
     HEIGHT_FIELD_NUMBER: _builtins.int
     CACHE_HIT_FIELD_NUMBER: _builtins.int
     image_id: _builtins.str
-    """Names the picture in later requests while the server holds it. Empty: it is not held."""
+    """Names the picture in later requests while the server holds it. Empty: it is not held. Otherwise `img_` and the first
+    32 hexadecimal digits of the SHA-256 of an image file's bytes; of pixels, that of `FORMAT:WIDTHxHEIGHT:STRIDE` and a
+    line feed before the bytes (`rgb8:640x480:1920`). Where a proxy stands before several servers, the metadata
+    `legato-affinity` with this id sends PutImage, and the requests that name the picture, to the same server.
+    """
     width: _builtins.int
     """Pixels in a row, after EXIF orientation. A pixel position is the normalised one times this."""
     height: _builtins.int

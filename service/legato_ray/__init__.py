@@ -1,0 +1,1 @@
+"""Servers placed by Ray Serve, and their addresses for Envoy. Only `application` imports Ray."""

@@ -1,0 +1,143 @@
+"""A server of its own processes, started and stopped by a replica."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import grpc
+from legato.v1 import admin_pb2, admin_pb2_grpc
+
+from legato_ray import health
+
+_POLL = 0.05  # seconds
+_ANSWER = 2.0  # seconds for a server that does not hang to say anything
+_EXIT = 10.0  # seconds beyond delay and grace for the last writes
+
+
+class StartFailed(RuntimeError):
+    """The server ended, or did not serve in time."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the autoscaling reads."""
+
+    queue_seconds: float
+    """How long a request arriving now would wait, as predicted."""
+    busy: float
+    """Running requests, as a share of those that can run."""
+
+
+class Unit:
+    """`legato serve` on ports that the kernel chooses. Methods block; threads may share it."""
+
+    def __init__(
+        self,
+        options: Sequence[str],
+        *,
+        host: str,
+        max_running: int,
+        drain_delay: float,
+        drain_grace: float,
+    ) -> None:
+        """`host` is the IP address to listen on; delay and grace are in seconds."""
+        self._max_running = max_running
+        self._patience = drain_delay + drain_grace + _EXIT
+        self._folder = tempfile.TemporaryDirectory(prefix="legato-ray-")
+        admin = f"unix:{self._folder.name}/admin"
+        command = [sys.executable, "-m", "legato_ray.lifeline", *options]
+        command += ["--listen", _any_port(host), "--health-listen", _any_port(host)]
+        command += ["--admin-listen", admin, "--max-running", str(max_running)]
+        command += ["--drain-delay", str(drain_delay), "--drain-grace", str(drain_grace)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._said: dict[str, str] = {}  # addresses by event, written by the thread
+        assert self._process.stderr is not None
+        threading.Thread(target=self._read_log, args=(self._process.stderr,), daemon=True).start()
+        self._channel = grpc.insecure_channel(admin)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for calls, once it serves."""
+        return self._said["ready"]
+
+    @property
+    def health_address(self) -> str:
+        """HOST:PORT for health checks without credentials, once it serves."""
+        return self._said["health_listening"]
+
+    def wait_until_serving(self, timeout: float) -> None:
+        """Raises StartFailed; the process is ended then."""
+        end = time.monotonic() + timeout
+        while not (self._is_known() and self.is_serving()):
+            code = self._process.poll()
+            if code is not None or time.monotonic() > end:
+                self.kill()
+                why = f"did not serve in {timeout:g} s" if code is None else f"ended with {code}"
+                raise StartFailed(f"the server {why}; its log says more")
+            time.sleep(_POLL)
+
+    def is_serving(self) -> bool:
+        return self._is_known() and health.serves(self.health_address, health.INFERENCE, _ANSWER)
+
+    def is_alive(self) -> bool:
+        """Its service process runs and answers; its engine may be lost, which it replaces."""
+        return (
+            self._process.poll() is None
+            and self._is_known()
+            and health.serves(self.health_address, health.LIVENESS, _ANSWER)
+        )
+
+    def load(self) -> Load:
+        """Raises `grpc.RpcError` when it does not answer."""
+        load: admin_pb2.GetLoadResponse = self._admin.GetLoad(
+            admin_pb2.GetLoadRequest(), timeout=_ANSWER
+        )
+        wait = load.estimated_wait.seconds + load.estimated_wait.nanos / 1e9
+        return Load(queue_seconds=wait, busy=min(1.0, load.running / self._max_running))
+
+    def stop(self) -> None:
+        """Drain, and return when it has ended; one that hangs is killed at once. Idempotent."""
+        if self.is_alive():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._patience)
+        self.kill()
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._channel.close()
+        self._folder.cleanup()
+
+    def _is_known(self) -> bool:
+        return {"ready", "health_listening"} <= self._said.keys()
+
+    def _read_log(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and "address" in entry:
+                    self._said[str(entry.get("event"))] = str(entry["address"])
+            sys.stderr.write(line.decode(errors="replace"))
+
+
+def _any_port(host: str) -> str:
+    return f"[{host}]:0" if ":" in host else f"{host}:0"

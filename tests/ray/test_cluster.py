@@ -1,0 +1,120 @@
+"""Servers placed by a real Ray behind a real Envoy, and what callers see while they come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from legato_client import Client
+
+from tests.deploy.traffic import traffic
+from tests.e2e.scenes import two_shapes
+from tests.e2e.server import until
+from tests.ray.cluster import Cluster, cluster, processes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+    # Not imported here: Ray reads its environment when it is.
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: make mesh"),
+]
+
+NULL = "--model null --null-step-ms 5"
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two servers without a model; each test leaves two."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as started:
+        started.deploy(serve_options=NULL, num_replicas=2)
+        until(lambda: len(started.published()) == 2)
+        with started.envoy:
+            yield started
+
+
+def test_a_killed_server_is_replaced(mesh: Cluster) -> None:
+    """No unary call fails; Ray starts another server, and Envoy learns of it."""
+    before = mesh.wait_for(2)
+    with traffic(mesh.envoy.address) as seen:
+        seen.wait_for(50)
+        os.kill(processes()[0], signal.SIGKILL)
+        until(lambda: mesh.published() - before)
+        after = mesh.wait_for(2)
+        seen.wait_for(50)
+    assert seen.failures == []
+    assert len(after & before) == 1
+
+
+def test_a_hanging_server_is_replaced(mesh: Cluster) -> None:
+    """No unary call fails, those that the stopped process holds included."""
+    before = mesh.wait_for(2)
+    with traffic(mesh.envoy.address) as seen:
+        seen.wait_for(50)
+        os.kill(processes()[0], signal.SIGSTOP)
+        until(lambda: mesh.published() - before)
+        mesh.wait_for(2)
+        seen.wait_for(50)
+    assert seen.failures == []
+
+
+def test_a_killed_replica_is_replaced(mesh: Cluster) -> None:
+    """Its server drains and leaves by itself, so that not even a stream is cut."""
+    before = mesh.wait_for(2)
+    server = processes()[0]
+    with traffic(mesh.envoy.address, streams=2, sessions=1) as seen:
+        seen.wait_for(50)
+        os.kill(int(Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()[1]), 9)
+        until(lambda: mesh.published() - before)
+        mesh.wait_for(2)
+        until(lambda: server not in processes())
+        seen.wait_for(50)
+    assert seen.failures + seen.stream_failures + seen.session_failures == []
+
+
+def test_a_rolling_update(mesh: Cluster) -> None:
+    """No call fails and no stream is cut while all servers are replaced; sessions move."""
+    before = mesh.wait_for(2)
+    with traffic(mesh.envoy.address, streams=2, sessions=2) as seen:
+        seen.wait_for(50)
+        mesh.deploy(serve_options=NULL + " --max-waiting 200", num_replicas=2)
+        until(lambda: not mesh.published() & before)
+        mesh.wait_for(2)
+        seen.wait_for(50)
+    assert seen.failures + seen.stream_failures + seen.session_failures == []
+    assert seen.finished
+    assert seen.moved >= 2
+
+
+def test_scaling_by_predicted_queues(mesh: Cluster) -> None:
+    """From one server to three under load, and back, without a failure."""
+    slow = "--model null --null-step-ms 100"
+    scale = {"queue_seconds": 0.2, "upscale_delay": 1.0, "downscale_delay": 3.0, "max_running": 2}
+    with traffic(mesh.envoy.address, callers=1) as seen:
+        mesh.deploy(serve_options=slow, num_replicas=1, max_replicas=3, **scale)
+        mesh.wait_for(1)
+        with traffic(mesh.envoy.address, callers=24) as many:
+            mesh.wait_for(3)
+            many.wait_for(50)
+        mesh.wait_for(1)
+        seen.wait_for(5)
+    assert seen.failures + many.failures == []
+    mesh.deploy(serve_options=NULL, num_replicas=2)
+    mesh.wait_for(2)
+
+
+def test_servers_with_a_model(mesh: Cluster) -> None:
+    """Two servers of legato-tiny find what is in an image, while one is killed and replaced."""
+    scene = two_shapes().file()
+    mesh.deploy(serve_options="--threads 1", num_replicas=2)
+    before = mesh.wait_for(2)
+    with Client(mesh.envoy.address) as client:
+        expected = client.detect(scene, "red circle").objects
+        assert expected
+        os.kill(processes()[0], signal.SIGKILL)
+        while not mesh.published() - before:
+            assert client.detect(scene, "red circle").objects == expected
+    mesh.wait_for(2)
