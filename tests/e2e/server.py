@@ -63,7 +63,7 @@ class Server:
         command += ["--admin-listen", "same"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--threads", "2", *self._options],
+                [*command, "--threads", "1", *self._options],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stderr=log,

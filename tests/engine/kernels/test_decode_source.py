@@ -41,6 +41,10 @@ from tests.engine.kernels.test_skinny_gemm import (
 pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 
 ARCHS = ("sm_90", pytest.param("sm_100", marks=pytest.mark.slow))  # the latter was never run
+MODELS = [
+    pytest.param(model, marks=[pytest.mark.slow] if model != "moondream2" else [])
+    for model in CONFIGS
+]
 MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
 FRAME_SIZE = 0x11  # the number of that note
 KERNELS = {
@@ -124,7 +128,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("source", KERNELS)
 def test_kernels_compile_without_spills(cache, source, model, arch):
     """Every kernel compiles, keeps its sums in registers, and fits beside its rings."""
@@ -193,7 +197,7 @@ def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arc
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
 def test_sampling_compiles(cache, model, arch):
     """The choice of a token and the reading of its value compile at every model's sizes."""
     config = CONFIGS[model]
