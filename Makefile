@@ -28,7 +28,8 @@ ROLES := proto/gen service engine clients/python
 TOOLS := $(abspath .tools/bin)
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-CI_STAGES := proto-check proto-breaking format-check lint tools test chart-check dist dist-check
+# Stages in quotes run two at a time.
+CI_STAGES := "proto-check proto-breaking format-check lint tools" test "chart-check dist" dist-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
@@ -200,8 +201,8 @@ image-lock: | $(DEPLOY_STAMP) ## resolve what the images install, with hashes
 # ---------------------------------------------------------------- the rest
 
 ci: ## what CI runs, nothing else
-	@set -e; for stage in $(CI_STAGES); do \
-		echo "==> $$stage"; $(MAKE) --no-print-directory $$stage; \
+	@set -e; for stages in $(CI_STAGES); do \
+		echo "==> $$stages"; $(MAKE) --no-print-directory --jobs=2 --output-sync=line $$stages; \
 	done; echo "==> ci passed"
 
 clean: ## remove what was built, but not the venvs
