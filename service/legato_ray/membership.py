@@ -1,4 +1,4 @@
-"""Which servers Envoy is told of. Neither waits nor asks anybody."""
+"""Which servers Envoy is told of. It neither waits nor asks."""
 
 from __future__ import annotations
 

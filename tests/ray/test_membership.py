@@ -66,7 +66,7 @@ def test_a_new_writer_goes_on() -> None:
 
 
 def test_no_history_publishes_an_empty_set_or_drops_a_server_that_serves() -> None:
-    """Random listings and healths; who leaves has been silent for the lame duck without a break."""
+    """Random listings and healths; one that leaves was silent for its whole lame duck."""
     generator = random.Random(11)
     for _ in range(200):
         membership = Membership([], lame_duck=2)

@@ -73,7 +73,7 @@ def test_a_bill_of_something_else_is_refused(installed, version, fault):
 
 
 def test_a_bill_names_no_file_of_the_machine():
-    """Where the release was built is nobody's business."""
+    """Where the release was built is not told."""
     component = {"name": "legato", "version": "1.2.3", "purl": "file:///home/me/legato.whl"}
     bill = BILL | {"components": [component, {"name": "PyYAML", "version": "6.0"}]}
     with pytest.raises(ReleaseError, match="files of this machine"):

@@ -6,6 +6,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -46,6 +47,33 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True):
     stuck: float = 30.0
 
 
+class Observed(Protocol):
+    """An engine or several, whose state can be watched."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]: ...
+
+
+async def wait_ready(observed: Observed) -> None:
+    """Wait for `READY`.
+
+    Raises:
+        Draining: the engine is draining or stopped.
+    """
+    changed = asyncio.Event()
+    unsubscribe = observed.subscribe(lambda _: changed.set())
+    try:
+        while observed.state is not EngineState.READY:
+            if observed.state in (EngineState.DRAINING, EngineState.STOPPED):
+                raise Draining("the engine is shutting down")
+            changed.clear()
+            await changed.wait()
+    finally:
+        unsubscribe()
+
+
 class EngineMonitor:
     """The latest state, load and start-up progress. Belongs to one event loop.
 
@@ -75,21 +103,8 @@ class EngineMonitor:
         self.progress = Loading(stage="start", fraction=0.0)
 
     async def wait_ready(self) -> None:
-        """Wait for `READY`.
-
-        Raises:
-            Draining: the engine is draining or stopped.
-        """
-        changed = asyncio.Event()
-        unsubscribe = self.subscribe(lambda _: changed.set())
-        try:
-            while self.state is not EngineState.READY:
-                if self.state in (EngineState.DRAINING, EngineState.STOPPED):
-                    raise Draining("the engine is shutting down")
-                changed.clear()
-                await changed.wait()
-        finally:
-            unsubscribe()
+        """As `wait_ready` of this module."""
+        await wait_ready(self)
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
         """Call `callback` with every new state; the returned function ends that."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from legato_engine.client import monitor
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.core import CachedImage
-from legato_engine.errors import Draining, EngineLost, ImageNotFound
+from legato_engine.errors import EngineLost, ImageNotFound
 from legato_engine.ipc.messages import (
     Done,
     DropImage,
@@ -135,16 +135,7 @@ class EngineGroup:
         Raises:
             Draining: the engines are draining or stopped.
         """
-        changed = asyncio.Event()
-        unsubscribe = self.subscribe(lambda _: changed.set())
-        try:
-            while self.state is not _READY:
-                if self.state in (EngineState.DRAINING, EngineState.STOPPED):
-                    raise Draining("the engine is shutting down")
-                changed.clear()
-                await changed.wait()
-        finally:
-            unsubscribe()
+        await monitor.wait_ready(self)
 
     # ------------------------------------------------------------ requests
 
