@@ -75,8 +75,19 @@ def methods() -> dict[str, Any]:
     return found
 
 
+# What gRPC's asyncio client says, before it has read the server's status, of a message for a call that has ended.
+LOST_WRITE = "Internal error from Core"
+
+
 async def call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any:
     """The `Refusal` of a call with empty messages; None: it succeeded."""
+    while True:
+        refused = await _call_empty(channel, path, metadata)
+        if refused is None or refused.message != LOST_WRITE:
+            return refused
+
+
+async def _call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any:
     method = methods().get(path)
     client, server = (
         (False, False) if method is None else (method.client_streaming, method.server_streaming)
