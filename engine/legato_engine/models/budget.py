@@ -27,12 +27,18 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
         InvalidField: a field is out of range.
     """
     asked = request.sampling
+    seed = _seed(request.request_id) if asked.seed is None else asked.seed
+    return fill_sampling(asked, defaults, seed)
+
+
+def fill_sampling(asked: SamplingParams, defaults: SamplingDefaults, seed: int) -> SamplingParams:
+    """As `resolve_sampling`, with a seed that is known."""
     sampling = SamplingParams(
         temperature=defaults.temperature if asked.temperature is None else asked.temperature,
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=defaults.top_k if asked.top_k is None else asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
+        seed=seed,
         stop=asked.stop,
     )
     _check(sampling)

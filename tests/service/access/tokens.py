@@ -75,7 +75,7 @@ def methods() -> dict[str, Any]:
     return found
 
 
-# What gRPC's asyncio client says, before it has read the server's status, of a message for a call that has ended.
+# Of a message to an ended call, from gRPC's asyncio client before it has read the status.
 LOST_WRITE = "Internal error from Core"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -48,8 +48,9 @@ class SessionClient:
     # ------------------------------------------------------------ saying
 
     async def send(self, **fields: Any) -> None:
-        """Send a message."""
-        await self.call.write(session_pb2.SessionRequest(**fields))
+        """Send a message; a refused session loses it, and its reader has the status."""
+        with suppress(grpc.aio.AioRpcError):
+            await self.call.write(session_pb2.SessionRequest(**fields))
 
     async def frame(self, sequence: int, **fields: Any) -> None:
         """Send a frame with a small image."""
