@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
+from legato_client._transport.async_status import ServerStatus
 
 from tests.service.harness import refusal
 
@@ -75,19 +76,8 @@ def methods() -> dict[str, Any]:
     return found
 
 
-# Of a message to an ended call, from gRPC's asyncio client before it has read the status.
-LOST_WRITE = "Internal error from Core"
-
-
 async def call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any:
     """The `Refusal` of a call with empty messages; None: it succeeded."""
-    while True:
-        refused = await _call_empty(channel, path, metadata)
-        if refused is None or refused.message != LOST_WRITE:
-            return refused
-
-
-async def _call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any:
     method = methods().get(path)
     client, server = (
         (False, False) if method is None else (method.client_streaming, method.server_streaming)
@@ -96,11 +86,13 @@ async def _call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> An
     stub: Any = getattr(channel, kind)(path)
     call = stub(iter([b""]) if client else b"", metadata=metadata)
 
+    status = ServerStatus(call)
+
     async def outcome() -> object:
         return await (call.read() if server else call)
 
     try:
-        return await refusal(outcome())
+        return await refusal(outcome(), status)
     except AssertionError:
         return None
     finally:
