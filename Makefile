@@ -48,7 +48,7 @@ setup: $(STAMP) ## make the venv and install everything into it
 $(STAMP): pyproject.toml service/pyproject.toml engine/tiny/pyproject.toml
 	@test -x $(PY) || $(call new_venv,$(VENV))
 	@echo "setup: installing into $(VENV) (the first time brings torch, which is large)"
-	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev,mesh]" -e engine/tiny -e service
+	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev,mesh]" -e engine/tiny -e "service[gguf]"
 	@touch $@
 
 $(PROTO_STAMP): proto/requirements.txt

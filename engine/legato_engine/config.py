@@ -64,7 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str = "legato-tiny"
-    weights: str = ""  # folder, .safetensors or .pt file; empty: the model's own
+    weights: str = ""  # folder, .safetensors, .pt or .gguf file; empty: the model's own
     tokenizer: str = ""
     random_weights: bool = False
     max_context: int = 0  # 0: the model's own, for text models at most 8192
