@@ -246,7 +246,7 @@ def _add_queue(add: _Add, engine: EngineConfig) -> None:
         "--kv-memory-fraction",
         type=_fraction,
         default=engine.kv_memory_fraction,
-        help="share of the GPU memory left by the weights, for the KV cache",
+        help="share of the memory left by the weights, for the KV cache",
     )
     add(
         "--crops-per-launch",
