@@ -65,7 +65,9 @@ class DecoderNetwork(nn.Module):
         super().__init__()
         # Unlike the constructor this draws no noise, for which torch would load its compiler.
         embeddings = torch.empty(config.vocab_size, config.dim)
-        self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
+        self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]  # torch's
+            embeddings, freeze=False
+        )
         self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
         self.norm = norm or nn.RMSNorm(config.dim, eps=config.norm_eps)
         if not config.tied_head:
