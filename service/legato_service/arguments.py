@@ -153,7 +153,7 @@ def _add_model(
 ) -> None:
     add = parser.add_argument
     add("--model", default=engine.model, help="architecture to serve; null: made-up results")
-    add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
+    add("--weights", default=engine.weights, help="folder, .safetensors, .pt or .gguf file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add(
         "--max-context",
@@ -246,7 +246,7 @@ def _add_queue(add: _Add, engine: EngineConfig) -> None:
         "--kv-memory-fraction",
         type=_fraction,
         default=engine.kv_memory_fraction,
-        help="share of the GPU memory left by the weights, for the KV cache",
+        help="share of the memory left by the weights, for the KV cache",
     )
     add(
         "--crops-per-launch",

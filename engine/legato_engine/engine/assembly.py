@@ -222,7 +222,10 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
-    assembly = _with_runner(config, bundle, model, device, folders)
+    warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
+    assembly = _with_runner(
+        config, bundle, model, device, folders, lambda done: progress("warm-up", warm + done * rest)
+    )
     progress("ready", 1.0)
     return assembly
 
@@ -253,6 +256,7 @@ def _with_runner(
     model: Model,
     device: Device,
     folders: tuple[Path, ...],
+    progress: Callable[[float], None],
 ) -> Assembly:
     # Allocated before the KV cache, which takes a share of the free memory.
     bank = _adapter_bank(config, bundle, model) if folders else None
@@ -261,7 +265,16 @@ def _with_runner(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
-    runner = warm_runner(config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft)
+    runner = warm_runner(
+        config,
+        model,
+        device,
+        kv,
+        bank=bank,
+        refiner=refiner,
+        draft=bundle.draft,
+        progress=progress,
+    )
     frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
     if runner.encodes_images:
         frontend = frontend.resizing_on_device()

@@ -44,6 +44,16 @@ class Llama3Scaling:
         return divisor_R / ((1 - kept_R) / self.factor + kept_R)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """Each pair rotates slower by a factor of its own [R/2]."""
+
+    factors: tuple[float, ...]
+
+    def __call__(self, divisor_R: torch.Tensor) -> torch.Tensor:
+        return divisor_R * torch.tensor(self.factors)
+
+
 class Rope(nn.Module):
     """Rotates pairs (i, i + R/2) of the first R dims by position * theta^(-2i/R).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from legato_engine.errors import InvalidField
+from legato_engine.models.gguf import checkpoint as gguf
+from legato_engine.models.gguf.reader import is_gguf
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -47,9 +50,10 @@ class Header(NamedTuple):
 
 
 def headers(path: Path) -> tuple[Header, ...]:
-    """List the tensors of a .safetensors or .pt file, or of a folder with one file or shards.
+    """List the tensors of a .safetensors, .pt or .gguf file, or of a folder with one or shards.
 
-    Of a .pt file only a dict of tensors is unpickled.
+    Of a .pt file only a dict of tensors is unpickled. Tensors of a .gguf file have the names and
+    the order that they have in a Hugging Face checkpoint, and are dequantised.
 
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
@@ -62,6 +66,8 @@ def opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
     """Read tensors by name; the mapping stays until the last tensor is gone."""
     if file.suffix in _PICKLED:
         yield _unpickled(file).__getitem__
+    elif is_gguf(file):
+        yield functools.partial(gguf.read, file)
     else:
         with _open(file) as handle:
             yield handle.get_tensor
@@ -93,6 +99,10 @@ def _headers(file: Path) -> Iterator[Header]:
     if file.suffix in _PICKLED:
         for name, tensor in _unpickled(file).items():
             yield Header(name, file, tuple(tensor.shape), tensor.dtype)
+        return
+    if is_gguf(file):
+        for name, shape in gguf.shapes(file).items():
+            yield Header(name, file, shape, torch.float32)
         return
     with _open(file) as handle:
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping

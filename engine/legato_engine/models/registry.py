@@ -10,12 +10,16 @@ from collections.abc import Callable
 
 from legato_engine.errors import ModelNotFound
 from legato_engine.models.bundle import ModelBundle, ModelSource
+from legato_engine.models.gguf.reader import is_gguf
+
+DEFAULT = "legato-tiny"
 
 _FAMILIES = {
     "legato-tiny": "legato_engine.models.moondream.family",
     "moondream2": "legato_engine.models.moondream.family",
     "moondream3": "legato_engine.models.moondream.family",
     "moondream3.1": "legato_engine.models.moondream.family",
+    "gguf": "legato_engine.models.gguf.family",
     "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
     "qwen": "legato_engine.models.qwen.family",
@@ -32,12 +36,14 @@ def resolve(
     random_weights: bool = False,
     max_context: int = 0,
 ) -> ModelBundle:
-    """Find a model by name.
+    """Find a model by name; the default name with a GGUF file is the model that the file names.
 
     Raises:
         ModelNotFound: the name is unknown.
         InvalidField: a file is missing or wrong.
     """
+    if name == DEFAULT and is_gguf(weights):
+        name = "gguf"
     if name not in _FAMILIES:
         raise ModelNotFound(
             f"no model is called {name!r}; there are {', '.join(sorted(_FAMILIES))}",

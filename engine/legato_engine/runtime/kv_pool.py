@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from legato_engine.device.base import Device
@@ -10,6 +13,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _SHARED_PREFIXES = 8  # full contexts for cached prefixes
 _MAX_PREFIXES = 1024  # however much memory there is
 _QUESTION_TOKENS = 24
@@ -23,17 +27,17 @@ def default_num_pages(max_context: int, page_size: int, max_running: int) -> int
 def num_pages_for(
     model: Model, device: Device, page_size: int, max_running: int, fraction: float
 ) -> int:
-    """The pool's pages: `fraction` of free device memory, or the default on a CPU.
+    """The pool's pages: `fraction` of the free memory, on a CPU at most the default.
 
     Raises:
         InvalidField: one full context does not fit.
     """
     default = default_num_pages(model.max_context, page_size, max_running)
-    free = device.free_memory()
-    if free is None:
-        return default
-    page_bytes = page_size * token_bytes(model)
     context = -(-model.max_context // page_size)
+    free, most = device.free_memory(), (max_running + _MAX_PREFIXES) * context + 1
+    if free is None:
+        free, most = available_memory(), default
+    page_bytes = page_size * token_bytes(model)
     pages = int(free * fraction) // page_bytes
     if pages <= context:
         raise InvalidField(
@@ -42,7 +46,7 @@ def num_pages_for(
             "or free memory",
             field="kv_memory_fraction",
         )
-    return min(pages, (max_running + _MAX_PREFIXES) * context + 1)
+    return min(pages, most)
 
 
 def kv_dtype(model: Model) -> torch.dtype:
@@ -55,7 +59,7 @@ def token_bytes(model: Model) -> int:
 
 
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
-    """Zeroed pages of all layers; page 0 is scratch.
+    """Zeroed pages of all layers; page 0 is scratch. A CPU's take memory when they are first used.
 
     Raises:
         InvalidField: they need more memory than there is.
@@ -73,10 +77,20 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
             free_bytes=free,
         )
     shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
-    keys, values = (
-        torch.zeros(shape, dtype=kv_dtype(model), device=device.torch_device) for _ in range(2)
-    )
+    keys, values = (_zeros(shape, kv_dtype(model), device.torch_device) for _ in range(2))
     return KVCache(keys, values, model.kv_scale_L2)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU of memory that the system hands out page by page, in small ones: a sequence's pages
+    are apart in every layer, and a huge page would be taken for each.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=_PRIVATE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:

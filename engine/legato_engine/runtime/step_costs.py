@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from legato_engine.runtime.backend import Backend
@@ -11,13 +12,18 @@ from legato_engine.runtime.request_descriptors import EXACT
 from legato_engine.runtime.resources import Resources
 from legato_engine.speculative.costs import CostTable
 
+Progress = Callable[[float], None]
+
 _TIMES = 5
+_ENOUGH = 0.4  # seconds of measuring one shape, after which it is not measured again
 _CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 
 
 class StepCosts:
     """Times a backend's steps over the first slot's buffers; nothing may be in flight.
+
+    Long steps are timed fewer times: what disturbs a short one hardly shows in them.
 
     The context that rows read is the scratch page, so no sequence's pages are written to.
     """
@@ -32,24 +38,31 @@ class StepCosts:
         self._num_rows = state.scratch_row
         self._context = min(_CONTEXT, resources.model.max_context // 2)
 
-    def table(self) -> CostTable:
+    def table(self, progress: Progress = lambda fraction: None) -> CostTable:
+        """Measure all costs; `progress` is called with the fraction done."""
+        measured = self.steps(progress)
         steps: list[tuple[int, float]] = []
-        for bucket, seconds in self.steps():
+        for bucket, seconds in measured:
             if steps and bucket > steps[-1][0] + 1:
                 steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
             steps.append((bucket, seconds))
-        return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
+        propose = self.propose(without=measured[0][1])
+        return CostTable(steps=tuple(steps), prefill=0.0, propose=propose)
 
-    def steps(self) -> tuple[tuple[int, float], ...]:
+    def steps(self, progress: Progress = lambda fraction: None) -> tuple[tuple[int, float], ...]:
         """Seconds of a step by bucket, made monotonic."""
         buckets = self._backend.buckets
-        seconds = accumulate((self._seconds(bucket) for bucket in buckets), max)
-        return tuple(zip(buckets, seconds, strict=True))
+        seconds = []
+        for done, bucket in enumerate(buckets):
+            progress(done / (len(buckets) + 1))
+            seconds.append(self._seconds(bucket))
+        return tuple(zip(buckets, accumulate(seconds, max), strict=True))
 
-    def propose(self) -> float:
-        """Seconds of one more draft token in the longest block."""
+    def propose(self, without: float | None = None) -> float:
+        """Seconds of one more draft token in the longest block; `without`: of the least step."""
         block, least = self._drafts.max_block, self._backend.buckets[0]
-        return max(0.0, self._seconds(least, block) - self._seconds(least)) / block
+        without = self._seconds(least) if without is None else without
+        return max(0.0, self._seconds(least, block) - without) / block
 
     def _seconds(self, bucket: int, block: int = 0) -> float:
         """The median of full steps after a proposal of `block` tokens."""
@@ -59,7 +72,10 @@ class StepCosts:
         staged["scheduled_row"][: len(rooms)] = range(len(rooms))
         staged["room"][: len(rooms)] = rooms
         staged["control"][:] = EXACT, self._drafts.proposal_for(block)
-        times = sorted(self._second_of_two(bucket, len(rooms)) for _ in range(_TIMES))
+        times: list[float] = []
+        end = time.monotonic() + _ENOUGH
+        while not times or (len(times) < _TIMES and time.monotonic() < end):
+            times.append(self._second_of_two(bucket, len(rooms)))
         staged["scheduled_row"].fill(self._drafts.scratch_row)
         staged["control"].fill(0)
         self._device.compute.submit(self._drafts.clear)

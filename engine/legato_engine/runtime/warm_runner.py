@@ -17,9 +17,12 @@ from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.step_costs import Progress
 from legato_engine.speculative.block_sizes import block_policy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
+
+_WARM = 0.2  # the share of a warm-up before costs are measured
 
 
 def warm_runner(
@@ -32,10 +35,12 @@ def warm_runner(
     refiner: MaskRefiner | None,
     draft: Path | None,
     proposer: Proposer | None = None,
+    progress: Progress = lambda fraction: None,
 ) -> ModelRunner:
     """Build and warm a runner; measure its step costs if the speculation policy needs them.
 
     Draft tokens come from `proposer`, else the configured draft, else `draft`, the model's file.
+    `progress` is called with the fraction done.
 
     Raises:
         InvalidField: the speculation setting is unknown, or the draft cannot be used.
@@ -58,9 +63,12 @@ def warm_runner(
         max_images=config.pictures_per_launch,
         refiner=refiner,
     )
+    progress(0.0)
     runner.warm_up()
+    progress(_WARM)
     if isinstance(policy, TokenBudgetPolicy):
-        runner.set_costs(dataclasses.replace(policy, costs=runner.costs().table()))
+        costs = runner.costs().table(lambda done: progress(_WARM + (1 - _WARM) * done))
+        runner.set_costs(dataclasses.replace(policy, costs=costs))
     return runner
 
 

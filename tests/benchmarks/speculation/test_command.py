@@ -80,3 +80,16 @@ def test_an_unknown_workload_is_refused():
     """The error names the workload."""
     with pytest.raises(InvalidField, match=r"unknown workload '0\.5'"):
         figures("--streams", "1", "--settings", "fixed:2", "--workloads", "0.5")
+
+
+def test_real_prompts(tmp_path):
+    """Prompts of files are workloads by the files' names; answers end at the given length."""
+    for name, prompts in {"talk": ["Hello?", "Why?"], "code": ["Write a loop."]}.items():
+        (tmp_path / f"{name}.toml").write_text(f"prompts = {prompts}")
+    options = ("--texts", str(tmp_path), "--settings", "fixed:2", "--streams", "2")
+    rows = figures(*options, "--draft", "lookup")["rows"]
+    names = [(row["workload"], row["setting"]) for row in rows]
+    assert names == [(each, of) for each in ("code", "talk") for of in ("off", "fixed:2")]
+    (row, _) = figures(*options, "--draft", "lookup", "--workloads", "code")["rows"]
+    assert row["workload"] == "code"
+    assert all(row["identical"] and 0 < row["num_tokens"] <= 24 for row in rows)

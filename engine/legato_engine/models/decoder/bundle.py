@@ -1,4 +1,4 @@
-"""Text models from Hugging Face folders."""
+"""Text models from Hugging Face folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from legato_engine.models.decoder.config import DecoderConfig, HubConfig, read_c
 from legato_engine.models.decoder.frontend import TextFrontend, TextSetup
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.decoder.network import DecoderNetwork
-from legato_engine.models.decoder.settings import read_settings
+from legato_engine.models.decoder.settings import ModelSettings, read_settings
 from legato_engine.models.decoder.tokenizer import TextTokenizer
+from legato_engine.models.gguf.config import hub_config, with_factors
+from legato_engine.models.gguf.reader import is_gguf, read_gguf
+from legato_engine.models.gguf.settings import gguf_settings
+from legato_engine.models.gguf.tokenizer import tokenizer_json
 
 DEFAULT_CONTEXT = 8192
 """The default context of models that have a longer one."""
@@ -71,34 +75,57 @@ class DecoderBundle:
             weights.random_weights(network, _SEED, device, memory=memory, progress=progress)
         else:
             weights.load_weights(network, self.weights, device, memory=memory, progress=progress)
+            read_gguf.cache_clear()
         return DecoderModel(network)
 
 
 def find(source: ModelSource, family: Family) -> DecoderBundle:
-    """Find a model in a folder of config.json, tokenizer.json and model*.safetensors.
+    """Find a model in a folder of config.json, tokenizer.json and model*.safetensors, or in a GGUF.
 
     tokenizer_config.json, generation_config.json and chat_template.jinja are optional. Nothing is
-    downloaded. `random_weights` need no safetensors.
+    downloaded. `random_weights` need no safetensors. A GGUF file has all but the weights in its
+    metadata; a given tokenizer replaces its own.
 
     Raises:
         InvalidField: a file is missing, wrong, or asks for what is not implemented.
     """
     if not source.weights:
-        problem = f"{source.name} needs a Hugging Face folder with its config.json"
+        problem = f"{source.name} needs a Hugging Face folder with its config.json, or a GGUF file"
         raise InvalidField(problem, field="weights")
+    if is_gguf(source.weights):
+        return _find_gguf(source, family)
     folder = Path(source.weights)
     hub = read_config(folder, family.configs)
     config = _limited(family.configs[hub.model_type](hub), source.max_context)
     path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
-    frontend = _frontend(source.name, folder, TextTokenizer(path), hub, config)
-    stored = None if source.random_weights else folder
+    tokenizer = TextTokenizer(path)
+    settings = read_settings(folder, tokenizer, hub.eos_token_id)
+    return _bundle(source, family, config, _frontend(source.name, settings, tokenizer, config))
+
+
+def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
+    file = read_gguf(Path(source.weights))
+    hub = hub_config(file, family.configs)
+    config = with_factors(_limited(family.configs[hub.model_type](hub), source.max_context), file)
+    tokenizer = (
+        TextTokenizer(Path(source.tokenizer))
+        if source.tokenizer
+        else TextTokenizer(file.path, tokenizer_json(file))
+    )
+    frontend = _frontend(source.name, gguf_settings(file), tokenizer, config)
+    return _bundle(source, family, config, frontend)
+
+
+def _bundle(
+    source: ModelSource, family: Family, config: DecoderConfig, frontend: TextFrontend
+) -> DecoderBundle:
+    stored = None if source.random_weights else Path(source.weights)
     return DecoderBundle(source.name, config, family.network, frontend, stored)
 
 
 def _frontend(
-    name: str, folder: Path, tokenizer: TextTokenizer, hub: HubConfig, config: DecoderConfig
+    name: str, settings: ModelSettings, tokenizer: TextTokenizer, config: DecoderConfig
 ) -> TextFrontend:
-    settings = read_settings(folder, tokenizer, hub.eos_token_id)
     highest = max(tokenizer.num_ids - 1, *settings.eos, 0)
     if highest >= config.vocab_size:
         raise InvalidField(

@@ -63,7 +63,11 @@ class DecoderNetwork(nn.Module):
         head_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        # Unlike the constructor this draws no noise, for which torch would load its compiler.
+        embeddings = torch.empty(config.vocab_size, config.dim)
+        self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]  # torch's
+            embeddings, freeze=False
+        )
         self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
         self.norm = norm or nn.RMSNorm(config.dim, eps=config.norm_eps)
         if not config.tied_head:

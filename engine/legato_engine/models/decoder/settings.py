@@ -20,7 +20,7 @@ _SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FolderSettings:
+class ModelSettings:
     """Any id of `eos` ends an answer; `specials` are special tokens by role."""
 
     eos: frozenset[int]
@@ -31,7 +31,7 @@ class FolderSettings:
 
 def read_settings(
     folder: Path, tokenizer: TextTokenizer, model_eos: int | list[int] | None
-) -> FolderSettings:
+) -> ModelSettings:
     """Read the folder's files, each of which may be missing.
 
     EOS are those of generation_config.json, or else `model_eos`, and the tokenizer's. A repetition
@@ -45,7 +45,7 @@ def read_settings(
         eos.add(own)
     if not all(isinstance(token_id, int) for token_id in eos):
         raise InvalidField(f"{_GENERATION}: eos_token_id is {ids!r}", field="weights")
-    return FolderSettings(frozenset(eos), _sampling(generation), _template(folder, texts), specials)
+    return ModelSettings(frozenset(eos), _sampling(generation), _template(folder, texts), specials)
 
 
 def _sampling(generation: dict[str, Any]) -> SamplingDefaults:

@@ -20,8 +20,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class TextTokenizer:
     """Thread-safe encoding and decoding."""
 
-    def __init__(self, path: Path) -> None:
-        data = _read(path)
+    def __init__(self, path: Path, data: dict[str, Any] | None = None) -> None:
+        """Read a file; with `data` that content, and the path is named in errors only."""
+        data = _read(path) if data is None else data
         self._tokenizer = _parse(data, path)
         self._inert = _parse(data, path)
         self._inert.encode_special_tokens = True  # ignores special tokens in text

@@ -1,0 +1,137 @@
+"""The metadata and tensors of a GGUF file, read with the library `gguf`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from legato_engine.errors import InvalidField
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+SUFFIX = ".gguf"
+TYPES = (
+    *("F32", "F16", "BF16"),
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS"),
+)
+"""Types of tensors that are read."""
+
+_INSTALL = 'GGUF files are read with a library of its own: pip install "legato-server[gguf]"'
+
+
+class StoredTensor(NamedTuple):
+    """A tensor's place in the file; `shape` as torch has it, rows first."""
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class GgufFile(NamedTuple):
+    """What a file says, without the tensors' data."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def size(self, key: str, default: int | float | None = None) -> Any:
+        """A number of the architecture, as `attention.head_count`.
+
+        Raises:
+            InvalidField: it is not there and has no default, or is no number.
+        """
+        full = f"{self.architecture}.{key}"
+        value = self.metadata.get(full, default)
+        if value is None:
+            raise InvalidField(f"{self.path.name} has no {full}", field="weights")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            problem = f"{self.path.name}: {full} is no number; sizes by layer are not implemented"
+            raise InvalidField(problem, field="weights")
+        return value
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor, dequantised."""
+        from gguf import quants
+
+        stored = self.tensors[name]
+        data = np.memmap(self.path, np.uint8, "r", stored.offset, (stored.num_bytes,))
+        rows = data.reshape(*stored.shape[:-1], -1)
+        plain = {"F32": np.float32, "F16": np.float16}.get(stored.kind.name)
+        values = rows.view(plain) if plain else quants.dequantize(rows, stored.kind)
+        return np.array(values, np.float32, order="C").reshape(stored.shape)
+
+
+def is_gguf(path: str | Path) -> bool:
+    return Path(path).suffix == SUFFIX
+
+
+@functools.lru_cache(maxsize=1)
+def read_gguf(path: Path) -> GgufFile:
+    """Read a file's header, which takes seconds, and keep it until another one or `cache_clear`.
+
+    Raises:
+        InvalidField: the file or the library is missing, the file is damaged or one of several,
+            or a tensor has a type that is not read.
+    """
+    try:
+        reader = _reader_class()(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except ModuleNotFoundError:
+        raise InvalidField(_INSTALL, field="weights") from None
+    except OSError as error:
+        problem = f"{path} cannot be read: {error.strerror or error}"
+        raise InvalidField(problem, field="weights") from None
+    except Exception as error:  # noqa: BLE001 - the library's errors on a damaged file are of any type
+        raise InvalidField(f"{path.name} is no whole GGUF file: {error}", field="weights") from None
+    if int(metadata.get("split.count", 1)) > 1:
+        problem = (
+            f"{path.name} is one of {metadata['split.count']} files: merge them with gguf-split"
+        )
+        raise InvalidField(problem, field="weights")
+    if unread := sorted({t.tensor_type.name for t in reader.tensors} - {*TYPES}):
+        raise InvalidField(
+            f"{path.name} has tensors of the types {', '.join(unread)}; implemented are "
+            f"{', '.join(TYPES)}",
+            field="weights",
+        )
+    tensors = {
+        tensor.name: StoredTensor(
+            tensor.tensor_type,
+            tuple(int(size) for size in reversed(tensor.shape)),
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+        )
+        for tensor in reader.tensors
+    }
+    return GgufFile(path, metadata, tensors)
+
+
+def _reader_class() -> Any:
+    """The library's reader, with an error where it would read beyond the end of the file."""
+    gguf = importlib.import_module("gguf")
+
+    class WholeFile(gguf.GGUFReader):  # type: ignore[misc, name-defined]  # found at run time
+        data: Any
+
+        def _get(self, offset: int, dtype: Any, count: Any = 1, **order: Any) -> Any:
+            self.data = self.data.view(np.ndarray)  # whose slices take a fifth of the time
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data):
+                raise ValueError(f"it ends at byte {len(self.data)} and refers to byte {end}")
+            return super()._get(offset, dtype, count, **order)
+
+    return WholeFile

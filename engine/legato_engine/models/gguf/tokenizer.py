@@ -1,0 +1,170 @@
+"""A GGUF file's tokenizer as a tokenizer.json."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.gguf.reader import GgufFile
+
+_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # token types
+_SPACE = "\u2581"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|\p{{N}}{{1,3}}{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|\p{{N}}{_REST}"
+_BYTE_LEVEL = ("gpt-2", "smollm", "llama-bpe", "qwen2")
+"""Splits of byte-level vocabularies, by `tokenizer.ggml.pre`."""
+
+
+def tokenizer_json(file: GgufFile) -> dict[str, Any]:
+    """The content of the tokenizer.json with the same tokens for every text.
+
+    Raises:
+        InvalidField: the tokenizer is of another kind, or incomplete.
+    """
+    tokenizer = _byte_level(file) if _get(file, "model") == "gpt2" else _byte_fallback(file)
+    tokens = _tokens(file)
+    for kind, special in ((_CONTROL, True), (_USER, False)):
+        added = [
+            tokenizers.AddedToken(text, special=special, normalized=False)
+            for text, of in zip(tokens, _kinds(file), strict=True)
+            if of == kind
+        ]
+        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+    bos = _get(file, "bos_token_id")
+    if bos is not None and _adds_bos(file):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
+    data: dict[str, Any] = json.loads(tokenizer.to_str())
+    return data
+
+
+def special_tokens(file: GgufFile) -> dict[str, str]:
+    """Texts of special tokens by the names that chat templates use."""
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    tokens = _tokens(file)
+    ids = {name: _get(file, f"{key}_token_id") for name, key in keys.items()}
+    return {f"{name}_token": tokens[at] for name, at in ids.items() if at is not None}
+
+
+def end_tokens(file: GgufFile) -> frozenset[int]:
+    """Ids that end an answer: of a sequence, of a turn, of a message."""
+    ids = (_get(file, f"{name}_token_id") for name in ("eos", "eot", "eom"))
+    return frozenset(at for at in ids if at is not None)
+
+
+def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
+    split = _get(file, "pre")
+    if split not in _BYTE_LEVEL:
+        raise InvalidField(
+            f"{file.path.name}: its tokenizer splits text as {split!r} does; implemented are "
+            f"{', '.join(_BYTE_LEVEL)}: give the model's tokenizer.json",
+            field="tokenizer",
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _required(file, "merges")]
+    model = models.BPE(_vocabulary(file), merges, ignore_merges=split == "llama-bpe")
+    tokenizer = tokenizers.Tokenizer(model)
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
+    by_regex = {"llama-bpe": _LLAMA3, "qwen2": _QWEN2}
+    if split in by_regex:
+        first = pre_tokenizers.Split(tokenizers.Regex(by_regex[split]), "isolated")
+        second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([first, second])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split == "gpt-2":
+        return byte_level
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+
+
+def _byte_fallback(file: GgufFile) -> tokenizers.Tokenizer:
+    """A vocabulary of SentencePiece: merges go by the score of what they make."""
+    if (kind := _get(file, "model")) != "llama":
+        raise InvalidField(
+            f"{file.path.name}: its tokenizer is of the kind {kind!r}; implemented are gpt2 "
+            "(byte-level) and llama (SentencePiece): give the model's tokenizer.json",
+            field="tokenizer",
+        )
+    tokens, scores = _tokens(file), _required(file, "scores")
+    normal = [kind == _NORMAL for kind in _kinds(file)]  # no text makes a special token
+    scored = zip(tokens, scores, strict=True)
+    unknown = _get(file, "unknown_token_id")
+    model = models.BPE(
+        _vocabulary(file),
+        _merges(dict(itertools.compress(scored, normal))),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    prefix = [normalizers.Prepend(_SPACE)] if _adds_space(file) else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if _adds_space(file) else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(score: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two: best scored token first, then longest left part."""
+    found = [
+        (-score[token], -cut, token)
+        for token in score
+        for cut in range(1, len(token))
+        if token[:cut] in score and token[cut:] in score
+    ]
+    return [(token[:-cut], token[-cut:]) for _, cut, token in sorted(found)]
+
+
+def _vocabulary(file: GgufFile) -> dict[str, int]:
+    """Ids by token, without those that only fill the embeddings up."""
+    texts = enumerate(zip(_tokens(file), _kinds(file), strict=True))
+    return {text: at for at, (text, kind) in texts if kind != _UNUSED}
+
+
+def _kinds(file: GgufFile) -> list[int]:
+    return _get(file, "token_type") or [_NORMAL] * len(_tokens(file))
+
+
+def _adds_bos(file: GgufFile) -> bool:
+    """Files of before the flag have it by the kind of tokenizer."""
+    said = _get(file, "add_bos_token")
+    default = _get(file, "model") == "llama" or _get(file, "pre") == "llama-bpe"
+    return default if said is None else bool(said)
+
+
+def _adds_space(file: GgufFile) -> bool:
+    said = _get(file, "add_space_prefix")
+    return True if said is None else bool(said)
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    tokens: list[str] = _required(file, "tokens")
+    return tokens
+
+
+def _required(file: GgufFile, key: str) -> Any:
+    value = _get(file, key)
+    if not isinstance(value, list) or not value:
+        problem = f"{file.path.name} has no tokenizer.ggml.{key}: give the model's tokenizer.json"
+        raise InvalidField(problem, field="tokenizer")
+    return value
+
+
+def _get(file: GgufFile, key: str) -> Any:
+    return file.metadata.get(f"tokenizer.ggml.{key}")

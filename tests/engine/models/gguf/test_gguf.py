@@ -1,0 +1,235 @@
+"""Models of GGUF files compute what transformers does, and other files are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from legato_engine.core import FinishReason, QueryTask, Request, RequestKey
+from legato_engine.errors import InvalidField
+from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
+from legato_engine.models.registry import resolve
+from legato_engine.tasks import SampledToken
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engine.models import against_transformers as same
+from tests.engine.models import hub_folder
+from tests.engine.models.gguf import gguf_files
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "llama, biased": {"attention_bias": True},
+    "llama, wide heads": {"head_dim": 40},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+}
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """No header is kept for a file of another test."""
+    yield
+    read_gguf.cache_clear()
+
+
+def model(kind="llama", **fields):
+    """Two layers, four heads of queries and two of keys."""
+    sizes: dict[str, Any] = {
+        "vocab_size": hub_folder.VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(kind, **(sizes | fields))
+    return hub_folder.random_model(config)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file that is not there yet."""
+    return tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(path, kind):
+    """The architecture, the order of queries and keys, biases and norms are those of the file."""
+    theirs = model(kind.partition(",")[0], **KINDS[kind])
+    gguf_files.write(path, theirs)
+    same.check_prefill_and_decode(same.load("legato-tiny", path), theirs, length=45)
+
+
+def test_factors_of_the_rotation_are_those_of_the_file(path):
+    """Files of Llama 3.1 have a factor for each pair instead of the four numbers."""
+    theirs = model(rope_parameters=LLAMA3)
+    plain = 1.0 / 500_000.0 ** (torch.arange(0, 16, 2) / 16)
+    gguf_files.write(path, theirs, factors=plain / theirs.model.rotary_emb.inv_freq)
+    same.check_prefill_and_decode(same.load("llama", path), theirs, length=150)
+
+
+def test_linear_scaling_is_that_of_the_file(path):
+    """Its type is a text and its factor a number."""
+    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+    theirs = model(rope_parameters=linear)
+    fields = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    gguf_files.write(path, theirs, fields=fields)
+    same.check_prefill_and_decode(same.load("llama", path), theirs, length=45)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1", "Q5_0"])
+def test_quantised_weights_are_those_that_transformers_reads(path, kind):
+    """The dequantised file, read by transformers on its own, gives the same logits."""
+    gguf_files.write(path, model(), kind=kind)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    same.check_prefill_and_decode(same.load("llama", path), theirs, length=20, steps=3)
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_five_bits_are_close_to_what_was_written(tmp_path, kind):
+    """Within half a step of a block's range; transformers does not read these types."""
+    of = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).uniform(-1, 1, (3, 64)).astype(np.float32)
+    data = gguf.quantize(values, of)
+    (tmp_path / "data").write_bytes(data.tobytes())
+    stored = StoredTensor(of, values.shape, 0, data.nbytes)
+    ours = GgufFile(tmp_path / "data", {}, {"x": stored}).read("x")
+    assert np.abs(ours - values).max() < 2 / 31
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if not kind.startswith("Q5_")] + ["Q5_K"])
+def test_every_type_is_dequantised_as_by_transformers(tmp_path, kind):
+    """Random bytes become the numbers that another implementation makes of them."""
+    theirs = pytest.importorskip(
+        "transformers.integrations.gguf.dequant", reason="of newer releases of transformers"
+    )
+    of = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[of]
+    rows, blocks = 3, 256 // block
+    data = np.random.default_rng(0).integers(0, 60, (rows, blocks * size), np.uint8)  # finite
+    (tmp_path / "data").write_bytes(b"head" + data.tobytes())
+    stored = StoredTensor(of, (rows, blocks * block), 4, data.nbytes)
+    ours = GgufFile(tmp_path / "data", {}, {"x": stored}).read("x")
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    whole = torch.from_numpy(data)
+    expected = (
+        whole.view(plain[kind]).float()
+        if kind in plain
+        else theirs.dequantize(whole, of.value).reshape(stored.shape)
+    )
+    assert torch.equal(torch.from_numpy(ours), expected)
+
+
+def test_a_conversation_ends_where_the_file_says(path):
+    """The chat template, its special tokens and the ends of answers come from the metadata."""
+    theirs = model()
+    tokenizer = hub_folder.byte_level_tokenizer()
+    gguf_files.write(path, theirs, chat=hub_folder.CHAT, ends=[hub_folder.TURN])
+    ends = [tokenizer.token_to_id(name) for name in (hub_folder.EOS, hub_folder.TURN)]
+    rendered = f"{hub_folder.BOS}<|turn|>user\nwhy?<|end|>\n<|turn|>assistant\n"
+    frontend = resolve("llama", weights=str(path)).frontend
+    request = Request(request_id=RequestKey("p"), task=QueryTask(question="why?"))
+    task = frontend.make_task(request)
+    prompt = [token.token_id for token in task.prompt]
+    assert prompt == tokenizer.encode(rendered, add_special_tokens=False).ids
+    for end in ends:
+        task = frontend.make_task(request)
+        task.consume(SampledToken(end, (0.0, 0.0)))
+        assert task.finish_reason is FinishReason.STOP
+
+
+def refused(path, **settings):
+    """The reason that resolving or loading the file is refused for."""
+    with pytest.raises(InvalidField) as info:
+        resolve(settings.pop("name", "llama"), weights=str(path), **settings).load(
+            torch.device("cpu"), torch.float32
+        )
+    return info.value.message
+
+
+def test_another_architecture_is_refused(path):
+    """By name, with those that are implemented."""
+    writer = gguf.GGUFWriter(path, "mamba")
+    gguf_files.finish(writer)
+    assert "'mamba', not of llama, qwen2, qwen3" in refused(path, name="legato-tiny")
+
+
+def test_a_model_of_another_family_is_refused(path):
+    """A Qwen is not served as a Llama."""
+    gguf_files.write(path, model("qwen2"))
+    assert "'qwen2', not of llama" in refused(path)
+
+
+def test_a_type_that_is_not_read_is_refused(path):
+    """By name, with those that are read."""
+    gguf_files.write(path, model(hidden_size=256, intermediate_size=256), kind="TQ2_0")
+    found = refused(path)
+    assert "types TQ2_0" in found
+    assert "Q4_1" in found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.05, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused(path, share):
+    """Wherever it ends: in the magic, the metadata, the vocabulary, the tensors."""
+    gguf_files.write(path, model())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    assert "model.gguf" in refused(path)
+
+
+def test_a_huge_count_is_refused_at_once(path):
+    """A damaged length refers beyond the end of the file."""
+    gguf_files.write(path, model())
+    data = bytearray(path.read_bytes())
+    data[16:24] = (2**60).to_bytes(8, "little")  # fields of metadata
+    path.write_bytes(data)
+    assert "no whole GGUF file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"rope.scaling.type": "yarn"}, "'yarn'; only none and linear"),
+        ({"expert_count": 8.0}, "experts"),
+        ({"rope.dimension_count": 8.0}, "rope.dimension_count is 8"),
+        ({"attention.value_length": 8.0}, "attention.value_length is 8"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(path, fields, problem):
+    """Rather than answered wrong."""
+    gguf_files.write(path, model(), fields=fields)
+    assert problem in refused(path)
+
+
+def test_a_missing_file_is_refused(path):
+    """With the system's reason."""
+    assert "No such file" in refused(path)
+
+
+def test_a_tensor_that_no_network_has_is_refused(path):
+    """Its name is the file's own."""
+    theirs = model()
+    writer = gguf.GGUFWriter(path, "llama")
+    gguf_files._add_sizes(writer, theirs.config)
+    gguf_files.add_tokenizer(writer, hub_folder.byte_level_tokenizer())
+    for name, tensor in theirs.state_dict().items():
+        writer.add_tensor(gguf_files.gguf_name(name), tensor.numpy())
+    writer.add_tensor("blk.0.surprise.weight", np.zeros(4, np.float32))
+    gguf_files.finish(writer)
+    assert "blk.0.surprise.weight" in refused(path)
