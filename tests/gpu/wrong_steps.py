@@ -1,6 +1,6 @@
 """Which part of a step makes large steps wrong: `python -m tests.gpu.wrong_steps`.
 
-For the defect of docs/log/speculation.md: legato-tiny with its own draft answers wrongly on a GPU
+For the defect of docs/speculation.md: legato-tiny with its own draft answers wrongly on a GPU
 when a step may have some 57 tokens or more. Each variant changes one thing and runs in a process of
 its own, because a wrong step leaves the process wrong; `--at-once` of them share the GPU. A line
 has the requests that differ from plain decoding with draft tokens, those that differ after that
@@ -126,12 +126,12 @@ VARIANTS: dict[str, Callable[[], None]] = {
 }
 
 
-def run(name: str, device: str = "cuda") -> str:
+def run(name: str, device: str, streams: int, setting: str) -> str:
     """Run one variant in this process; return its line."""
     VARIANTS[name]()
     config = EngineConfig(
         device=device,
-        max_running=STREAMS,
+        max_running=streams,
         num_pages=4096,
         crops_per_launch=0,
         cuda_graphs=name != "eager",
@@ -148,7 +148,7 @@ def run(name: str, device: str = "cuda") -> str:
     if name == "plain 64":
         changed = assemble(msgspec.structs.replace(config, max_running=64))
     else:
-        changed = speculating(assembly, SETTING)
+        changed = speculating(assembly, setting)
     drafted = asked(changed)
     again = asked(speculating(assembly, SPECULATION_OFF))
     same = asked(assembly)
@@ -183,16 +183,20 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--at-once", default=7, type=int, help="processes")
     parser.add_argument("--device", default="cuda", help="cpu tries this program itself")
+    parser.add_argument("--streams", default=STREAMS, type=int)
+    parser.add_argument("--setting", default=SETTING, help="of speculation")
     parser.add_argument("--child", action="store_true", help="run the one variant here")
     arguments = parser.parse_args(argv)
     names = arguments.only.split(",") if arguments.only else list(VARIANTS)
     if arguments.child:
-        sys.stdout.write(run(names[0], arguments.device) + "\n")
+        line = run(names[0], arguments.device, arguments.streams, arguments.setting)
+        sys.stdout.write(line + "\n")
         return
 
     def child(name: str) -> str:
         command = [sys.executable, "-m", "tests.gpu.wrong_steps", "--child", "--only", name]
-        command += ["--device", arguments.device]
+        command += ["--device", arguments.device, "--setting", arguments.setting]
+        command += ["--streams", str(arguments.streams)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         except subprocess.TimeoutExpired:
