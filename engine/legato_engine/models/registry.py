@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
 from legato_engine.models.bundle import ModelBundle, ModelSource
 
@@ -40,7 +41,7 @@ def resolve(
     """
     if name not in _FAMILIES:
         raise ModelNotFound(
-            f"no model is called {name!r}; there are {', '.join(sorted(_FAMILIES))}",
+            f"no model is called {name!r}; there are {', '.join(MODELS)}",
             resource=name,
         )
     find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
