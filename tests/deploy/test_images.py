@@ -26,11 +26,7 @@ WITHOUT = {
         "huggingface-hub",
     }
 }
-WITHOUT["cpu"] = {
-    "torch",
-    "cuda-bindings",
-    "huggingface-hub",
-}  # the build for CPUs is installed by itself
+WITHOUT["cpu"] = {"torch", "cuda-bindings"}  # the build for CPUs is installed by itself
 
 
 def locked(name):
