@@ -13,6 +13,8 @@ MODELS = (
     "moondream2",
     "moondream3",
     "moondream3.1",
+    "smollm2-135m",
+    "qwen3-0.6b",
     "llama",
     "phi",
     "qwen",
@@ -81,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "legato-tiny"
     weights: str = ""  # folder, .safetensors or .pt file; empty: the model's own
     tokenizer: str = ""
+    models: str = ""  # folder of pulled models; empty: the user's
     random_weights: bool = False
     max_context: int = 0  # 0: the model's own, for text models at most 8192
     adapters: str = ""

@@ -170,6 +170,12 @@ def _add_model(
         default=engine.model,
         help=f"one of {', '.join(MODELS)}; null: made-up results",
     )
+    add(
+        "--models",
+        metavar="FOLDER",
+        default=engine.models,
+        help="where `legato pull` put models; by default ~/.local/share/legato/models",
+    )
     add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
+from legato_engine.hub import catalog, store
 from legato_engine.models.bundle import ModelBundle, ModelSource
 
 _FAMILIES = {
@@ -20,6 +21,8 @@ _FAMILIES = {
     "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
     "qwen": "legato_engine.models.qwen.family",
+    "smollm2-135m": "legato_engine.models.llama.family",
+    "qwen3-0.6b": "legato_engine.models.qwen.family",
     "random-tiny": "legato_engine.models.moondream.family",
     "random-tiny3": "legato_engine.models.moondream.family",
 }
@@ -32,8 +35,9 @@ def resolve(
     *,
     random_weights: bool = False,
     max_context: int = 0,
+    models: str = "",
 ) -> ModelBundle:
-    """Find a model by name.
+    """Find a model by name; one that `legato pull` knows is taken from `models` by default.
 
     Raises:
         ModelNotFound: the name is unknown.
@@ -44,5 +48,8 @@ def resolve(
             f"no model is called {name!r}; there are {', '.join(MODELS)}",
             resource=name,
         )
+    if name in catalog.MODELS and not (weights or tokenizer or random_weights):
+        folder = store.find(models, name)
+        weights, tokenizer = str(folder), str(folder / "tokenizer.json")
     find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
     return find(ModelSource(name, weights, tokenizer, random_weights, max_context))

@@ -25,6 +25,14 @@ class Program:
 
 MODULES = {
     "serve": Program("legato_service", "legato_service.arguments:make_parser", "start a server"),
+    "pull": Program(
+        "legato_engine.hub.pull", "legato_engine.hub.options:pull_parser", "fetch a model's weights"
+    ),
+    "models": Program(
+        "legato_engine.hub.listing",
+        "legato_engine.hub.options:models_parser",
+        "what can be pulled, what is here, and what fits",
+    ),
     "bench": Program(
         "legato_engine.bench",
         "legato_engine.bench.options:bench_parser",
