@@ -44,7 +44,7 @@ class ClientMethods(BaseClient):
 
     async def chat(
         self,
-        messages: Sequence[_tasks.Message],
+        messages: str | Sequence[_tasks.Message],
         *,
         reasoning: bool = False,
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
@@ -53,9 +53,13 @@ class ClientMethods(BaseClient):
     ) -> results.QueryResult:
         """Answer the last question of a conversation, about the image that a message shows.
 
+        A string is a conversation of this question alone.
+
         The server keeps nothing of it: the next call brings this answer as a message of the
         assistant. To stream, `generate` a `QueryTask` with these messages.
         """
+        if isinstance(messages, str):
+            messages = (_tasks.Message("user", messages),)
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = chat.image_of(task, None)
         shown, file = await self._image_or_file(image)

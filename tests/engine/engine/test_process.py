@@ -254,3 +254,29 @@ async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, t
     (bundle,) = (tmp_path / "crashes").iterdir()
     assert "_hang" in (bundle / "stacks.txt").read_text()
     assert json.loads((bundle / "bundle.json").read_text())["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ("", '"event": "one"'),
+        ("'info', for_people=True", "one"),
+        ("'warning', for_people=True", ""),
+        ("'warning'", ""),
+    ],
+)
+def test_logs_are_as_the_service_asks(settings, shown):
+    """JSON, or lines for people; and below the level nothing, the standard library's included."""
+    program = (
+        f"from legato_engine.engine.logs import configure_logging; configure_logging({settings});"
+        "import logging, structlog; structlog.get_logger().info('one', of=2);"
+        "logging.getLogger('other').info('one'); structlog.get_logger().error('two')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == (3 if shown else 1)
+    assert all(shown in line for line in lines[:-1])
+    assert "two" in lines[-1]
+    assert all(("{" in line) == ("for_people" not in settings) for line in lines)
