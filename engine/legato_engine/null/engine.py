@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectTask, FinishReason, PointTask, Request, RequestKey
+from legato_engine.core import DetectTask, FinishReason, PointTask, Request, RequestKey, Resumed
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -106,7 +106,7 @@ class NullEngine:
         image, image_seconds = None, 0.0
         try:
             self._check(request)
-            if resumed is None:
+            if not request.was_admitted:
                 self._make_room(request.request_id, request.tenant, request.priority)
             if request.image is not None:
                 self._images.leases.expire()
@@ -116,7 +116,9 @@ class NullEngine:
                 image_seconds = time.monotonic() - arrival
             output = self._output(request, has_image=image is not None)
             null_request = NullRequest(request, output, image, arrival, image_seconds)
-            if resumed is None:
+            if resumed is not None:
+                _check_tokens(resumed, output)
+            if not request.was_admitted:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
             self._fail(request, error)
@@ -322,6 +324,14 @@ class NullEngine:
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
+
+
+def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
+    """A token's id is its number."""
+    count = min(len(resumed.token_ids), len(output.events))
+    for index, token_id in enumerate(resumed.token_ids):
+        if index >= count or token_id != index:
+            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
 
 
 def _fits(_: NullRequest) -> bool:
