@@ -16,6 +16,7 @@ from legato_engine.core import (
     PointTask,
     Request,
     RequestKey,
+    Resumed,
     SamplingParams,
     TaskSpec,
 )
@@ -116,7 +117,8 @@ class NullEngine:
         try:
             self._check(request)
             starts = not len(self._queue) and self.rows_free > 0
-            if resumed is None and not starts:
+            must_queue = not (starts or request.was_admitted)
+            if must_queue:
                 self._make_room(request.tenant, request.priority)
             if request.image is not None:
                 self._images.leases.expire()
@@ -132,7 +134,9 @@ class NullEngine:
                 self._max_context,
             )
             null_request = NullRequest(request, output, image, arrival, image_seconds, length)
-            if resumed is None and not starts:
+            if resumed is not None:
+                _check_tokens(resumed, output)
+            if must_queue:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
             self._fail(request, error)
@@ -275,7 +279,7 @@ class NullEngine:
             raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        if request.resumed is None and request.request_id in self._requests:
+        if not request.was_admitted and request.request_id in self._requests:
             raise _in_use()
 
     def _make_room(self, tenant: str, priority: int = 0) -> None:
@@ -331,6 +335,14 @@ class NullEngine:
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
+
+
+def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
+    """A token's id is its number."""
+    count = min(len(resumed.token_ids), len(output.events))
+    for index, token_id in enumerate(resumed.token_ids):
+        if index >= count or token_id != index:
+            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
 
 
 def _fits(_: NullRequest) -> bool:

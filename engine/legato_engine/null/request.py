@@ -37,7 +37,7 @@ class NullRequest(msgspec.Struct, eq=False):
 
     @property
     def was_started(self) -> bool:
-        return self.request.resumed is not None
+        return self.request.was_admitted
 
     @property
     def cached_tokens(self) -> int:

@@ -69,6 +69,10 @@ class Dispatcher:
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._registry)
 
+    def take_over(self, key: RequestKey) -> None:
+        """End a Generate of this id, as `RequestRegistry.take_over`."""
+        self._registry.take_over(key)
+
     def admit(
         self, key: RequestKey, context: CallContext, default_deadline: float
     ) -> ActiveRequest:

@@ -14,7 +14,7 @@ from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
-from legato_service.convert import requests, responses
+from legato_service.convert import checkpoints, requests, responses
 from legato_service.convert.event_stream import EventStream
 from legato_service.convert.response_info import fill_info
 from legato_service.requests.dispatcher import CallContext, Dispatcher, completed, follow
@@ -118,14 +118,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         sampling = requests.sampling(request.task.sampling, "task.")
         converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
+        resumes = request.HasField("resume_from")
+        if resumes and given:
+            self._idempotency_cache.forget_stream(key)
+            self._dispatcher.take_over(key)
         with (
             self._idempotency_cache.exclusive(key) if given else nullcontext(),
             self._dispatcher.admit(key, context, self._stream_deadline) as active,
         ):
-            self._dispatcher.check(converted, "task.")
+            active.is_generate = True
+            model = self._dispatcher.check(converted, "task.")
+            if resumes:
+                converted = checkpoints.resuming(request.resume_from, converted, model)
             image = await self._dispatcher.images.check(request.image)
             stream = self._dispatcher.submit(converted, image, active)
-            events = EventStream(key.caller_id, request.task.task_id, stamp)
+            resumptions = request.resume_from.resumptions + 1 if resumes else 0
+            call.current().resumptions = resumptions
+            told = checkpoints.of(converted, resumptions) if request.checkpoints else None
+            events = EventStream(key.caller_id, request.task.task_id, stamp, told, resumptions)
             async with aclosing(follow(stream, silence)) as outputs:
                 async for output in outputs:
                     for event in events.convert(output):
