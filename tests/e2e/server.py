@@ -28,9 +28,15 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.
 TWO_HEARTBEATS = 0.5  # seconds; what is told after them was measured within them
 
 
+PATIENCE = 100.0
+"""Seconds, less than a test's own: its timeout does not end the thread that waits."""
+
+
 def until(condition: Callable[[], object]) -> None:
-    """Return once `condition` holds; the test's own timeout bounds it."""
+    """Return once `condition` holds."""
+    end = time.monotonic() + PATIENCE
     while not condition():
+        assert time.monotonic() < end, f"it did not come true within {PATIENCE:g} s"
         time.sleep(0.01)
 
 
