@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
 from legato_engine.core import ImageInfo
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble

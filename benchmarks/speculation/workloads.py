@@ -9,6 +9,7 @@ and of 0.002 with blocks of seven, so it lies within 0.01 of the rate.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ class Profile:
     """Requests whose tokens are drafted right at `rates`, one rate per request in turn.
 
     Answers have `length` tokens (0: the plan's). With `pressure` the cache has pages for only a
-    part of what the requests need, twice as many requests wait, and all begin with the same words.
+    part of the answers, twice as many requests wait, and all begin with the same words.
     There are `times` as many requests as in the plan.
     """
 
@@ -100,14 +101,28 @@ def synthetic_requests(
 
 
 def cache_for(assembly: Assembly, profile: Profile, requests: Sequence[EngineSequence]) -> Assembly:
-    """The assembly with the pages that the profile allows; the longest request always fits."""
+    """The assembly with the pages that the profile allows; the longest request always fits.
+
+    Under pressure all streams are admitted, and then answers outgrow the pages: a running request
+    is preempted. So there are pages for the streams' prompts and for a part of their answers.
+    """
     if not profile.pressure:
         return assembly
     page_size = assembly.config.page_size
-    needs = [-(-request.max_length // page_size) for request in requests]
-    wanted = max(needs) * assembly.config.max_running
-    num_pages = 1 + max(*needs, int(_SHORTAGE * wanted))
+    streams = min(assembly.config.max_running, len(requests))
+    longest = max(-(-request.max_length // page_size) for request in requests)
+    prompt = max(-(-(request.prompt_length + 1) // page_size) for request in requests)
+    shared = _common_length(requests) // page_size
+    answers = max(streams, int(_SHORTAGE * streams * (longest - prompt)))
+    num_pages = 1 + max(longest + 1, shared + streams * (prompt - shared) + answers)
     return dataclasses.replace(assembly, num_pages=min(num_pages, assembly.num_pages))
+
+
+def _common_length(requests: Sequence[EngineSequence]) -> int:
+    """Positions that all requests begin with; one has no image."""
+    prompts = [request.prompt for request in requests]
+    same = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
+    return requests[0].prefix_length + sum(itertools.takewhile(bool, same))
 
 
 def sample_images(assembly: Assembly) -> list[PreparedImage]:

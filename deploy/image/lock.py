@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LOCKS = Path(__file__).with_name("locks")
 PYTHON, PLATFORM = "3.11", "x86_64-manylinux_2_28"
 _OWN = re.compile(r"legato(-\w+)?(\[|==)")
-_MODEL = re.compile(r"(torch|transformers|tokenizers|safetensors|cuda-bindings)\b")
+_MODEL = re.compile(r"(torch|transformers|tokenizers|safetensors|cuda-bindings|huggingface-hub)\b")
 _GPU = re.compile(r"torch$|triton$|nvidia-|cuda-")
 
 

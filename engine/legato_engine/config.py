@@ -8,6 +8,23 @@ import msgspec
 
 from legato_engine.errors import InvalidField
 
+MODELS = (
+    "legato-tiny",
+    "moondream2",
+    "moondream3",
+    "moondream3.1",
+    "smollm2-135m",
+    "qwen3-0.6b",
+    "llama",
+    "phi",
+    "qwen",
+    "null",
+)
+"""Names of `--model` that users know."""
+
+TEST_MODELS = ("random-tiny", "random-tiny3")
+"""Further names, of models with random weights."""
+
 LATENCY_POLICIES = ("auto", "low-latency", "shared")
 MAX_ADAPTER_RANK = 512
 MAX_PREFILL_ROWS = 32
@@ -67,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "legato-tiny"
     weights: str = ""  # folder, .safetensors, .pt or .gguf file; empty: the model's own
     tokenizer: str = ""
+    models: str = ""  # folder of pulled models; empty: the user's
     random_weights: bool = False
     max_context: int = 0  # 0: the model's own, for text models at most 8192
     adapters: str = ""
@@ -101,6 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_policy: str = "auto"
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
+    log_level: str = "info"
+    log_for_people: bool = False  # a terminal's lines instead of JSON
     crash_folder: str = ""  # of crash bundles; empty: in the temporary folder
     crash_bundles: int = 8  # newest ones that are kept; 0: none is written
     null_step_ms: float = 0.0

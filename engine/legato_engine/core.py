@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 
 import msgspec
 
@@ -195,6 +196,11 @@ class RequestKey(
         return f"{name}#{self.part}" if self.part else name
 
     @property
+    def seed(self) -> int:
+        """Of a request that gives none: a retried request samples the same tokens. 63 bits."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8]) >> 1
+
+    @property
     def call(self) -> RequestKey:
         return self.with_part("")
 
@@ -210,7 +216,8 @@ class Resumed(Value, frozen=True):
     """What was done for a request by engines that were lost. Times are `time.monotonic()` seconds.
 
     Its outputs have told the tokens in `token_ids`, with `payloads` if the task has them and
-    `logprobs` if the request wants them. A request that is `alone` runs with nothing beside it.
+    `logprobs` if the request wants them. A request that is `alone` runs with nothing beside it. One
+    that is not `admitted` comes from a caller's checkpoint, and has no place in the queue yet.
     """
 
     arrival: float
@@ -218,6 +225,7 @@ class Resumed(Value, frozen=True):
     token_ids: tuple[int, ...] = ()
     payloads: tuple[tuple[float, float], ...] = ()
     logprobs: tuple[float, ...] = ()
+    admitted: bool = True
     alone: bool = False
     fingerprint: str = ""  # of its content, if `alone`
     is_last: bool = False  # it is not resumed once more
@@ -248,6 +256,11 @@ class Request(Value, frozen=True):
     @property
     def tenant(self) -> str:
         return self.request_id.tenant
+
+    @property
+    def was_admitted(self) -> bool:
+        """An engine that was lost had admitted it."""
+        return self.resumed is not None and self.resumed.admitted
 
 
 # ---------------------------------------------------------------- results

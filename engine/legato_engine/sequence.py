@@ -198,7 +198,7 @@ class Sequence:
 
     @property
     def was_started(self) -> bool:
-        return self.pages.num_preemptions > 0 or self.request.resumed is not None
+        return self.pages.num_preemptions > 0 or self.request.was_admitted
 
     @property
     def may_draft(self) -> bool:

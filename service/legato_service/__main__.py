@@ -6,12 +6,14 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import uvloop
 from legato_engine.ipc import latency_policy
 from legato_engine.log_sink import standard_error
 from rich.console import Console
 
 from legato_service import arguments
+from legato_service.config import ServiceConfig
 from legato_service.engines.processes import make_engines
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.console import Announcer, LogAnnouncer, TerminalAnnouncer
@@ -21,13 +23,21 @@ from legato_service.process import serve
 
 def main(argv: Sequence[str] | None = None) -> int:
     standard_error()
-    config = arguments.parse(argv)
-    faulthandler.enable()  # SIGABRT writes the stacks
     console = Console(stderr=True)
+    config = _with_logs(arguments.parse(argv), for_people=console.is_terminal)
+    faulthandler.enable()  # SIGABRT writes the stacks
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
     tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
     return uvloop.run(serve(config, announcer, lambda: make_engines(config)))
+
+
+def _with_logs(config: ServiceConfig, *, for_people: bool) -> ServiceConfig:
+    """Engines log as the service does, to the same file."""
+    engine = msgspec.structs.replace(
+        config.engine, log_level=config.log_level, log_for_people=for_people
+    )
+    return msgspec.structs.replace(config, engine=engine)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -62,15 +63,32 @@ def bind(
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}") from error
+        raise OSError(f"cannot listen on {address}{_reason(address)}") from error
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _reason(address: str) -> str:
+    """Why the kernel refuses the address, which gRPC does not tell; empty if it no longer does."""
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    try:
+        family, kind, protocol, _, name = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(name)
+            probe.listen()
+    except OSError as error:
+        problem = "in use by another process" if error.errno == errno.EADDRINUSE else error.strerror
+        return f": {problem}"
+    return ""
 
 
 def _bind_socket(server: grpc.aio.Server, address: str) -> str:
     """The umask, not a later chmod, keeps others out from the first moment."""
     path = Path(address.removeprefix(UNIX))
     if _is_served(path):  # gRPC would take the path away from the other server
-        raise OSError(f"cannot listen on {address}: another server does")
+        raise OSError(f"cannot listen on {address}: in use by another server")
     umask = os.umask(0o177)
     try:
         server.add_insecure_port(address)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from legato_engine.config import (
     LATENCY_POLICIES,
     MAX_ADAPTER_RANK,
+    MODELS,
+    TEST_MODELS,
     EngineConfig,
     max_block_size,
 )
@@ -21,9 +25,15 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _Add = Callable[..., argparse.Action]
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, whose many lines would hide the message."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     """Exit with code 2 when the options are invalid."""
-    parser = _parser()
+    parser = make_parser()
     given = vars(parser.parse_args(arguments))
     given["affinity"] = given["affinity"] == "on"
     config = ServiceConfig(
@@ -41,10 +51,12 @@ def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, obj
     return [name for name in kind.__struct_fields__ if name in given]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """No abbreviations: `legato` must see which options were typed."""
+    parser = _Parser(
         prog="legato serve",
         description="Serve a vision-language model over gRPC.",
+        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     engine, service = EngineConfig(), ServiceConfig()
@@ -152,7 +164,18 @@ def _add_model(
     parser: argparse.ArgumentParser, engine: EngineConfig, service: ServiceConfig
 ) -> None:
     add = parser.add_argument
-    add("--model", default=engine.model, help="architecture to serve; null: made-up results")
+    add(
+        "--model",
+        type=_model,
+        default=engine.model,
+        help=f"one of {', '.join(MODELS)}; null: made-up results",
+    )
+    add(
+        "--models",
+        metavar="FOLDER",
+        default=engine.models,
+        help="where `legato pull` put models; by default ~/.local/share/legato/models",
+    )
     add("--weights", default=engine.weights, help="folder, .safetensors, .pt or .gguf file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add(
@@ -408,6 +431,17 @@ def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         default=engine.null_objects,
         help="objects found, max_objects at most",
     )
+
+
+def _model(text: str) -> str:
+    if text not in (*MODELS, *TEST_MODELS):
+        near = difflib.get_close_matches(text, MODELS, n=1)
+        raise argparse.ArgumentTypeError(
+            f"no model is called {text!r}"
+            + (f", but {near[0]!r} is" if near else "")
+            + f"; there are {', '.join(MODELS)}"
+        )
+    return text
 
 
 def _speculation(text: str) -> str:

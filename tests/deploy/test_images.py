@@ -16,7 +16,16 @@ TARGETS = ("null", "cpu", "cuda")
 LOCKS = DEPLOY / "image" / "locks"
 COMPOSE = DEPLOY / "compose.yaml"
 COMPOSE_GO = "github.com/compose-spec/compose-go/v2@v2.9.0"
-WITHOUT = {"null": {"torch", "transformers", "tokenizers", "safetensors", "cuda-bindings"}}
+WITHOUT = {
+    "null": {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "cuda-bindings",
+        "huggingface-hub",
+    }
+}
 WITHOUT["cpu"] = {"torch", "cuda-bindings"}  # the build for CPUs is installed by itself
 
 

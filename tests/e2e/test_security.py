@@ -200,7 +200,7 @@ def test_the_commands(secured, mutual, capsys, tmp_path, monkeypatch):
     options = ["--server", secured.address, *ca, "--token-file", str(secured.token_file)]
     assert main(["detect", str(image), "cup", *options]) == 0
     load = ["--rate", "20", "--seconds", "1", "--warm-up", "0"]
-    assert main(["bench", "--serve", *options, *load]) == 0
+    assert main(["load", *options, *load]) == 0
     monkeypatch.setenv("LEGATO_TOKEN", ACME.text)
     own = ["--cert", str(mutual.files.client_cert), "--key", str(mutual.files.client_key)]
     assert main(["info", "--server", mutual.address, *ca, *own]) == 0

@@ -21,7 +21,6 @@ from tests.e2e.server import ENVIRONMENT
     [
         (("--model", "moondream2", "--weights", "nowhere"), "tokenizer", "needs a tokenizer.json"),
         (("--weights", "nowhere"), "weights", "no config.json"),
-        (("--model", "moonbeam"), None, "no model is called 'moonbeam'"),
         (("--adapters", "nowhere"), "adapters", "is not a folder"),
         (("--refiner", "nowhere.pt"), "refiner", "legato-tiny takes no refiner"),
         (

@@ -139,13 +139,14 @@ class Refusal:
         return self.details["ErrorInfo"].reason if "ErrorInfo" in self.details else ""
 
 
-async def refusal(awaitable: Any) -> Refusal:
+async def refusal(awaitable: Any, status: ServerStatus | None = None) -> Refusal:
     """The failure of a call that must fail; `awaitable` is a call or a coroutine that reads one.
 
     A call that is refused while it still sends is read as our own client reads it: grpc.aio may put
     an error of its own in the place of the server's (github.com/grpc/grpc/issues/36066).
     """
-    status = ServerStatus(awaitable) if isinstance(awaitable, grpc.aio.Call) else None
+    if isinstance(awaitable, grpc.aio.Call):
+        status = ServerStatus(awaitable)
     try:
         await awaitable
     except grpc.aio.AioRpcError as error:

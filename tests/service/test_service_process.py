@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -320,3 +321,31 @@ def test_help_names_every_option():
     ).stdout
     for option in ("--listen", "--weights", "--pipeline-depth", "--drain-grace", "--insecure"):
         assert option in shown
+
+
+@pytest.mark.parametrize(("level", "ready"), [("info", True), ("warning", False)])
+def test_engines_log_as_the_service_does(level, ready):
+    """On a terminal no line is JSON, and below `--log-level` no engine says anything."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "legato_service", "--model", "null", "--log-level", level]
+    command += ["--listen", "127.0.0.1:0", "--admin-listen", "off"]
+    with subprocess.Popen(command, stdout=end, stderr=end, stdin=end) as process:
+        os.close(end)
+        said = _until(terminal, b"InferenceService/Detect")
+        process.send_signal(signal.SIGTERM)
+        said += _until(terminal, None)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert not [line for line in said.splitlines() if line.startswith(b"{")]
+    assert (b"engine_ready" in said) == ready
+
+
+def _until(terminal, text):
+    """Read a terminal until `text` came, or its other end is closed."""
+    said = b""
+    while text is None or text not in said:
+        try:
+            said += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    return said

@@ -237,10 +237,15 @@ func waitIfBusy(ctx context.Context, failure *Error, attempt int) bool {
 	if failure.Code != codes.ResourceExhausted || failure.RetryAfter == 0 || attempt >= maxAttempts {
 		return false
 	}
-	if deadline, given := ctx.Deadline(); given && time.Until(deadline) <= failure.RetryAfter {
+	return sleepWithin(ctx, failure.RetryAfter)
+}
+
+// sleepWithin reports whether the context outlives the delay; a deadline that does not is not waited for.
+func sleepWithin(ctx context.Context, delay time.Duration) bool {
+	if deadline, given := ctx.Deadline(); given && time.Until(deadline) <= delay {
 		return false
 	}
-	timer := time.NewTimer(failure.RetryAfter)
+	timer := time.NewTimer(delay)
 	defer timer.Stop()
 	select {
 	case <-timer.C:

@@ -27,6 +27,7 @@ type fake struct {
 	query    func(context.Context, *legatov1.QueryRequest) (*legatov1.QueryResponse, error)
 	detect   func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error)
 	generate func(grpc.ServerStreamingServer[legatov1.GenerateResponse]) error
+	asked    []*legatov1.GenerateRequest
 	session  func(grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse]) error
 	health   *health.Server
 }
@@ -42,8 +43,9 @@ func (f *fake) Query(ctx context.Context, request *legatov1.QueryRequest) (*lega
 }
 
 func (f *fake) Generate(
-	_ *legatov1.GenerateRequest, stream grpc.ServerStreamingServer[legatov1.GenerateResponse],
+	request *legatov1.GenerateRequest, stream grpc.ServerStreamingServer[legatov1.GenerateResponse],
 ) error {
+	f.asked = append(f.asked, request)
 	return f.generate(stream)
 }
 

@@ -48,8 +48,8 @@ class AsyncClient(ConfiguredClient):
     The channel opens at the first call, in the loop that makes it.
 
     Args:
-        target: Any gRPC name ("host:port", "dns:///name:port", "unix:/path"); None takes
-            `LEGATO_SERVER` from the environment, else the local default port.
+        target: Any gRPC name ("host:port", "dns:///name:port", "unix:/path"), port 50051 where a
+            host has none; None takes `LEGATO_SERVER` from the environment, else this host.
         timeout: Seconds for a unary call that names none.
         stream_timeout: Seconds for `generate` that names none.
         tls: Encrypt the connection. Default: if `ca`, `cert` or `credentials` are given.
@@ -68,6 +68,7 @@ class AsyncClient(ConfiguredClient):
     Raises:
         UnencryptedToken: From the constructor, for a token without TLS unless the target is
             certain to be on this host.
+        ValueError: From the constructor, for a target that is a URL of HTTP or has no valid port.
         LegatoError: From every call that fails; see `legato_client._errors`.
         TypeError, ValueError, OSError: From calls whose image cannot be read.
     """

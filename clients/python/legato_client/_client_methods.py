@@ -11,8 +11,10 @@ from legato.v1 import admin_pb2, image_pb2, server_pb2
 from legato_client._base_client import BaseClient
 from legato_client._convert import chat, requests, responses
 from legato_client._convert.upload import Upload
+from legato_client._errors import LegatoError
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
-from legato_client._transport import affinity, methods
+from legato_client._transport import affinity, channel, methods
+from legato_client._transport.event_reader import EventReader
 from legato_client._values import admin, events, results, server
 from legato_client._values import tasks as _tasks
 
@@ -44,7 +46,7 @@ class ClientMethods(BaseClient):
 
     async def chat(
         self,
-        messages: Sequence[_tasks.Message],
+        messages: str | Sequence[_tasks.Message],
         *,
         reasoning: bool = False,
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
@@ -53,9 +55,13 @@ class ClientMethods(BaseClient):
     ) -> results.QueryResult:
         """Answer the last question of a conversation, about the image that a message shows.
 
+        A string is a conversation of this question alone.
+
         The server keeps nothing of it: the next call brings this answer as a message of the
         assistant. To stream, `generate` a `QueryTask` with these messages.
         """
+        if isinstance(messages, str):
+            messages = (_tasks.Message("user", messages),)
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = chat.image_of(task, None)
         shown, file = await self._image_or_file(image)
@@ -152,22 +158,36 @@ class ClientMethods(BaseClient):
     ) -> AsyncGenerator[events.Event, None]:
         """Events of one task as they decode, `Finished` last.
 
+        When the server is lost, another one of the same name goes on, up to three times within
+        `timeout`; nothing is told twice. An image that only the lost server held is ImageNotFound.
+
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
         shown, file = await self._image_or_file(chat.image_of(task, image))
         request = requests.generate(shown, task, options)
+        request.checkpoints = True
         near = affinity.of(request)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
-        reader = methods.EventReader()
-        messages = self._transport.stream(methods.GENERATE, data, time_limit, near)
-        async with contextlib.aclosing(messages):
-            async for message in messages:
-                event = reader.read(message)
-                if event is not None:
-                    yield event
-        yield reader.end()
+        deadline, reader, addition = channel.Deadline(time_limit), EventReader(), b""
+        while True:
+            sent, left = data + addition, deadline.left()
+            messages = self._transport.stream(methods.GENERATE, sent, left, near)
+            try:
+                async with contextlib.aclosing(messages):
+                    async for message in messages:
+                        for event in reader.read(message):
+                            yield event
+                finished = reader.end()
+                break
+            except LegatoError as error:
+                delay = reader.resumption(error, deadline.left())
+                if delay is None:
+                    raise
+            await self._transport.sleep(delay)
+            addition = reader.addition()
+        yield finished
 
     # ------------------------------------------------------------ images
 

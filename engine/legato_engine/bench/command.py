@@ -19,12 +19,13 @@ import structlog
 from rich.console import Console
 
 from legato_engine.bench.decode_phase import MIN_LENGTH, Comparison, compare, measure
+from legato_engine.bench.options import TABLES, bench_parser
 from legato_engine.bench.tables import full_tables, photon_tables, task_table
-from legato_engine.bench.workload import KINDS, Workload
+from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly, assemble
 
-_TABLES = {"full": full_tables, "photon": photon_tables}
+_TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120
 _COMPARED = ("query", "detect")
 
@@ -113,39 +114,11 @@ def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="legato_engine.bench", description=__doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8,32")
-    parser.add_argument("--length", default=110, type=int, help="tokens per request")
-    parser.add_argument(
-        "--context", default=0, type=int, help="position of the first token; 0: as the task has it"
-    )
-    parser.add_argument("--repeats", default=3, type=int, help="timed runs per depth")
-    parser.add_argument(
-        "--compare-tasks",
-        action="store_true",
-        help="query and detect at the same context, whatever --task says",
-    )
-    parser.add_argument("--table", default="full", choices=sorted(_TABLES))
-    parser.add_argument("--json", action="store_true", help="figures instead of tables")
+    parser = bench_parser()
     arguments = parser.parse_args(argv)
     if arguments.length < MIN_LENGTH:
         parser.error(f"--length is at least {MIN_LENGTH}")
     return arguments
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--model", default="legato-tiny")
-    parser.add_argument("--weights", default="")
-    parser.add_argument("--tokenizer", default="")
-    parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--max-context", default=0, type=int, help="positions; 0: the model's own")
-    parser.add_argument("--dtype", default="auto", help="auto, f32, bf16")
-    parser.add_argument("--draft", default="", help="FILE, NAME:FOLDER or lookup")
-    parser.add_argument("--threads", default=0, type=int, help="CPU cores; 0: all")
-    parser.add_argument("--task", default="query", choices=KINDS)
-    parser.add_argument("--no-cuda-graphs", action="store_true")
 
 
 def model_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -161,10 +134,6 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         threads=arguments.threads,
         cuda_graphs=not arguments.no_cuda_graphs,
     )
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def log_to_stderr() -> None:

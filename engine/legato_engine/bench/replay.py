@@ -6,10 +6,8 @@ process of their own. Failpoints that were set are set again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -21,7 +19,8 @@ from PIL import Image
 from rich.console import Console
 
 from legato_engine import failpoints
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import replay_parser
 from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
@@ -73,7 +72,7 @@ _TASKS: dict[str, TaskSpec] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """0: it ran to its end; `EXIT_CRASHED`: it died again; 2: there is no such bundle."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parse(words)
+    arguments = replay_parser().parse_args(words)
     try:
         bundle = bundles.load(arguments.bundle)
     except (OSError, ValueError) as error:
@@ -198,17 +197,6 @@ def _length(shape: RequestShape, end: int | None) -> int:
     if shape.in_flight or end is None:
         return shape.max_tokens
     return end - shape.prefix_length - shape.prompt_tokens + 1
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="legato replay", description=__doc__)
-    parser.add_argument("bundle", type=pathlib.Path, help="folder, or its bundle.json")
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--no-failpoints", action="store_true", help="do not set the failpoints that were set"
-    )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import trace_parser
 from legato_engine.bench.workload import Workload
 from legato_engine.engine.assembly import assemble
 from legato_engine.scheduler.sink import SilentSink
@@ -18,7 +17,7 @@ from legato_engine.telemetry.timeline import StepFeed, Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
+    arguments = trace_parser().parse_args(argv)
     config = model_config(arguments)
     assembly = assemble(msgspec.structs.replace(config, max_running=arguments.streams))
     workload = Workload(
@@ -34,16 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console().print(f"{len(timeline.steps)} launches in {arguments.output}")
     assembly.device.close()
     return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="legato_engine.bench.trace", description=__doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--output", default=pathlib.Path("trace.json"), type=pathlib.Path)
-    parser.add_argument("--streams", default=4, type=int)
-    parser.add_argument("--length", default=32, type=int, help="tokens per request")
-    parser.add_argument("--depth", default=2, type=int, choices=(1, 2))
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

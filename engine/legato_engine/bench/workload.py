@@ -31,7 +31,6 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import Constraint, SampledToken, Task
 
-KINDS = ("query", "caption", "detect")
 _IMAGE_SIZE = (480, 640)  # height, width
 _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 

@@ -69,6 +69,15 @@ class RequestStream(msgspec.Struct, eq=False):
     _waiter: asyncio.Future[None] | None = None  # for the next output
     _result: asyncio.Future[Done] | None = None
 
+    def __post_init__(self) -> None:
+        """A caller's checkpoint counts as told."""
+        resumed = self.request.resumed
+        if resumed is not None:
+            self._first_token = resumed.first_token
+            self._token_ids = list(resumed.token_ids)
+            self._payloads = list(resumed.payloads)
+            self._logprobs = list(resumed.logprobs)
+
     @property
     def request_id(self) -> RequestKey:
         return self.request.request_id
@@ -225,8 +234,13 @@ def _resolve(result: asyncio.Future[Done], last: StreamOutput | LegatoError | No
 
 
 def _merged(deltas: list[Delta]) -> Delta:
-    events = [event for delta in deltas for event in delta.events]
-    return msgspec.structs.replace(deltas[0], events=merge_events(events))
+    return Delta(
+        request_id=deltas[0].request_id,
+        events=merge_events([event for delta in deltas for event in delta.events]),
+        token_ids=tuple([each for delta in deltas for each in delta.token_ids]),
+        payloads=tuple([each for delta in deltas for each in delta.payloads]),
+        logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
+    )
 
 
 def merge_events(events: list[Event]) -> tuple[Event, ...]:

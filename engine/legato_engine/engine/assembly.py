@@ -208,6 +208,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         tokenizer=config.tokenizer,
         random_weights=config.random_weights,
         max_context=config.max_context,
+        models=config.models,
     )
     progress("weights", _WEIGHTS_FROM)
     dtype = _dtype(config.dtype, device)

@@ -11,7 +11,7 @@ import time
 import msgspec
 import structlog
 
-from legato_engine.core import CachedImage, Request, RequestKey
+from legato_engine.core import CachedImage, Request, RequestKey, TokenInfo
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler
@@ -211,7 +211,7 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
-        if request.resumed is None:
+        if not request.was_admitted:
             self._make_room(request.request_id, request.tenant, request.priority)
 
     def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
@@ -292,7 +292,9 @@ class EngineCore:
         )
         sequence.seq_id = next(self._seq_ids)
         sequence.timing.arrival = pending.arrival
-        tokens = [] if request.resumed is None else replay(sequence, request.resumed)
+        tokens: list[TokenInfo] = []
+        if request.resumed is not None:
+            tokens = replay(sequence, request.resumed, self._frontend)
         finish_reason = ended_as(sequence)
         if finish_reason is None:
             self._scheduler.submit(sequence)
@@ -311,6 +313,8 @@ class EngineCore:
         if finish_reason is None:
             self._unannounced.append(sequence)
         else:  # only its result was lost
+            if not request.was_admitted:
+                self._sink.started(sequence)
             self._sink.done(sequence, finish_reason)
 
     def _fail(self, request_id: RequestKey, error: BaseException) -> None:

@@ -11,29 +11,34 @@ import structlog
 from legato_engine.log_sink import LogSink, SinkHandler, standard_error
 
 
-def configure_logging() -> None:
-    """Log JSON lines, the standard library's included."""
+def configure_logging(level: str = "info", *, for_people: bool = False) -> None:
+    """Log JSON lines, or lines for people, the standard library's included."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
     ]
-    sink = LogSink(standard_error(), _dropped)
+    last: list[structlog.typing.Processor]
+    if for_people:
+        # The usual tracebacks show local variables, and with them prompts.
+        plain = structlog.dev.plain_traceback
+        last = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+    else:
+        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    sink = LogSink(standard_error(), _dropped_text if for_people else _dropped)
+    number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer(), _bytes],
+        processors=[*shared, *last, _bytes],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=lambda *_: sink,
     )
     handler = SinkHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
-    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
 
 
 def _bytes(_logger: object, _method: str, line: object) -> bytes:
@@ -48,3 +53,7 @@ def _dropped(count: int) -> bytes:
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     return msgspec.json.encode(line)
+
+
+def _dropped_text(count: int) -> bytes:
+    return f"log_lines_dropped count={count}".encode()

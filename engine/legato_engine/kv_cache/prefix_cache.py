@@ -70,7 +70,8 @@ class PrefixCache:
 
     def launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
         if ownership.source is not None:
-            self._tree.release(ownership.source, sequence.request.priority)
+            source = ownership.source  # nothing is known yet of how this sequence's drafts do
+            self._tree.release(source, sequence.request.priority, source.acceptance)
             ownership.copied, ownership.source = ownership.source, None
         self.planned(ownership)
         self.publish(sequence, ownership)

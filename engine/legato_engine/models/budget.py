@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import msgspec
 
-from legato_engine.core import Request, RequestKey, SamplingParams
+from legato_engine.core import Request, SamplingParams
 from legato_engine.errors import InvalidField, PromptTooLong
 
 
@@ -27,12 +26,18 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
         InvalidField: a field is out of range.
     """
     asked = request.sampling
+    seed = request.request_id.seed if asked.seed is None else asked.seed
+    return fill_sampling(asked, defaults, seed)
+
+
+def fill_sampling(asked: SamplingParams, defaults: SamplingDefaults, seed: int) -> SamplingParams:
+    """As `resolve_sampling`, with a seed that is known."""
     sampling = SamplingParams(
         temperature=defaults.temperature if asked.temperature is None else asked.temperature,
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=defaults.top_k if asked.top_k is None else asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
+        seed=seed,
         stop=asked.stop,
     )
     _check(sampling)
@@ -59,11 +64,6 @@ def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
             actual=prompt_length,
         )
     return min(wanted, available)
-
-
-def _seed(request_id: RequestKey) -> int:
-    """Derive the seed from the id, so that a retried request samples the same tokens."""
-    return int.from_bytes(hashlib.sha256(request_id.name.encode()).digest()[:8]) >> 1
 
 
 def _check(sampling: SamplingParams) -> None:

@@ -34,6 +34,7 @@ class ModelFrontend(Protocol):
     takes_images: bool
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
+    vocab_size: int
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""

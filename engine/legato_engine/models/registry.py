@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from legato_engine.config import MODELS
 from legato_engine.errors import ModelNotFound
+from legato_engine.hub import catalog, store
 from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.gguf.reader import is_gguf
 
@@ -23,6 +25,8 @@ _FAMILIES = {
     "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
     "qwen": "legato_engine.models.qwen.family",
+    "smollm2-135m": "legato_engine.models.llama.family",
+    "qwen3-0.6b": "legato_engine.models.qwen.family",
     "random-tiny": "legato_engine.models.moondream.family",
     "random-tiny3": "legato_engine.models.moondream.family",
 }
@@ -35,8 +39,12 @@ def resolve(
     *,
     random_weights: bool = False,
     max_context: int = 0,
+    models: str = "",
 ) -> ModelBundle:
-    """Find a model by name; the default name with a GGUF file is the model that the file names.
+    """Find a model by name.
+
+    One that `legato pull` knows is taken from `models` by default. The default name with a GGUF
+    file is the model that the file names.
 
     Raises:
         ModelNotFound: the name is unknown.
@@ -46,8 +54,11 @@ def resolve(
         name = "gguf"
     if name not in _FAMILIES:
         raise ModelNotFound(
-            f"no model is called {name!r}; there are {', '.join(sorted(_FAMILIES))}",
+            f"no model is called {name!r}; there are {', '.join(MODELS)}",
             resource=name,
         )
+    if name in catalog.MODELS and not (weights or tokenizer or random_weights):
+        folder = store.find(models, name)
+        weights, tokenizer = str(folder), str(folder / "tokenizer.json")
     find: Callable[[ModelSource], ModelBundle] = importlib.import_module(_FAMILIES[name]).find
     return find(ModelSource(name, weights, tokenizer, random_weights, max_context))

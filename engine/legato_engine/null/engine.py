@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -9,7 +10,16 @@ from collections.abc import Callable
 import msgspec
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectTask, FinishReason, PointTask, Request, RequestKey
+from legato_engine.core import (
+    DetectTask,
+    FinishReason,
+    PointTask,
+    Request,
+    RequestKey,
+    Resumed,
+    SamplingParams,
+    TaskSpec,
+)
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -34,12 +44,12 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.models.budget import (
     SamplingDefaults,
+    fill_sampling,
     max_objects,
-    resolve_sampling,
     token_budget,
 )
 from legato_engine.null.images import NullImages
-from legato_engine.null.request import IMAGE_TOKENS, NullRequest, input_tokens
+from legato_engine.null.request import IMAGE_TOKENS, NullRequest
 from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.clock import SystemClock
@@ -106,17 +116,27 @@ class NullEngine:
         image, image_seconds = None, 0.0
         try:
             self._check(request)
-            if resumed is None:
-                self._make_room(request.request_id, request.tenant, request.priority)
+            starts = not len(self._queue) and self.rows_free > 0
+            must_queue = not (starts or request.was_admitted)
+            if must_queue:
+                self._make_room(request.tenant, request.priority)
             if request.image is not None:
                 self._images.leases.expire()
                 image = self._images.find_or_load(
                     request.image, tenant=request.tenant, keep=request.cache_image
                 )
                 image_seconds = time.monotonic() - arrival
-            output = self._output(request, has_image=image is not None)
-            null_request = NullRequest(request, output, image, arrival, image_seconds)
-            if resumed is None:
+            length, output = _scripted(
+                request.task,
+                request.sampling,
+                image is not None,
+                self._num_objects,
+                self._max_context,
+            )
+            null_request = NullRequest(request, output, image, arrival, image_seconds, length)
+            if resumed is not None:
+                _check_tokens(resumed, output)
+            if must_queue:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
             self._fail(request, error)
@@ -128,10 +148,12 @@ class NullEngine:
         if request.deadline is not None and request.deadline < self._next_deadline:
             self._next_deadline = request.deadline
         self._requests[request.request_id] = null_request
-        self._queue.add(null_request)
-        if self.rows_free and len(self._queue) == 1:
+        if starts:
+            self._queue.serve(null_request)
             self._start(null_request, arrival + image_seconds)
-        elif request.progress and not self.rows_free:
+            return
+        self._queue.add(null_request)
+        if request.progress and not self.rows_free:
             self._announce_queued(null_request)
 
     def stop(self, request_id: RequestKey) -> None:
@@ -140,6 +162,7 @@ class NullEngine:
         if request is None:
             return
         if request_id not in self._running:
+            self._queue.take(request)
             self._start(request, now)
         self._finish(request, FinishReason.CANCELLED, now)
 
@@ -153,7 +176,9 @@ class NullEngine:
 
     def hold(self, command: HoldImage) -> None:
         try:
-            self._make_room(command.request_id, command.owner)
+            if command.request_id in self._requests:
+                raise _in_use()
+            self._make_room(command.owner)
             self._send(self._images.hold(command))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
@@ -205,14 +230,16 @@ class NullEngine:
             self._images.leases.expire()
         if now >= self._next_deadline:
             self._expire(now)
-        self._admit(now)
+        if len(self._queue):
+            self._admit(now)
         if not self._running or now < self._next_step:
             return
         self.steps_committed += 1
         self._next_step = now + self._period
         for request in list(self._running.values()):
             self._advance(request, now)
-        self._admit(now)
+        if len(self._queue):
+            self._admit(now)
 
     def _advance(self, running: NullRequest, now: float) -> None:
         request, output = running.request, running.output
@@ -252,39 +279,25 @@ class NullEngine:
             raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+        if not request.was_admitted and request.request_id in self._requests:
+            raise _in_use()
 
-    def _make_room(self, request_id: RequestKey, tenant: str, priority: int = 0) -> None:
+    def _make_room(self, tenant: str, priority: int = 0) -> None:
         """As in `EngineCore`; no request is in preparation."""
-        if request_id in self._requests:
-            raise InvalidField("request id is in use", field="request_id")
         displaced = self._admission.displaced_by(tenant, priority, time.monotonic())
         if isinstance(displaced, NullRequest):
             self.abort(displaced.request.request_id)
             self._fail(displaced.request, self._admission.displacement())
 
-    def _output(self, request: Request, *, has_image: bool) -> ScriptedOutput:
-        """Cut to the context, as by a model."""
-        task, sampling = request.task, resolve_sampling(request, _DEFAULTS)
-        if isinstance(task, (DetectTask, PointTask)):
-            max_objects(task.max_objects, self._num_objects)
-        output = scripted_output(task, request.sampling, self._num_objects)
-        assert sampling.max_tokens is not None, "it was resolved"
-        length = input_tokens(output, has_image=has_image)
-        budget = token_budget(sampling.max_tokens, length, self._max_context)
-        if len(output.events) <= budget:
-            return output
-        cut = msgspec.structs.replace(request.sampling, max_tokens=budget)
-        return scripted_output(task, cut, self._num_objects)
-
     def _admit(self, now: float) -> None:
         while self.rows_free and (waiting := self._queue.first(_fits)) is not None:
+            self._queue.take(waiting)
             self._start(waiting, now)
 
     def _start(self, waiting: NullRequest, now: float) -> None:
         if not self._running:
             self._next_step = now + self._period
         request = waiting.request
-        self._queue.take(waiting)
         self._running[request.request_id] = waiting
         waiting.started = now
         if not request.progress:
@@ -324,5 +337,42 @@ class NullEngine:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
 
 
+def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
+    """A token's id is its number."""
+    count = min(len(resumed.token_ids), len(output.events))
+    for index, token_id in enumerate(resumed.token_ids):
+        if index >= count or token_id != index:
+            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
+
+
 def _fits(_: NullRequest) -> bool:
     return True
+
+
+def _in_use() -> InvalidField:
+    return InvalidField("request id is in use", field="request_id")
+
+
+@functools.lru_cache(1024)
+def _scripted(
+    task: TaskSpec, sampling: SamplingParams, has_image: bool, num_objects: int, max_context: int
+) -> tuple[int, ScriptedOutput]:
+    """Return the length of the prompt and the output, cut to the context as by a model.
+
+    The prompt is BOS, the image, and a token for each word.
+
+    Raises:
+        InvalidField: a field is out of range.
+        PromptTooLong: not even one token fits.
+    """
+    resolved = fill_sampling(sampling, _DEFAULTS, seed=0)
+    assert resolved.max_tokens is not None, "it was resolved"
+    if isinstance(task, (DetectTask, PointTask)):
+        max_objects(task.max_objects, num_objects)
+    output = scripted_output(task, sampling, num_objects)
+    length = 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
+    budget = token_budget(resolved.max_tokens, length, max_context)
+    if len(output.events) > budget:
+        cut = msgspec.structs.replace(sampling, max_tokens=budget)
+        output = scripted_output(task, cut, num_objects)
+    return length, output

@@ -10,11 +10,6 @@ from legato_engine.null.scripted_output import ScriptedOutput
 IMAGE_TOKENS = 729
 
 
-def input_tokens(output: ScriptedOutput, *, has_image: bool) -> int:
-    """BOS, the image, and a token for each word."""
-    return 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
-
-
 class NullRequest(msgspec.Struct, eq=False):
     """A request with its output; times are monotonic seconds, 0 until they are known."""
 
@@ -23,6 +18,7 @@ class NullRequest(msgspec.Struct, eq=False):
     image: ImageInfo | None
     arrival: float
     image_seconds: float
+    input_tokens: int
     started: float = 0.0
     first_token: float = 0.0
     num_tokens: int = 0
@@ -41,11 +37,7 @@ class NullRequest(msgspec.Struct, eq=False):
 
     @property
     def was_started(self) -> bool:
-        return self.request.resumed is not None
-
-    @property
-    def input_tokens(self) -> int:
-        return input_tokens(self.output, has_image=self.image is not None)
+        return self.request.was_admitted
 
     @property
     def cached_tokens(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -77,7 +76,6 @@ class ScriptedOutput:
         return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
 
 
-@functools.lru_cache(1024)
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
     match task:
         case QueryTask():

@@ -15,7 +15,7 @@ from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import Fields, StagingBuffer
 
 MAX_PASSES = 10
-"""Steps of a launch, each staged on its own; the matrix library is faster for longer prompts."""
+"""Host sides of the staged steps; the matrix library is faster for prompts of more steps."""
 
 SHARED_PASSES = 4
 """Steps of a shared launch; its decodes wait for all of them."""

@@ -1,8 +1,8 @@
 """The backend of a model's CUDA kernels: every shape is a captured graph, prefills included.
 
 A short prompt runs as rows of a decode step that share one page table, so it costs what a step
-costs and has the same bits. Prompts share such steps, and decodes join the last one, so that none
-pays alone for reading the weights.
+costs and has the same bits; so does an answer of any length after a preemption. Prompts share such
+steps, and decodes join the last one, so that none pays alone for reading the weights.
 
 A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
 prefixes are one graph for each rank.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from legato_engine.device.base import Event
 from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import Sampler
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
@@ -142,10 +143,10 @@ class KernelBackend:
         num_tokens = sum(len(prompt.tokens) for prompt in scheduled) + len(decodes)
         if num_tokens > self._max_scheduled:
             assert len(prompts) + len(decodes) == 1, f"{num_tokens} tokens share a launch"
-            stage_samples(buffers, prompts, self._state.scratch_row)
-            buffers.staged.upload(compute)
-            compute.submit(steps[0].run_long_prompt)
-            return
+            answer = self._run_long(slot, prompts[0], scheduled[0])
+            if answer is None:
+                return
+            scheduled = [answer]
         passes = cut_passes(decodes, scheduled, self.limits.sampled)
         self._run_passes(slot, passes, (*decodes, *prompts))
 
@@ -165,6 +166,29 @@ class KernelBackend:
             self._resources.compute.submit(step.run_prefix)
         return ScheduledPrompt(row.sequence.row, start, tokens)
 
+    def _run_long(
+        self, slot: int, row: ScheduledSequence, scheduled: ScheduledPrompt
+    ) -> ScheduledPrompt | None:
+        """Run a long prompt by torch's operations; return the tokens that steps compute after it.
+
+        After a preemption those of the answer are computed by steps however many there are, which
+        gives them the bits that they had when they were decoded.
+        """
+        buffers, compute = self._slots[slot], self._resources.compute
+        num_answer = min(row.num_tokens, row.sequence.num_committed)
+        num_prompt = len(scheduled.tokens) - num_answer
+        if num_answer and num_prompt <= self._max_scheduled:
+            return scheduled
+        if not num_answer:
+            stage_samples(buffers, (row,), self._state.scratch_row)
+            buffers.staged.upload(compute)
+        given = row._replace(num_tokens=row.num_tokens - num_answer)
+        compute.submit(PrefillStep(self._resources, buffers, given).run_long_prompt)
+        if not num_answer:
+            return None
+        first = scheduled.start + num_prompt
+        return ScheduledPrompt(scheduled.row, first, scheduled.tokens[num_prompt:])
+
     def _run_passes(
         self,
         slot: int,
@@ -172,13 +196,20 @@ class KernelBackend:
         sampled: Sequence[ScheduledSequence],
     ) -> None:
         buffers, scratch = self._slots[slot], self._state.scratch_row
+        compute = self._resources.compute
         adapted = any(row.sequence.adapter.key for row in sampled)
-        for copy, tokens in enumerate(passes):
-            bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
+        uploads: list[Event] = []
+        for index, tokens in enumerate(passes):
+            bucket, is_last = bucket_for(self.buckets, len(tokens)), index == len(passes) - 1
+            copy = index % MAX_PASSES
+            if index >= MAX_PASSES:  # only a long answer after a preemption has so many
+                uploads[index - MAX_PASSES].wait()
             if is_last:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
-            buffers.staged.upload(self._resources.compute, copy)
+            buffers.staged.upload(compute, copy)
+            if len(passes) > MAX_PASSES:
+                uploads.append(compute.record())
             groups = num_groups(tokens, GROUP)
             self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 

@@ -115,7 +115,7 @@ class Scheduler:
                 limit=self._manager.max_length,
                 actual=sequence.max_length,
             )
-        if request.resumed is None:  # else an earlier engine has admitted it
+        if not request.was_admitted:
             displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
             assert displaced is None, "nothing is being prepared"
             self._admission.check_deadline(sequence)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
@@ -110,11 +111,8 @@ class WaitingQueue(Generic[WaitingT]):
     def add(self, item: WaitingT) -> None:
         name = item.request.tenant
         tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(self._least_served)
-        if not tenant.entries:
-            tenant.served = max(tenant.served, self._least_served)
-            self._waiting[name] = tenant
+        if tenant is None or not tenant.entries:
+            tenant = self._waiting[name] = self._joining(name)
         insort(tenant.entries, _Entry(item, (self._rank(item), next(self._added))), key=_RANK)
         self._now = max(self._now, item.arrival)
         self._num_waiting += 1
@@ -145,20 +143,23 @@ class WaitingQueue(Generic[WaitingT]):
                 num_skipped += 1
         return None
 
+    def serve(self, item: WaitingT) -> None:
+        """Serve a request that does not wait, as `add` and `take` would; nothing else waits."""
+        assert not self._num_waiting, "it would overtake what waits"
+        self._now = max(self._now, item.arrival)
+        tenant = self._joining(item.request.tenant)
+        self._least_served = tenant.served
+        self._charge(item, tenant)
+
     def take(self, item: WaitingT) -> None:
         """Remove a request to serve it; it overtakes all before it."""
         for entry in self._ordered():
             if entry.item is item:
                 break
             entry.num_overtaken += 1
-        least = min(tenant.served for tenant in self._waiting.values())
+        least = min([tenant.served for tenant in self._waiting.values()])
         self._least_served = max(self._least_served, least)
-        tenant = self._pop(item)
-        tenant.turn = self._now
-        if item not in self._charged:
-            self._charged[item] = item.max_cost
-            tenant.served += item.max_cost
-            tenant.num_charged += 1
+        self._charge(item, self._pop(item))
 
     def settle(self, item: WaitingT) -> None:
         """Charge a request that has ended only what it cost; ignore one that was not taken."""
@@ -186,9 +187,9 @@ class WaitingQueue(Generic[WaitingT]):
         tenant = self._waiting.get(item.request.tenant)
         own = 0
         if tenant is not None:
-            own = bisect_right(tenant.entries, self._rank(item), key=lambda each: each.rank[0])
-        others = (each for each in self._waiting.values() if each is not tenant)
-        return own + sum(min(len(each.entries), own + 1) for each in others)
+            own = bisect_right(tenant.entries, (self._rank(item), math.inf), key=_RANK)
+        others = [each for each in self._waiting.values() if each is not tenant]
+        return own + sum([min(len(each.entries), own + 1) for each in others])
 
     def num_of(self, tenant: str) -> int:
         waiting = self._waiting.get(tenant)
@@ -231,12 +232,12 @@ class WaitingQueue(Generic[WaitingT]):
 
     # ------------------------------------------------------------ order
 
-    def _ordered(self) -> Iterator[_Entry[WaitingT]]:
+    def _ordered(self) -> Iterable[_Entry[WaitingT]]:
         """The order of service from here on, if every request fits and no other arrives."""
         tenants = list(self._waiting.values())
-        if len(tenants) == 1:
-            yield from tenants[0].entries
-            return
+        return tenants[0].entries if len(tenants) == 1 else self._in_turns(tenants)
+
+    def _in_turns(self, tenants: Sequence[_Tenant[WaitingT]]) -> Iterator[_Entry[WaitingT]]:
         priorities = [_priorities(tenant.entries) for tenant in tenants]
         highest = max((each[0] for each in priorities), default=0)
 
@@ -272,6 +273,22 @@ class WaitingQueue(Generic[WaitingT]):
         while tenant.entries[index].item is not item:
             index += 1
         return index
+
+    def _joining(self, name: str) -> _Tenant[WaitingT]:
+        """A tenant of which nothing waited; it is not owed for that time."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(self._least_served)
+        elif tenant.served < self._least_served:
+            tenant.served = self._least_served
+        return tenant
+
+    def _charge(self, item: WaitingT, tenant: _Tenant[WaitingT]) -> None:
+        tenant.turn = self._now
+        if item not in self._charged:
+            cost = self._charged[item] = item.max_cost
+            tenant.served += cost
+            tenant.num_charged += 1
 
     def _pop(self, item: WaitingT) -> _Tenant[WaitingT]:
         name = item.request.tenant

@@ -11,6 +11,9 @@ from legato_engine.speculative.float32 import f32
 INITIAL_RATE = f32(0.8)
 """Before a request's first verification."""
 
+ALPHA = 0.2
+"""Weight of the newest verification in a request's average."""
+
 PRESSURE_RATIO = 0.85
 """Share of the page pool in use above which it is under pressure."""
 
@@ -52,7 +55,7 @@ class BlockPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedBlockPolicy:
-    """A constant block size."""
+    """A constant block size. The average is kept for the eviction of pages."""
 
     block_size: int
 
@@ -64,7 +67,7 @@ class FixedBlockPolicy:
         request.current_block_size = self.block_size
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        pass
+        update_average(ALPHA, request, accepted, proposed)
 
     def allot(self, requests: Sequence[BlockState]) -> None:
         pass
@@ -79,7 +82,7 @@ class AdaptiveBlockPolicy:
     mid_block: int = 4
     max_block: int = 8
     pressure_block: int = 2
-    alpha: float = 0.2
+    alpha: float = ALPHA
     high: float = 0.80
     low: float = 0.50
 
@@ -115,9 +118,14 @@ def update_block_size(
     The rule follows the seed, although `accepted / proposed` falls as blocks grow: with a share `a`
     of the tokens right, `(a + a^2 + ... + a^B) / B` of a block of B are accepted.
     """
+    update_average(policy.alpha, request, accepted, proposed)
+    request.current_block_size = policy.size(request)
+
+
+def update_average(alpha: float, request: BlockState, accepted: int, proposed: int) -> None:
+    """Update a request's average acceptance with one verification."""
     assert 0 <= accepted <= proposed, f"{accepted} of {proposed} tokens accepted"
     rate = f32(accepted / proposed) if proposed else 0.0
-    alpha = f32(policy.alpha)
-    kept = f32(f32(1.0 - alpha) * request.ema_acceptance_rate)
-    request.ema_acceptance_rate = f32(f32(alpha * rate) + kept)
-    request.current_block_size = policy.size(request)
+    newest = f32(alpha)
+    kept = f32(f32(1.0 - newest) * request.ema_acceptance_rate)
+    request.ema_acceptance_rate = f32(f32(newest * rate) + kept)

@@ -7,6 +7,7 @@ from legato_engine.client.request_stream import StreamOutput
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from legato_service.convert import responses
+from legato_service.convert.checkpoints import Checkpoints
 from legato_service.convert.response_info import fill_info
 
 
@@ -16,7 +17,17 @@ class EventStream:
     Each region is an event of its own. None is a silence, and becomes a heartbeat.
     """
 
-    def __init__(self, request_id: str, task_id: str, stamp: media_pb2.FrameStamp | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        task_id: str,
+        stamp: media_pb2.FrameStamp | None,
+        checkpoints: Checkpoints | None = None,
+        resumptions: int = 0,
+    ) -> None:
+        """`resumptions` are those of the stream, by its client."""
+        self._checkpoints = checkpoints
+        self._resumptions = resumptions
         self._request_id = request_id
         self._task_id = task_id
         self._stamp = stamp
@@ -27,7 +38,10 @@ class EventStream:
         if isinstance(output, Delta):  # nearly all
             first, self._next_index = self._next_index, self._next_index + len(output.events)
             numbered = enumerate(output.events, first)
-            return [responses.delta(event, index) for index, event in numbered]
+            events = [responses.delta(event, index) for index, event in numbered]
+            if self._checkpoints is not None:
+                self._checkpoints.cover(events[-1], output)
+            return events
         event = self._event(output)
         event.index = self._next_index
         self._next_index += 1
@@ -41,7 +55,10 @@ class EventStream:
                 return responses.queued(output)
             case Started():
                 self._model = output.model
-                return responses.started(output, self._request_id)
+                started = responses.started(output, self._request_id)
+                if self._checkpoints is not None:
+                    self._checkpoints.begin(started)
+                return started
             case Done():
                 return self._finished(output)
 
@@ -49,4 +66,6 @@ class EventStream:
         message = inference_pb2.GenerateResponse()
         message.finished.result.CopyFrom(responses.task_result(self._task_id, done))
         fill_info(message.finished.info, self._request_id, self._model, done, self._stamp)
+        if self._resumptions:
+            message.finished.info.resumptions += self._resumptions
         return message

@@ -75,22 +75,14 @@ class EngineGroup:
             each.subscribe(functools.partial(self._on_state, each))
             if len(self.members) > 1:
                 each.siblings = self
+        self._note_serving()
 
     # ------------------------------------------------------------ state
-
-    @property
-    def serving(self) -> list[Engine]:
-        return [each for each in self.members if each.state is _READY]
 
     @property
     def state(self) -> EngineState:
         """Of the best engine: the server serves while one does."""
         return self._best.state
-
-    @property
-    def model(self) -> ModelInfo | None:
-        """None until the first engine was ready."""
-        return next((each.model for each in self.members if each.model is not None), None)
 
     @property
     def load(self) -> Load:
@@ -103,18 +95,11 @@ class EngineGroup:
     @property
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait where it waits least."""
-        members = self.serving or self.members
-        return min(each.estimated_wait for each in members)
+        return min([each.estimated_wait for each in self.serving or self.members])
 
     @property
     def num_open(self) -> int:
-        return sum(each.num_open for each in self.members)
-
-    @property
-    def capacity(self) -> float:
-        """Requests that the serving engines run and queue; infinite before one was ready."""
-        models = [each.model for each in self.serving or self.members]
-        return sum(_capacity(each) for each in models)
+        return sum([each.num_open for each in self.members])
 
     @property
     def resumptions(self) -> int:
@@ -262,7 +247,17 @@ class EngineGroup:
             is_full=num_requests >= _capacity(model),
         )
 
+    def _note_serving(self) -> None:
+        """Every call asks for these, and they change with states only."""
+        self.serving = [each for each in self.members if each.state is _READY]
+        models = [each.model for each in self.members if each.model is not None]
+        self.model = models[0] if models else None
+        """None until the first engine was ready."""
+        self.capacity = sum(_capacity(each.model) for each in self.serving or self.members)
+        """Requests that the serving engines run and queue; infinite before one was ready."""
+
     def _on_state(self, engine: Engine, state: EngineState) -> None:
+        self._note_serving()
         if state is EngineState.LOST:
             self._directory.forget(engine.number)
         elif state is _READY:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 from legato_engine import core
-from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import Restage, StreamOutput
 from legato_engine.core import RequestKey
 from legato_engine.errors import (
@@ -70,6 +69,10 @@ class Dispatcher:
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._registry)
 
+    def take_over(self, key: RequestKey) -> None:
+        """End a Generate of this id, as `RequestRegistry.take_over`."""
+        self._registry.take_over(key)
+
     def admit(
         self, key: RequestKey, context: CallContext, default_deadline: float
     ) -> ActiveRequest:
@@ -88,10 +91,7 @@ class Dispatcher:
         wait = self._engines.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
-        # The estimate is for the end of the queue, not for higher priorities, nor for tenants that
-        # have less than their share.
-        queued_last = rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
-        if queued_last and wait > left and self._engines.state is EngineState.READY:
+        if wait > left and self._engines.serving and _is_queued_last(rpc):
             raise DeadlineUnreachable(
                 f"a request arriving now would wait {wait:.3g} s",
                 estimated_wait_ms=round(wait * 1000),
@@ -189,6 +189,11 @@ class Dispatcher:
             return self._engines.members[0]
         keys = affinity.keys_of(request, image)
         return self._engines.route(keys, has_bytes=has_bytes)
+
+
+def _is_queued_last(rpc: call.Call) -> bool:
+    """Estimated waits are not for higher priorities, nor for tenants below their share."""
+    return rpc.priority <= 0 and (rpc.place is None or rpc.place.is_over_share)
 
 
 async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:

@@ -128,6 +128,12 @@ class IdempotencyCache:
             run = self._start(key, fingerprint, work(_RunContext(context)))
         return cast("ReplyT", await self._wait(run))
 
+    def forget_stream(self, key: RequestKey) -> None:
+        """Free the key of a stream that ended; the key of a unary call stays."""
+        cached = self._replies.get(key)
+        if cached is not None and cached.reply is None:
+            self._drop(key)
+
     @contextmanager
     def exclusive(self, key: RequestKey) -> Iterator[None]:
         """Reserve the key for a stream, and for `keep` seconds after a block that ended well.

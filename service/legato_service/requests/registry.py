@@ -40,6 +40,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     _deadlines: Deadlines | None = None
     _image_field: str = ""
     stopped: bool = False
+    is_generate: bool = False  # a client may resume it
     failure: LegatoError | None = None
     on_fail: Callable[[], None] | None = None
     """Ends work that is not a stream's, after `failure` is set."""
@@ -87,7 +88,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
                 if not stream.ended:
                     stream.abort()
         if self._registry is not None:
-            self._registry.leave(self._key)
+            self._registry.leave(self._key, self)
         if isinstance(error, (ImageUndecodable, ImageTooLarge)) and self._image_field:
             error.metadata["field"] = self._image_field
         if isinstance(error, AdapterUnusable):
@@ -144,8 +145,16 @@ class RequestRegistry:
         active = self._active[key] = ActiveRequest(deadline, self, key)
         return active
 
-    def leave(self, key: RequestKey) -> None:
-        del self._active[key]
+    def take_over(self, key: RequestKey) -> None:
+        """Free the key of a Generate, which ends: its client resumes it, so nobody reads it."""
+        active = self._active.get(key)
+        if active is not None and active.is_generate:
+            del self._active[key]
+            active.fail(DuplicateRequest("the stream was resumed", resource=key.caller_id))
+
+    def leave(self, key: RequestKey, active: ActiveRequest) -> None:
+        if self._active.get(key) is active:  # else another one has taken the key over
+            del self._active[key]
         self._ended.append(key)
         if not self._active:
             self._empty.set()

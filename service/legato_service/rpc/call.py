@@ -22,8 +22,19 @@ ID_FORM = re.compile(IDENTIFIER)
 """The form of the ids that clients give to requests and tenants."""
 
 
+_ID_BYTES = 16
+_NUM_DRAWN = 64
+_drawn: list[str] = []
+os.register_at_fork(after_in_child=_drawn.clear)  # parent and child would give the same ids
+
+
 def _new_id() -> str:
-    return os.urandom(16).hex()
+    """Return a random id; one system call draws many."""
+    if not _drawn:
+        text = os.urandom(_ID_BYTES * _NUM_DRAWN).hex()
+        size = 2 * _ID_BYTES
+        _drawn.extend(text[start : start + size] for start in range(0, len(text), size))
+    return _drawn.pop()
 
 
 class Call(msgspec.Struct, eq=False):

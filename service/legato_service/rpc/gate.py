@@ -32,8 +32,8 @@ class Place(msgspec.Struct, eq=False):
 
     def take_name(self, tenant: str) -> None:
         self.tenant = tenant
-        tenants = self.gate.calls_by_tenant
-        tenants[tenant] = tenants.get(tenant, 0) + 1
+        calls = self.gate.calls_by_tenant
+        calls[tenant] = calls.get(tenant, 0) + 1
 
     def submitted(self) -> None:
         """From here on the engine counts the call's requests."""
@@ -48,14 +48,16 @@ class Place(msgspec.Struct, eq=False):
         return calls.get(self.tenant or "", 0) * len(calls) >= sum(calls.values())
 
     def leave(self, _: object) -> None:
-        self.submitted()
-        self.gate.left()
-        if self.tenant is None:
-            return
-        tenants = self.gate.calls_by_tenant
-        tenants[self.tenant] -= 1
-        if not tenants[self.tenant]:
-            del tenants[self.tenant]
+        gate, tenant = self.gate, self.tenant
+        if not self.is_submitted:
+            gate.num_unsubmitted -= 1
+        if tenant is not None:
+            left = gate.calls_by_tenant[tenant] - 1
+            if left:
+                gate.calls_by_tenant[tenant] = left
+            else:
+                del gate.calls_by_tenant[tenant]
+        gate.left()
 
 
 class Gate:
@@ -85,7 +87,8 @@ class Gate:
         return place
 
     def left(self) -> None:
-        self._most_calls = max(self._most_calls, self._num_calls)
+        if self._num_calls > self._most_calls:
+            self._most_calls = self._num_calls
         self._num_calls -= 1
         if self._num_calls == 0 and self._most_calls >= MANY_CALLS:
             self._most_calls = 0
@@ -94,11 +97,12 @@ class Gate:
     @property
     def is_crowded(self) -> bool:
         """Whether `admits` has to decide about the newest call."""
-        return self._num_open > self._limit
+        return self.num_unsubmitted + self._engines.num_open > self._engines.capacity
 
     def admits(self, tenant: str, priority: int) -> bool:
         """Decide about a call that has its place and its name."""
-        num_open, limit = self._num_open, self._limit
+        num_open = self.num_unsubmitted + self._engines.num_open
+        limit = self._engines.capacity
         if num_open <= limit:
             return True
         calls = self.calls_by_tenant
@@ -109,15 +113,7 @@ class Gate:
 
     def refusal(self, request_id: str) -> tuple[Failure, Trailers]:
         """Return a refusal, made for many, and the trailers for this call."""
-        return self._refusals.next(request_id, self._engines.estimated_wait, self._limit)
-
-    @property
-    def _num_open(self) -> int:
-        return self.num_unsubmitted + self._engines.num_open
-
-    @property
-    def _limit(self) -> float:
-        return self._engines.capacity
+        return self._refusals.next(request_id, self._engines.estimated_wait, self._engines.capacity)
 
 
 class _Refusals:

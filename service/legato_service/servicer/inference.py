@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
@@ -14,7 +14,7 @@ from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
-from legato_service.convert import requests, responses
+from legato_service.convert import checkpoints, requests, responses
 from legato_service.convert.event_stream import EventStream
 from legato_service.convert.response_info import fill_info
 from legato_service.requests.dispatcher import CallContext, Dispatcher, completed, follow
@@ -40,6 +40,10 @@ ResponseT = TypeVar(
     pb.PointResponse,
     pb.SegmentResponse,
 )
+
+AnyT = TypeVar("AnyT")
+Reply: TypeAlias = Coroutine[Any, Any, AnyT]
+"""What a handler returns that leaves the work to another coroutine: one frame less a call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,24 +88,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
 
-    async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
-        return await self._unary(_QUERY, request, context)
+    def Query(self, request: pb.QueryRequest, context: Context) -> Reply[pb.QueryResponse]:
+        return self._unary(_QUERY, request, context)
 
-    async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
-        return await self._unary(_CAPTION, request, context)
+    def Caption(self, request: pb.CaptionRequest, context: Context) -> Reply[pb.CaptionResponse]:
+        return self._unary(_CAPTION, request, context)
 
-    async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
-        return await self._unary(_DETECT, request, context)
+    def Detect(self, request: pb.DetectRequest, context: Context) -> Reply[pb.DetectResponse]:
+        return self._unary(_DETECT, request, context)
 
-    async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
-        return await self._unary(_POINT, request, context)
+    def Point(self, request: pb.PointRequest, context: Context) -> Reply[pb.PointResponse]:
+        return self._unary(_POINT, request, context)
 
-    async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
-        return await self._unary(_SEGMENT, request, context)
+    def Segment(self, request: pb.SegmentRequest, context: Context) -> Reply[pb.SegmentResponse]:
+        return self._unary(_SEGMENT, request, context)
 
-    async def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> pb.RunTasksResponse:
+    def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Reply[pb.RunTasksResponse]:
         work = functools.partial(self._run_tasks, request)
-        return await self._once(work, request.options.request_id, context)
+        return self._once(work, request.options.request_id, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -114,38 +118,54 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         sampling = requests.sampling(request.task.sampling, "task.")
         converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
+        resumes = request.HasField("resume_from")
+        if resumes and given:
+            self._idempotency_cache.forget_stream(key)
+            self._dispatcher.take_over(key)
         with (
             self._idempotency_cache.exclusive(key) if given else nullcontext(),
             self._dispatcher.admit(key, context, self._stream_deadline) as active,
         ):
-            self._dispatcher.check(converted, "task.")
+            active.is_generate = True
+            model = self._dispatcher.check(converted, "task.")
+            if resumes:
+                converted = checkpoints.resuming(request.resume_from, converted, model)
             image = await self._dispatcher.images.check(request.image)
             stream = self._dispatcher.submit(converted, image, active)
-            events = EventStream(key.caller_id, request.task.task_id, stamp)
+            resumptions = request.resume_from.resumptions + 1 if resumes else 0
+            call.current().resumptions = resumptions
+            told = checkpoints.of(converted, resumptions) if request.checkpoints else None
+            events = EventStream(key.caller_id, request.task.task_id, stamp, told, resumptions)
             async with aclosing(follow(stream, silence)) as outputs:
                 async for output in outputs:
                     for event in events.convert(output):
                         yield event
 
-    async def _unary(
+    def _unary(
         self,
         skill: _Skill[RequestT, ResultT, ResponseT],
         request: RequestT,
         context: Context,
-    ) -> ResponseT:
+    ) -> Reply[ResponseT]:
         work = functools.partial(self._run_skill, skill, request)
-        return await self._once(work, request.options.request_id, context)
+        return self._once(work, request.options.request_id, context)
 
-    async def _once(
+    def _once(
         self,
-        work: Callable[[RequestKey, CallContext], Coroutine[Any, Any, ReplyT]],
+        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
         given: str,
         context: Context,
-    ) -> ReplyT:
+    ) -> Reply[ReplyT]:
         """Calls to which clients gave one id share `work`."""
         key = self._dispatcher.key(given)
-        if not given:
-            return await work(key, context)
+        return self._shared(work, key, context) if given else work(key, context)
+
+    async def _shared(
+        self,
+        work: Callable[[RequestKey, CallContext], Reply[ReplyT]],
+        key: RequestKey,
+        context: Context,
+    ) -> ReplyT:
         rpc = call.current()
         return await self._idempotency_cache.get_or_run(
             key,

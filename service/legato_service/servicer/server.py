@@ -23,6 +23,7 @@ CAPABILITIES = (
     "sessions",
     "images",
     "logprobs",
+    "checkpoints",
     "pixel_format.nv12",
     "pixel_format.yuyv",
 )  # of every server

@@ -95,3 +95,9 @@ def test_a_shared_picture_is_not_inside_a_message(client, server):
         blocking.session([QueryTask(messages=TALK)]).__enter__()
     client.run_tasks(PICTURE, [QueryTask(messages=TALK[2:])])
     assert len(server.last("RunTasks").tasks[0].query.messages) == 2
+
+
+def test_a_string_is_a_conversation(client, server):
+    """`chat("Hi")` asks that one question."""
+    assert client.chat("Hi").answer
+    assert told(server.last("Query").messages) == [(task_pb2.CHAT_ROLE_USER, ["Hi"])]

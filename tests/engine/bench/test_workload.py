@@ -1,7 +1,8 @@
 """Requests of fixed length."""
 
 import pytest
-from legato_engine.bench.workload import KINDS, Workload, endless
+from legato_engine.bench.options import KINDS
+from legato_engine.bench.workload import Workload, endless
 from legato_engine.config import EngineConfig
 from legato_engine.core import DetectResult, FinishReason
 from legato_engine.engine.assembly import assemble

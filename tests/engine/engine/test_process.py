@@ -24,7 +24,7 @@ from legato_engine.core import (
     SamplingParams,
 )
 from legato_engine.errors import ImageUndecodable, Poisoned
-from legato_engine.ipc.messages import Done, Load
+from legato_engine.ipc.messages import Done
 from legato_engine.telemetry.timeline import timeline_path
 from PIL import Image
 
@@ -141,7 +141,7 @@ async def test_only_the_service_stops_it():
         assert isinstance([r async for r in client.submit(ask("a"))][-1], Done)
         await client.close()
         assert await process.wait() == 0
-        assert client.load == Load()
+        assert client.load.decode_steps is None
 
 
 async def test_timeline_on_request():
@@ -160,7 +160,7 @@ async def test_timeline_on_request():
 async def test_decode_steps_are_in_the_heartbeat():
     """The last heartbeat of an engine that becomes idle has all of its steps."""
     async with running() as client:
-        assert client.load == Load()
+        assert client.load.decode_steps is None
         done = [r async for r in client.submit(ask("a", max_tokens=12))][-1]
         assert isinstance(done, Done)
         await until(lambda: client.load.decode_steps is not None and _idle(client.load))
@@ -254,3 +254,29 @@ async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, t
     (bundle,) = (tmp_path / "crashes").iterdir()
     assert "_hang" in (bundle / "stacks.txt").read_text()
     assert json.loads((bundle / "bundle.json").read_text())["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ("", '"event": "one"'),
+        ("'info', for_people=True", "one"),
+        ("'warning', for_people=True", ""),
+        ("'warning'", ""),
+    ],
+)
+def test_logs_are_as_the_service_asks(settings, shown):
+    """JSON, or lines for people; and below the level nothing, the standard library's included."""
+    program = (
+        f"from legato_engine.engine.logs import configure_logging; configure_logging({settings});"
+        "import logging, structlog; structlog.get_logger().info('one', of=2);"
+        "logging.getLogger('other').info('one'); structlog.get_logger().error('two')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == (3 if shown else 1)
+    assert all(shown in line for line in lines[:-1])
+    assert "two" in lines[-1]
+    assert all(("{" in line) == ("for_people" not in settings) for line in lines)

@@ -103,8 +103,8 @@ def test_random_weights_need_no_files(name):
 )
 def test_published_models_say_what_they_need(tmp_path, name, context):
     """Weights and tokenizer are required, unless weights are random."""
-    with pytest.raises(InvalidField, match=f"{name} needs a weights file or folder"):
-        resolve(name)
+    with pytest.raises(InvalidField, match=f"{name} is not at .*legato pull {name}"):
+        resolve(name, models=str(tmp_path))
     with pytest.raises(InvalidField, match=f"{name} needs a tokenizer"):
         resolve(name, weights=str(tmp_path))
     bundle = resolve(name, random_weights=True)

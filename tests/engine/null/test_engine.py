@@ -23,6 +23,7 @@ from legato_engine.core import (
     RawImage,
     Request,
     RequestKey,
+    Resumed,
     SamplingParams,
     SegmentTask,
     TextDelta,
@@ -204,6 +205,25 @@ def test_an_invalid_request_fails_alone(bench):
     broken = EncodedImage(blob=bench.blobs.put(b"no picture"), mime_type="image/png")
     assert bench.run("c", CaptionTask(), image=broken)[0].error.kind == "ImageUndecodable"
     assert isinstance(bench.run("d")[-1], Done)
+
+
+def test_a_checkpoint_goes_on_and_one_of_other_tokens_is_refused(bench):
+    """After any token the rest is the same; a token's id is its number."""
+    whole = bench.run(deltas=True)
+    count = len([each for each in whole if isinstance(each, Delta)])
+    for told in (1, count):
+        resumed = Resumed(arrival=1.0, token_ids=tuple(range(told)), admitted=False)
+        rest = bench.run("b", resumed=resumed)
+        assert [each.events for each in rest[1:-1]] == [
+            each.events for each in whole[told + 1 : -1]
+        ]
+        assert rest[-1].result == whole[-1].result
+        bench.outputs.clear()
+    for ids in ((1,), tuple(range(count + 1))):
+        bench.submit("c", resumed=Resumed(arrival=1.0, token_ids=ids, admitted=False))
+        (failed,) = bench.of("c")
+        assert failed.error.metadata["field"] == f"resume_from.token_ids[{len(ids) - 1}]"
+        bench.outputs.clear()
 
 
 def test_paced_requests_wait():

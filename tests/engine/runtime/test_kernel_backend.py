@@ -14,7 +14,7 @@ from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.runtime import kernel_backend
+from legato_engine.runtime import kernel_backend, prefill_step
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
@@ -263,6 +263,46 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
         assert 2 * shared_tokens < num_tokens <= 8 * MAX_PASSES
         assert kernels.num_steps - before == (-(-num_tokens // 8) if most > 1 else 0)
     assert given[0] == given[1]
+
+
+@pytest.mark.parametrize(("question", "by_torch"), [("x", 0), ("x" * 60, 1)])
+def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, by_torch):
+    """After a preemption an answer of more tokens than there are staged steps runs as steps, as it
+    did when it was decoded; only a prompt too long for steps does not.
+    """
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    fused, kernels = with_kernels(assembly)
+    monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 32)
+    monkeypatch.setattr(kernel_backend, "MAX_PASSES", 2)
+    long_prompts = []
+    run_long = prefill_step.PrefillStep.run_long_prompt
+
+    def counted(step):
+        long_prompts.append(step)
+        run_long(step)
+
+    monkeypatch.setattr(prefill_step.PrefillStep, "run_long_prompt", counted)
+
+    def asked(preempted_at):
+        run = Run(fused, max_tokens=70)
+        run.submit("long", QueryTask(question=question))
+        sequence = run.sequences["long"]
+        while sequence.num_committed < preempted_at:
+            run.scheduler.step()
+        if preempted_at:
+            while run.scheduler.load().inflight:
+                run.scheduler._commit(run.scheduler._pipeline.oldest())
+            run.scheduler._running._requeue(sequence)
+            manager = run.scheduler._manager
+            manager._tree.evict_until_free(manager.pages_total)
+        return run.finish().answers
+
+    plain = asked(0)
+    del long_prompts[:]
+    before = kernels.num_steps
+    assert asked(60) == plain
+    assert len(long_prompts) == 2 * by_torch, "for the request, and again after the preemption"
+    assert kernels.num_steps - before >= 69 + 60 // 8
 
 
 def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):

@@ -244,6 +244,40 @@ def test_every_request_is_served_or_told(
 # ---------------------------------------------------------------- a full queue
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 3)), max_size=40)
+)
+def test_a_request_that_starts_at_once_is_charged_as_one_that_waited(
+    arrivals: list[tuple[str, int, int]],
+) -> None:
+    """`serve` leaves a queue that treats all that follows as after `add` and `take`."""
+    orders = []
+    for starts in (False, True):
+        queue = WaitingQueue[Job](max_overtakes=0, priority_seconds=1.0)
+        running: list[Job] = []
+        for number, (tenant, units, ended) in enumerate(arrivals):
+            request = Request(request_id=RequestKey(str(number), tenant), task=CaptionTask())
+            job = Job(request, float(number), units / 10, claimed=2.0)
+            if starts:
+                queue.serve(job)
+            else:
+                queue.add(job)
+                queue.take(job)
+            running.append(job)
+            for each in running[:ended]:
+                queue.settle(each)
+            del running[:ended]
+        for number, tenant in enumerate("cbacba"):
+            request = Request(request_id=RequestKey(f"w{number}", tenant), task=CaptionTask())
+            queue.add(Job(request, 100.0, 0.1))
+        order = []
+        while (served := queue.first(lambda _: True)) is not None:
+            queue.take(served)
+            order.append(served.request.request_id)
+        orders.append(order)
+    assert orders[0] == orders[1]
+
+
 def test_a_full_queue_gives_up_a_greedy_tenants_last_request() -> None:
     """It fails with QueueFull and the time to retry; the greedy tenant cannot take the place back.
 

@@ -384,3 +384,37 @@ def test_no_proposal_can_do_harm(assembly, token):
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
     assert run.total("drafted") <= sum(drafts) / 2, "tokens after a gap were proposed"
+
+
+@pytest.mark.parametrize("setting", ["fixed:4", "seed"])
+def test_pages_of_a_request_whose_drafts_fail_are_evicted_first(assembly, setting):
+    """Its average comes from the device: by the last use alone, the older request's would go."""
+    questions = {"right": "what is there in the box?", "wrong": "how many cars are over here?"}
+
+    def asked(of):
+        run = Run(of, max_tokens=33)
+        for name, question in questions.items():
+            run.submit(name, QueryTask(question=question))
+            run.scheduler.drain()
+        return run
+
+    plain = asked(assembly)
+    told = speculating(assembly, setting, knowing(assembly, plain, 1.0, 0.0))
+    held = plain.scheduler.load().prefix_pages
+    run = asked(dataclasses.replace(told, num_pages=1 + held))
+    assert run.answers == plain.answers
+    assert run.scheduler.load().prefix_pages == held
+    run.submit("other", QueryTask(question="a"))  # evicts a few pages
+    run.scheduler.drain()
+    found = {}
+    for name, question in questions.items():
+        run.submit(f"{name} again", QueryTask(question=question))
+        sequence = run.sequences[f"{name} again"]
+        while sequence.row < 0:
+            run.scheduler.step()
+        found[name] = sequence.pages.cached_length
+        run.scheduler.abort(sequence.request.request_id)
+        run.scheduler.drain()
+    rates = {name: run.sequences[name].draft_stats.learnt.ema_acceptance_rate for name in found}
+    assert rates["right"] > 0.8 > rates["wrong"], rates
+    assert found["right"] > found["wrong"], found

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
+from legato_client._transport.async_status import ServerStatus
 
 from tests.service.harness import refusal
 
@@ -85,11 +86,13 @@ async def call_empty(channel: grpc.aio.Channel, path: str, metadata: Any) -> Any
     stub: Any = getattr(channel, kind)(path)
     call = stub(iter([b""]) if client else b"", metadata=metadata)
 
+    status = ServerStatus(call)
+
     async def outcome() -> object:
         return await (call.read() if server else call)
 
     try:
-        return await refusal(outcome())
+        return await refusal(outcome(), status)
     except AssertionError:
         return None
     finally:

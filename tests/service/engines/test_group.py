@@ -254,7 +254,7 @@ async def test_requests_that_wait_go_on_where_there_is_least_to_do(engines, grou
     assert group.take_over(stream)
     assert engines[0].requests[0].image.blob.name.startswith(engines[0].blobs.namespace)
     for each in engines:
-        each.state = EngineState.STARTING
+        each.become(EngineState.STARTING)
     assert not group.take_over(stream)
     for each in engines:
         each.blobs.close()

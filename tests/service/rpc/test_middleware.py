@@ -257,7 +257,7 @@ async def test_a_message_over_the_limit_is_refused_with_details():
 async def test_a_port_that_is_taken_is_an_error():
     """A second server on the same port fails to start instead of taking half of the load."""
     async with running() as server:
-        with pytest.raises(OSError, match="cannot listen"):
+        with pytest.raises(OSError, match=r"cannot listen on .*: in use by another process"):
             async with running(listen=f"127.0.0.1:{server.port}"):
                 pass
 
@@ -310,11 +310,11 @@ def test_invalid_arguments_are_refused(arguments, message, capsys):
 
 def test_arguments_reach_the_configuration():
     """Service and engine settings come from one command line."""
-    line = "--listen [::1]:0 --model m --threads 2 --max-running 3 --random-weights"
+    line = "--listen [::1]:0 --model phi --threads 2 --max-running 3 --random-weights"
     config = parse(f"{line} --drain-grace 1.5 --pipeline-depth 1".split())
     assert (config.listen, config.drain_grace) == ("[::1]:0", 1.5)
     engine = config.engine
-    assert (engine.model, engine.threads, engine.max_running) == ("m", 2, 3)
+    assert (engine.model, engine.threads, engine.max_running) == ("phi", 2, 3)
     assert engine.random_weights
     assert engine.pipeline_depth == 1
     speculating = parse(["--speculation", "seed", "--draft", "lookup"]).engine

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
+from legato_client._transport.async_status import ServerStatus
 
 from tests.grammar import Grammar
 from tests.service.fakes import FakeEngine, answer
@@ -32,6 +33,7 @@ class SessionClient:
 
     def __init__(self, call: Any) -> None:
         self.call = call
+        self._status = ServerStatus(call)
         self.opened = session_pb2.SessionOpened()
         self.messages: list[session_pb2.SessionResponse] = []
         self.sent: dict[int, media_pb2.FrameStamp] = {}
@@ -48,8 +50,9 @@ class SessionClient:
     # ------------------------------------------------------------ saying
 
     async def send(self, **fields: Any) -> None:
-        """Send a message."""
-        await self.call.write(session_pb2.SessionRequest(**fields))
+        """Send a message; a refused session loses it, and its reader has the status."""
+        with suppress(grpc.aio.AioRpcError):
+            await self.call.write(session_pb2.SessionRequest(**fields))
 
     async def frame(self, sequence: int, **fields: Any) -> None:
         """Send a frame with a small image."""
@@ -100,7 +103,7 @@ class SessionClient:
 
     async def failure(self) -> Any:
         """Wait for the end, which must be a failure."""
-        return await refusal(self._reader)
+        return await refusal(self._reader, self._status)
 
     async def code(self) -> Any:
         """Return the status code."""

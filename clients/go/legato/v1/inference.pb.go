@@ -151,7 +151,8 @@ type ResponseInfo struct {
 	// Every token that was sampled, in order, the ending one included. Empty without `RequestOptions.return_tokens`,
 	// and in RunTasks, whose tasks have their own.
 	Tokens []*Token `protobuf:"bytes,8,rep,name=tokens,proto3" json:"tokens,omitempty"`
-	// How often the engine was lost while it ran the request, which then went on with a new one.
+	// How often the engine, or with `GenerateRequest.resume_from` the stream, was lost while the request ran, which then
+	// went on elsewhere.
 	Resumptions   uint32 `protobuf:"varint,9,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1155,7 +1156,14 @@ type GenerateRequest struct {
 	// Anything else. Absent: the defaults.
 	Options *RequestOptions `protobuf:"bytes,3,opt,name=options,proto3" json:"options,omitempty"`
 	// Echoed in `ResponseInfo.stamp`.
-	Stamp         *FrameStamp `protobuf:"bytes,4,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp *FrameStamp `protobuf:"bytes,4,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	// Send checkpoints, so that the stream can go on with another server. Needs the capability `checkpoints`; servers
+	// without it send none.
+	Checkpoints bool `protobuf:"varint,5,opt,name=checkpoints,proto3" json:"checkpoints,omitempty"`
+	// Go on where a stream of the same request broke. With the same `RequestOptions.request_id`, the server ends that
+	// stream if it still runs there. The tokens are taken at the client's word; they have no claim to a place in the
+	// queue. INVALID_ARGUMENT INVALID_FIELD names the part that cannot be of this request. Absent: a new stream.
+	ResumeFrom    *Checkpoint `protobuf:"bytes,6,opt,name=resume_from,json=resumeFrom,proto3" json:"resume_from,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1218,6 +1226,124 @@ func (x *GenerateRequest) GetStamp() *FrameStamp {
 	return nil
 }
 
+func (x *GenerateRequest) GetCheckpoints() bool {
+	if x != nil {
+		return x.Checkpoints
+	}
+	return false
+}
+
+func (x *GenerateRequest) GetResumeFrom() *Checkpoint {
+	if x != nil {
+		return x.ResumeFrom
+	}
+	return nil
+}
+
+// How far a stream is: what a server with the same model needs to go on with it.
+//
+// `started` brings the first one. After it, the last event of each decoding step brings what that step added, and covers
+// all events since the one before it. A client that wants to resume therefore
+//
+//   - gives events on only when it has the checkpoint that covers them, so that none is told twice;
+//   - merges the checkpoints of a stream, and of the stream that goes on with it, as protobuf merges messages: lists are
+//     appended to, other fields are replaced where they are present;
+//   - sends the same request with the sum as `resume_from`. An image that only the lost server held is IMAGE_NOT_FOUND.
+//
+// On a CPU the answer is the one that the first server would have given. On a GPU a token after the checkpoint may differ,
+// as numbers are rounded otherwise; none is lost or doubled.
+type Checkpoint struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The model by its name, as `Started.model`. Required in `resume_from`: it must be the one that answers.
+	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
+	// The seed of the sampling, given or made by the server. Required in `resume_from`, equal to `Sampling.seed` if that is
+	// given.
+	Seed *uint64 `protobuf:"varint,2,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
+	// The tokens whose events were told, in order. In `resume_from` at most `Limits.max_output_tokens`, each one that
+	// the task allows in its place.
+	TokenIds []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Two numbers for each token, in [0, 1], of a task whose tokens may be places or sizes; else none.
+	Values []float32 `protobuf:"fixed32,4,rep,packed,name=values,proto3" json:"values,omitempty"`
+	// A number for each token with `RequestOptions.top_logprobs`, as `Token.logprob`; else none.
+	Logprobs []float32 `protobuf:"fixed32,5,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// How often the stream was resumed before. At most 1000.
+	Resumptions   uint32 `protobuf:"varint,6,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Checkpoint) Reset() {
+	*x = Checkpoint{}
+	mi := &file_legato_v1_inference_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Checkpoint) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Checkpoint) ProtoMessage() {}
+
+func (x *Checkpoint) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_inference_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Checkpoint.ProtoReflect.Descriptor instead.
+func (*Checkpoint) Descriptor() ([]byte, []int) {
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Checkpoint) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+func (x *Checkpoint) GetSeed() uint64 {
+	if x != nil && x.Seed != nil {
+		return *x.Seed
+	}
+	return 0
+}
+
+func (x *Checkpoint) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *Checkpoint) GetValues() []float32 {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
+func (x *Checkpoint) GetLogprobs() []float32 {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *Checkpoint) GetResumptions() uint32 {
+	if x != nil {
+		return x.Resumptions
+	}
+	return 0
+}
+
 // The request waits for room.
 type Queued struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1231,7 +1357,7 @@ type Queued struct {
 
 func (x *Queued) Reset() {
 	*x = Queued{}
-	mi := &file_legato_v1_inference_proto_msgTypes[15]
+	mi := &file_legato_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1243,7 +1369,7 @@ func (x *Queued) String() string {
 func (*Queued) ProtoMessage() {}
 
 func (x *Queued) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[15]
+	mi := &file_legato_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1256,7 +1382,7 @@ func (x *Queued) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Queued.ProtoReflect.Descriptor instead.
 func (*Queued) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Queued) GetPosition() uint32 {
@@ -1294,7 +1420,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_legato_v1_inference_proto_msgTypes[16]
+	mi := &file_legato_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1306,7 +1432,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[16]
+	mi := &file_legato_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1319,7 +1445,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Started) GetModel() string {
@@ -1389,7 +1515,7 @@ type Token struct {
 
 func (x *Token) Reset() {
 	*x = Token{}
-	mi := &file_legato_v1_inference_proto_msgTypes[17]
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1401,7 +1527,7 @@ func (x *Token) String() string {
 func (*Token) ProtoMessage() {}
 
 func (x *Token) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[17]
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1414,7 +1540,7 @@ func (x *Token) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Token.ProtoReflect.Descriptor instead.
 func (*Token) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Token) GetTokenId() uint32 {
@@ -1492,7 +1618,7 @@ type TaskTokens struct {
 
 func (x *TaskTokens) Reset() {
 	*x = TaskTokens{}
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1504,7 +1630,7 @@ func (x *TaskTokens) String() string {
 func (*TaskTokens) ProtoMessage() {}
 
 func (x *TaskTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1517,7 +1643,7 @@ func (x *TaskTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskTokens.ProtoReflect.Descriptor instead.
 func (*TaskTokens) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TaskTokens) GetTokens() []*Token {
@@ -1540,7 +1666,7 @@ type TextDelta struct {
 
 func (x *TextDelta) Reset() {
 	*x = TextDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1552,7 +1678,7 @@ func (x *TextDelta) String() string {
 func (*TextDelta) ProtoMessage() {}
 
 func (x *TextDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1565,7 +1691,7 @@ func (x *TextDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TextDelta.ProtoReflect.Descriptor instead.
 func (*TextDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *TextDelta) GetText() string {
@@ -1597,7 +1723,7 @@ type ReasoningDelta struct {
 
 func (x *ReasoningDelta) Reset() {
 	*x = ReasoningDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1609,7 +1735,7 @@ func (x *ReasoningDelta) String() string {
 func (*ReasoningDelta) ProtoMessage() {}
 
 func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1622,7 +1748,7 @@ func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReasoningDelta.ProtoReflect.Descriptor instead.
 func (*ReasoningDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ReasoningDelta) GetText() string {
@@ -1657,7 +1783,7 @@ type TokensDelta struct {
 
 func (x *TokensDelta) Reset() {
 	*x = TokensDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1669,7 +1795,7 @@ func (x *TokensDelta) String() string {
 func (*TokensDelta) ProtoMessage() {}
 
 func (x *TokensDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1682,7 +1808,7 @@ func (x *TokensDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokensDelta.ProtoReflect.Descriptor instead.
 func (*TokensDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TokensDelta) GetTokens() []*Token {
@@ -1707,7 +1833,7 @@ type OutlineDelta struct {
 
 func (x *OutlineDelta) Reset() {
 	*x = OutlineDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1719,7 +1845,7 @@ func (x *OutlineDelta) String() string {
 func (*OutlineDelta) ProtoMessage() {}
 
 func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1732,7 +1858,7 @@ func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutlineDelta.ProtoReflect.Descriptor instead.
 func (*OutlineDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *OutlineDelta) GetIndex() uint32 {
@@ -1765,7 +1891,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1903,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1916,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 // The end of a stream.
@@ -1806,7 +1932,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_legato_v1_inference_proto_msgTypes[24]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1818,7 +1944,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[24]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1831,7 +1957,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Finished) GetResult() *TaskResult {
@@ -1873,14 +1999,16 @@ type GenerateResponse struct {
 	//	*GenerateResponse_Heartbeat
 	//	*GenerateResponse_Finished
 	//	*GenerateResponse_Tokens
-	Event         isGenerateResponse_Event `protobuf_oneof:"event"`
+	Event isGenerateResponse_Event `protobuf_oneof:"event"`
+	// What the events up to this one add to the stream's checkpoint. Only with `GenerateRequest.checkpoints`.
+	Checkpoint    *Checkpoint `protobuf:"bytes,13,opt,name=checkpoint,proto3" json:"checkpoint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_legato_v1_inference_proto_msgTypes[25]
+	mi := &file_legato_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1892,7 +2020,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[25]
+	mi := &file_legato_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1905,7 +2033,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GenerateResponse) GetIndex() uint64 {
@@ -2008,6 +2136,13 @@ func (x *GenerateResponse) GetTokens() *TokensDelta {
 		if x, ok := x.Event.(*GenerateResponse_Tokens); ok {
 			return x.Tokens
 		}
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetCheckpoint() *Checkpoint {
+	if x != nil {
+		return x.Checkpoint
 	}
 	return nil
 }
@@ -2179,12 +2314,24 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x10RunTasksResponse\x12/\n" +
 	"\aresults\x18\x01 \x03(\v2\x15.legato.v1.TaskResultR\aresults\x12+\n" +
 	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\x12-\n" +
-	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\xc0\x01\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\x9a\x02\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12#\n" +
 	"\x04task\x18\x02 \x01(\v2\x0f.legato.v1.TaskR\x04task\x123\n" +
 	"\aoptions\x18\x03 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"f\n" +
+	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12 \n" +
+	"\vcheckpoints\x18\x05 \x01(\bR\vcheckpoints\x126\n" +
+	"\vresume_from\x18\x06 \x01(\v2\x15.legato.v1.CheckpointR\n" +
+	"resumeFrom\"\xb7\x01\n" +
+	"\n" +
+	"Checkpoint\x12\x14\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\x12\x17\n" +
+	"\x04seed\x18\x02 \x01(\x04H\x00R\x04seed\x88\x01\x01\x12\x1b\n" +
+	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x16\n" +
+	"\x06values\x18\x04 \x03(\x02R\x06values\x12\x1a\n" +
+	"\blogprobs\x18\x05 \x03(\x02R\blogprobs\x12 \n" +
+	"\vresumptions\x18\x06 \x01(\rR\vresumptionsB\a\n" +
+	"\x05_seed\"f\n" +
 	"\x06Queued\x12\x1a\n" +
 	"\bposition\x18\x01 \x01(\rR\bposition\x12@\n" +
 	"\x0eestimated_wait\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\restimatedWait\"\xec\x01\n" +
@@ -2228,7 +2375,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\tHeartbeat\"f\n" +
 	"\bFinished\x12-\n" +
 	"\x06result\x18\x01 \x01(\v2\x15.legato.v1.TaskResultR\x06result\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xb2\x04\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xe9\x04\n" +
 	"\x10GenerateResponse\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\x04R\x05index\x12+\n" +
 	"\x06queued\x18\x03 \x01(\v2\x11.legato.v1.QueuedH\x00R\x06queued\x12.\n" +
@@ -2241,7 +2388,10 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\theartbeat\x18\n" +
 	" \x01(\v2\x14.legato.v1.HeartbeatH\x00R\theartbeat\x121\n" +
 	"\bfinished\x18\v \x01(\v2\x13.legato.v1.FinishedH\x00R\bfinished\x120\n" +
-	"\x06tokens\x18\f \x01(\v2\x16.legato.v1.TokensDeltaH\x00R\x06tokensB\a\n" +
+	"\x06tokens\x18\f \x01(\v2\x16.legato.v1.TokensDeltaH\x00R\x06tokens\x125\n" +
+	"\n" +
+	"checkpoint\x18\r \x01(\v2\x15.legato.v1.CheckpointR\n" +
+	"checkpointB\a\n" +
 	"\x05eventJ\x04\b\x02\x10\x032\x8d\x05\n" +
 	"\x10InferenceService\x12^\n" +
 	"\bGenerate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse\"\x17\x82\xd3\xe4\x93\x02\x11:\x01*\"\f/v1/generate0\x01\x12S\n" +
@@ -2265,7 +2415,7 @@ func file_legato_v1_inference_proto_rawDescGZIP() []byte {
 	return file_legato_v1_inference_proto_rawDescData
 }
 
-var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_legato_v1_inference_proto_goTypes = []any{
 	(*RequestOptions)(nil),      // 0: legato.v1.RequestOptions
 	(*ResponseInfo)(nil),        // 1: legato.v1.ResponseInfo
@@ -2282,132 +2432,135 @@ var file_legato_v1_inference_proto_goTypes = []any{
 	(*RunTasksRequest)(nil),     // 12: legato.v1.RunTasksRequest
 	(*RunTasksResponse)(nil),    // 13: legato.v1.RunTasksResponse
 	(*GenerateRequest)(nil),     // 14: legato.v1.GenerateRequest
-	(*Queued)(nil),              // 15: legato.v1.Queued
-	(*Started)(nil),             // 16: legato.v1.Started
-	(*Token)(nil),               // 17: legato.v1.Token
-	(*TaskTokens)(nil),          // 18: legato.v1.TaskTokens
-	(*TextDelta)(nil),           // 19: legato.v1.TextDelta
-	(*ReasoningDelta)(nil),      // 20: legato.v1.ReasoningDelta
-	(*TokensDelta)(nil),         // 21: legato.v1.TokensDelta
-	(*OutlineDelta)(nil),        // 22: legato.v1.OutlineDelta
-	(*Heartbeat)(nil),           // 23: legato.v1.Heartbeat
-	(*Finished)(nil),            // 24: legato.v1.Finished
-	(*GenerateResponse)(nil),    // 25: legato.v1.GenerateResponse
-	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
-	(FinishReason)(0),           // 27: legato.v1.FinishReason
-	(*Usage)(nil),               // 28: legato.v1.Usage
-	(*Timings)(nil),             // 29: legato.v1.Timings
-	(*ImageInfo)(nil),           // 30: legato.v1.ImageInfo
-	(*FrameStamp)(nil),          // 31: legato.v1.FrameStamp
-	(*Image)(nil),               // 32: legato.v1.Image
-	(*SpatialRef)(nil),          // 33: legato.v1.SpatialRef
-	(*Sampling)(nil),            // 34: legato.v1.Sampling
-	(*ChatMessage)(nil),         // 35: legato.v1.ChatMessage
-	(*Reasoning)(nil),           // 36: legato.v1.Reasoning
-	(CaptionLength)(0),          // 37: legato.v1.CaptionLength
-	(*DetectedObject)(nil),      // 38: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 39: legato.v1.PointedObject
-	(*Outline)(nil),             // 40: legato.v1.Outline
-	(*Task)(nil),                // 41: legato.v1.Task
-	(*TaskResult)(nil),          // 42: legato.v1.TaskResult
-	(*Size)(nil),                // 43: legato.v1.Size
-	(*Grounding)(nil),           // 44: legato.v1.Grounding
-	(*Box)(nil),                 // 45: legato.v1.Box
+	(*Checkpoint)(nil),          // 15: legato.v1.Checkpoint
+	(*Queued)(nil),              // 16: legato.v1.Queued
+	(*Started)(nil),             // 17: legato.v1.Started
+	(*Token)(nil),               // 18: legato.v1.Token
+	(*TaskTokens)(nil),          // 19: legato.v1.TaskTokens
+	(*TextDelta)(nil),           // 20: legato.v1.TextDelta
+	(*ReasoningDelta)(nil),      // 21: legato.v1.ReasoningDelta
+	(*TokensDelta)(nil),         // 22: legato.v1.TokensDelta
+	(*OutlineDelta)(nil),        // 23: legato.v1.OutlineDelta
+	(*Heartbeat)(nil),           // 24: legato.v1.Heartbeat
+	(*Finished)(nil),            // 25: legato.v1.Finished
+	(*GenerateResponse)(nil),    // 26: legato.v1.GenerateResponse
+	(*durationpb.Duration)(nil), // 27: google.protobuf.Duration
+	(FinishReason)(0),           // 28: legato.v1.FinishReason
+	(*Usage)(nil),               // 29: legato.v1.Usage
+	(*Timings)(nil),             // 30: legato.v1.Timings
+	(*ImageInfo)(nil),           // 31: legato.v1.ImageInfo
+	(*FrameStamp)(nil),          // 32: legato.v1.FrameStamp
+	(*Image)(nil),               // 33: legato.v1.Image
+	(*SpatialRef)(nil),          // 34: legato.v1.SpatialRef
+	(*Sampling)(nil),            // 35: legato.v1.Sampling
+	(*ChatMessage)(nil),         // 36: legato.v1.ChatMessage
+	(*Reasoning)(nil),           // 37: legato.v1.Reasoning
+	(CaptionLength)(0),          // 38: legato.v1.CaptionLength
+	(*DetectedObject)(nil),      // 39: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 40: legato.v1.PointedObject
+	(*Outline)(nil),             // 41: legato.v1.Outline
+	(*Task)(nil),                // 42: legato.v1.Task
+	(*TaskResult)(nil),          // 43: legato.v1.TaskResult
+	(*Size)(nil),                // 44: legato.v1.Size
+	(*Grounding)(nil),           // 45: legato.v1.Grounding
+	(*Box)(nil),                 // 46: legato.v1.Box
 }
 var file_legato_v1_inference_proto_depIdxs = []int32{
-	26, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
-	27, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
-	28, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
-	29, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
-	30, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
-	31, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
-	17, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
-	32, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
-	33, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	34, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
+	27, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
+	28, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
+	29, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
+	30, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
+	31, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
+	32, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
+	18, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
+	33, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
+	34, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	35, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 10: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
-	35, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
-	36, // 13: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
+	32, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
+	36, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
+	37, // 13: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
 	1,  // 14: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 15: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
-	37, // 16: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
-	34, // 17: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
+	33, // 15: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
+	38, // 16: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
+	35, // 17: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 18: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 19: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
+	32, // 19: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
 	1,  // 20: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 21: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
-	34, // 22: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
+	33, // 21: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
+	35, // 22: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 23: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 24: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
-	38, // 25: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
+	32, // 24: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
+	39, // 25: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
 	1,  // 26: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 27: legato.v1.PointRequest.image:type_name -> legato.v1.Image
-	33, // 28: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	34, // 29: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
+	33, // 27: legato.v1.PointRequest.image:type_name -> legato.v1.Image
+	34, // 28: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	35, // 29: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 30: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 31: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
-	39, // 32: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
+	32, // 31: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
+	40, // 32: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
 	1,  // 33: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 34: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
-	33, // 35: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	34, // 36: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
+	33, // 34: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
+	34, // 35: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	35, // 36: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 37: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 38: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
-	40, // 39: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
+	32, // 38: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
+	41, // 39: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
 	1,  // 40: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 41: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
-	41, // 42: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
+	33, // 41: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
+	42, // 42: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
 	0,  // 43: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 44: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
-	42, // 45: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
+	32, // 44: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
+	43, // 45: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
 	1,  // 46: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
-	18, // 47: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
-	32, // 48: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
-	41, // 49: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
+	19, // 47: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
+	33, // 48: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
+	42, // 49: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
 	0,  // 50: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 51: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
-	26, // 52: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
-	30, // 53: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
-	26, // 54: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	43, // 55: legato.v1.Token.size:type_name -> legato.v1.Size
-	17, // 56: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
-	17, // 57: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
-	44, // 58: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
-	17, // 59: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
-	17, // 60: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
-	45, // 61: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
-	42, // 62: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
-	1,  // 63: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
-	15, // 64: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
-	16, // 65: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
-	19, // 66: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
-	20, // 67: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
-	39, // 68: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
-	38, // 69: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
-	22, // 70: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
-	23, // 71: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	24, // 72: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
-	21, // 73: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
-	14, // 74: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
-	2,  // 75: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
-	4,  // 76: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
-	6,  // 77: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
-	8,  // 78: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
-	10, // 79: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
-	12, // 80: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
-	25, // 81: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
-	3,  // 82: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
-	5,  // 83: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
-	7,  // 84: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
-	9,  // 85: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
-	11, // 86: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
-	13, // 87: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
-	81, // [81:88] is the sub-list for method output_type
-	74, // [74:81] is the sub-list for method input_type
-	74, // [74:74] is the sub-list for extension type_name
-	74, // [74:74] is the sub-list for extension extendee
-	0,  // [0:74] is the sub-list for field type_name
+	32, // 51: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
+	15, // 52: legato.v1.GenerateRequest.resume_from:type_name -> legato.v1.Checkpoint
+	27, // 53: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
+	31, // 54: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
+	27, // 55: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	44, // 56: legato.v1.Token.size:type_name -> legato.v1.Size
+	18, // 57: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
+	18, // 58: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
+	45, // 59: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
+	18, // 60: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
+	18, // 61: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
+	46, // 62: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
+	43, // 63: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
+	1,  // 64: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
+	16, // 65: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
+	17, // 66: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
+	20, // 67: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
+	21, // 68: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
+	40, // 69: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
+	39, // 70: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
+	23, // 71: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
+	24, // 72: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	25, // 73: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
+	22, // 74: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
+	15, // 75: legato.v1.GenerateResponse.checkpoint:type_name -> legato.v1.Checkpoint
+	14, // 76: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
+	2,  // 77: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
+	4,  // 78: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
+	6,  // 79: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
+	8,  // 80: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
+	10, // 81: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
+	12, // 82: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
+	26, // 83: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
+	3,  // 84: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
+	5,  // 85: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
+	7,  // 86: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
+	9,  // 87: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
+	11, // 88: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
+	13, // 89: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
+	83, // [83:90] is the sub-list for method output_type
+	76, // [76:83] is the sub-list for method input_type
+	76, // [76:76] is the sub-list for extension type_name
+	76, // [76:76] is the sub-list for extension extendee
+	0,  // [0:76] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_inference_proto_init() }
@@ -2421,11 +2574,12 @@ func file_legato_v1_inference_proto_init() {
 	file_legato_v1_inference_proto_msgTypes[0].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[6].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[8].OneofWrappers = []any{}
-	file_legato_v1_inference_proto_msgTypes[17].OneofWrappers = []any{
+	file_legato_v1_inference_proto_msgTypes[15].OneofWrappers = []any{}
+	file_legato_v1_inference_proto_msgTypes[18].OneofWrappers = []any{
 		(*Token_Coordinate)(nil),
 		(*Token_Size)(nil),
 	}
-	file_legato_v1_inference_proto_msgTypes[25].OneofWrappers = []any{
+	file_legato_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
 		(*GenerateResponse_Queued)(nil),
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_Text)(nil),
@@ -2443,7 +2597,7 @@ func file_legato_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_inference_proto_rawDesc), len(file_legato_v1_inference_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   26,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -64,6 +64,9 @@ type InferenceServiceClient interface {
 	//   - An operator's Abort ends it with `finished`, FINISH_REASON_CANCELLED, the partial result, and OK.
 	//   - `index` counts events from 0 without a gap.
 	//   - Clients skip events they do not know.
+	//   - With `GenerateRequest.checkpoints` a client whose stream broke may go on with another server: it asks again with
+	//     `GenerateRequest.resume_from`. That stream has the same grammar, counts from 0, leaves out the deltas that the
+	//     checkpoints cover, and its `finished` has the whole result. `Checkpoint` says how.
 	//
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.
@@ -212,6 +215,9 @@ type InferenceServiceServer interface {
 	//   - An operator's Abort ends it with `finished`, FINISH_REASON_CANCELLED, the partial result, and OK.
 	//   - `index` counts events from 0 without a gap.
 	//   - Clients skip events they do not know.
+	//   - With `GenerateRequest.checkpoints` a client whose stream broke may go on with another server: it asks again with
+	//     `GenerateRequest.resume_from`. That stream has the same grammar, counts from 0, leaves out the deltas that the
+	//     checkpoints cover, and its `finished` has the whole result. `Checkpoint` says how.
 	//
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.

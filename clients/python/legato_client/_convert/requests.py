@@ -41,6 +41,8 @@ RequestT = TypeVar(
     inference_pb2.GenerateRequest,
 )
 
+_MAX_TASK_ID = 64  # characters that the contract allows
+
 _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
     "short": task_pb2.CAPTION_LENGTH_SHORT,
     "normal": task_pb2.CAPTION_LENGTH_NORMAL,
@@ -146,6 +148,22 @@ def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) 
 def shared_task(asked: Task) -> task_pb2.Task:
     refuse_images(asked)
     return task_message(asked)
+
+
+def session_tasks(asked: Sequence[Task]) -> list[task_pb2.Task]:
+    """A task without an id is called by its object, and without an object by its skill.
+
+    Raises:
+        ValueError: two tasks have the same id.
+    """
+    messages = [shared_task(each) for each in asked]
+    for message, task in zip(messages, asked, strict=True):
+        name = getattr(task, "object", "") or message.WhichOneof("kind") or ""
+        message.task_id = task.task_id or name[:_MAX_TASK_ID]
+    ids = [message.task_id for message in messages]
+    if twice := sorted({each for each in ids if ids.count(each) > 1}):
+        raise ValueError(f"several tasks are called {twice[0]!r}: give each its own task_id")
+    return messages
 
 
 def task_message(asked: Task) -> task_pb2.Task:

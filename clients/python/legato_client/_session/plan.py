@@ -67,6 +67,9 @@ def plan(
 ) -> SessionPlan:
     """A session for a stream of frames: `tasks` are done on each; use it in a `with` block.
 
+    Results tell their task by its `task_id`: the one given, else the task's object, else its skill
+    ("query", "caption"). Two tasks with one id are a ValueError.
+
     When frames come faster than answers, "latest_wins" keeps the newest one waiting, "preempt" also
     stops the work on the older one, and "every_frame" queues. Frames older than `max_frame_age`
     seconds are dropped instead of answered late. `max_in_flight` frames are worked on at a time; 0
@@ -87,7 +90,7 @@ def plan(
         session_name=name,
         model=model,
         adapter=adapter,
-        standing_tasks=map(requests.shared_task, tasks),
+        standing_tasks=requests.session_tasks(tasks),
         frame_policy=_POLICIES[policy],
         max_in_flight=max_in_flight,
         stream_deltas=stream_deltas,

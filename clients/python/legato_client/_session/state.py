@@ -153,7 +153,7 @@ class SessionState:
         request = session_pb2.SessionRequest()
         frame = request.frame
         frame.stamp.CopyFrom(requests.stamp_message(dataclasses.replace(stamp, sequence=sequence)))
-        frame.extra_tasks.extend(map(requests.shared_task, extra_tasks))
+        frame.extra_tasks.extend(requests.session_tasks(extra_tasks))
         frame.skip_standing_tasks = skip_standing_tasks
         frame.must_run = must_run
         frame.image.CopyFrom(image)
@@ -191,7 +191,7 @@ class SessionState:
         return session_pb2.SessionRequest(cancel=target).SerializeToString()
 
     def update(self, tasks: Sequence[_tasks.Task]) -> bytes:
-        update = session_pb2.UpdateTasks(standing_tasks=map(requests.shared_task, tasks))
+        update = session_pb2.UpdateTasks(standing_tasks=requests.session_tasks(tasks))
         return session_pb2.SessionRequest(update=update).SerializeToString()
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -20,12 +21,46 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_ATTEMPTS = service_config.max_attempts()
 COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # any gRPC server takes this by default
 
+_OTHER_TARGET = re.compile(
+    r"(unix|unix-abstract|vsock|ipv4|ipv6|dns|xds|google-c2p):(?!\d+$)|.*:///"
+)
+
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
 
 
 def default_target() -> str:
     return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
+
+
+def full_target(target: str) -> str:
+    """A target of gRPC; a host alone has the port of `DEFAULT_TARGET`.
+
+    Raises:
+        ValueError: a URL of HTTP, or a port that is no number.
+    """
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme.lower() in ("http", "https", "grpc", "grpcs"):
+        address = rest.rstrip("/")
+        raise ValueError(f"a server is HOST:PORT and no URL: {address!r} instead of {target!r}")
+    if _OTHER_TARGET.match(target):
+        return target
+    host, port = _split(target)
+    if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"a server is HOST:PORT, not {target!r}")
+    return f"{host}:{port}"
+
+
+def _split(target: str) -> tuple[str, str]:
+    """Host and port; an IPv6 address gets its brackets."""
+    default = DEFAULT_TARGET.rpartition(":")[2]
+    if target.startswith("["):
+        host, _, after = target.partition("]")
+        return f"{host}]", after.removeprefix(":") if after else default
+    if target.count(":") > 1:
+        return f"[{target}]", default
+    host, separator, port = target.partition(":")
+    return host, port if separator else default
 
 
 def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:

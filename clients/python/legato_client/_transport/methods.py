@@ -10,8 +10,6 @@ from google.protobuf.message import Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
 
 from legato_client._convert import admin, responses, server
-from legato_client._errors import IncompleteStream
-from legato_client._values import events
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -51,39 +49,3 @@ ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, admin.abort_count)
 GET_METRICS = Method(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, admin.metrics)
 WATCH_TIMELINE = Method(_ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, admin.timeline)
 DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)
-
-
-class EventReader:
-    """Checks the grammar of one Generate stream and converts its messages.
-
-    A broken path may end a stream with any code; the absence of `Finished` is what tells.
-    """
-
-    def __init__(self) -> None:
-        self._next_index = 0
-        self._finished: events.Finished | None = None
-
-    def read(self, message: inference_pb2.GenerateResponse) -> events.Event | None:
-        """None for an event to be skipped; `Finished` is kept for the end.
-
-        Raises IncompleteStream when an event was lost, and the task's own error when it failed.
-        """
-        if message.index != self._next_index:
-            raise IncompleteStream(
-                f"event {self._next_index} of the stream is missing, got {message.index}"
-            )
-        self._next_index += 1
-        event = GENERATE.parse(message)
-        if isinstance(event, events.Finished):
-            self._finished = event
-            return None
-        return event
-
-    def end(self) -> events.Finished:
-        """The last event, given after the stream ended with OK: to stop at it cancels nothing.
-
-        Raises IncompleteStream when there was none.
-        """
-        if self._finished is None:
-            raise IncompleteStream("the stream ended before the answer was finished")
-        return self._finished

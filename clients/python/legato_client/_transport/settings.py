@@ -79,7 +79,7 @@ class ConfiguredClient:
         metadata: channel.Metadata = (),
         max_message_bytes: int = channel.MAX_MESSAGE_BYTES,
     ) -> None:
-        target = target or channel.default_target()
+        target = channel.full_target(target or channel.default_target())
         self._connect(
             Settings(
                 target=target,

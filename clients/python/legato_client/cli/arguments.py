@@ -10,9 +10,12 @@ from typing import Any, NoReturn
 
 from legato_client import Client, Options, Sampling
 from legato_client._transport import security
-from legato_client._transport.channel import DEFAULT_TIMEOUT, default_target
+from legato_client._transport.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
 from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+"""Endings of the names that a picture can be written to."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +34,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--server",
         metavar="HOST:PORT",
-        default=default_target(),
-        help="default: %(default)s, or the environment variable LEGATO_SERVER",
+        type=server,
+        default=DEFAULT_TARGET,
+        help="default: %(default)s",
     )
     add_security_options(group)
     group.add_argument(
@@ -132,6 +136,22 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def options_of(args: argparse.Namespace) -> Options:
     return Options(model=args.model, adapter=args.adapter)
+
+
+def server(text: str) -> str:
+    """HOST:PORT, or another target of gRPC."""
+    try:
+        return full_target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def picture(text: str) -> Path:
+    """A file whose name tells its form."""
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(PICTURES)}, not {text!r}")
+    return path
 
 
 def count(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from legato_client import Client, Options, Result
 from legato_client._transport.channel import DEFAULT_TIMEOUT
-from legato_client.cli import forward, show, tasks
+from legato_client.cli import arguments, forward, show, tasks
 from legato_client.cli.local_server import LocalServer
 from legato_client.cli.script import Script, sample_script, script_for
 from legato_client.cli.terminal import Terminal
@@ -18,7 +18,9 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="start a server, ask it about an image, draw the answers, stop it"
     )
-    parser.add_argument("--output", type=Path, default=Path("demo.png"), metavar="PNG")
+    parser.add_argument(
+        "--output", type=arguments.picture, default=Path("demo.png"), metavar="FILE"
+    )
     parser.add_argument("--image", type=Path, help="default: the sample of the tiny model")
     parser.add_argument("--detect", action="append", metavar="NOUN", help="may be repeated")
     parser.add_argument("--point", metavar="NOUN")

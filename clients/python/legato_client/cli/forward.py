@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from legato_client.cli import install
 from legato_client.cli.exits import CommandError
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A module that is run, and its parser as MODULE:FUNCTION."""
+
+    module: str
+    parser: str
+    purpose: str
+
+
 MODULES = {
-    "serve": ("legato_service", "start a server"),
-    "bench": ("legato_engine.bench", "measure this machine's engine"),
-    "trace": ("legato_engine.bench.trace", "record the engine's timeline"),
-    "replay": ("legato_engine.bench.replay", "run the launches of a crash bundle again"),
+    "serve": Program("legato_service", "legato_service.arguments:make_parser", "start a server"),
+    "pull": Program(
+        "legato_engine.hub.pull", "legato_engine.hub.options:pull_parser", "fetch a model's weights"
+    ),
+    "models": Program(
+        "legato_engine.hub.listing",
+        "legato_engine.hub.options:models_parser",
+        "what can be pulled, what is here, and what fits",
+    ),
+    "bench": Program(
+        "legato_engine.bench",
+        "legato_engine.bench.options:bench_parser",
+        "measure this machine's engine",
+    ),
+    "trace": Program(
+        "legato_engine.bench.trace",
+        "legato_engine.bench.options:trace_parser",
+        "record the engine's timeline",
+    ),
+    "replay": Program(
+        "legato_engine.bench.replay",
+        "legato_engine.bench.options:replay_parser",
+        "run the launches of a crash bundle again",
+    ),
 }
 _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 
 
-def command_line(command: str, arguments: Sequence[str]) -> list[str]:
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Raises CommandError unless the server is installed in a version that has the command."""
     require_engine(command)
-    module, _ = MODULES[command]
-    if importlib.util.find_spec(module) is None:
-        raise CommandError(f"this version has no `legato {command}` (no module {module})")
-    return [sys.executable, "-m", module, *arguments]
+    module, _, function = MODULES[command].parser.partition(":")
+    try:
+        make: Callable[[], argparse.ArgumentParser] = getattr(
+            importlib.import_module(module), function
+        )
+    except (ModuleNotFoundError, AttributeError):
+        raise CommandError(f"this version has no `legato {command}` (no {module})") from None
+    return make()
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
     """Become that program: signals and the exit code are its own."""
-    program = command_line(command, arguments)
+    program = [sys.executable, "-m", MODULES[command].module, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(program[0], program)
@@ -40,5 +79,5 @@ def require_engine(command: str) -> None:
     if missing:
         raise CommandError(
             f"`legato {command}` needs the server, which is not installed "
-            f'(missing: {", ".join(missing)}): pip install "legato[engine]"'
+            f"(missing: {', '.join(missing)}): {install.hint('engine')}"
         )

@@ -1,12 +1,12 @@
-"""`legato bench --serve`: load on a running server."""
+"""`legato load`: load on a running server."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 from legato.v1 import media_pb2, session_pb2
@@ -24,28 +24,27 @@ from legato_client import (
 from legato_client._convert import requests
 from legato_client._images import sources
 from legato_client._transport import methods
-from legato_client._transport.channel import default_target
+from legato_client._transport.channel import DEFAULT_TARGET
 from legato_client._transport.wire import to_bytes
 from legato_client.cli import arguments
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.load import report
 from legato_client.load.plan import KINDS, Plan
-from legato_client.load.run import LoadFailed, run
+from legato_client.load.run import LoadFailed
+from legato_client.load.run import run as run_load
 from legato_client.load.schedule import ARRIVALS
 
-FLAG = "--serve"
 SKILLS = ("query", "caption", "detect", "point", "segment")
 _SIDE = 32  # pixels of the grey square shown without an image
 
 
-def main(words: Sequence[str], terminal: Terminal) -> None:
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
     """Raises CommandError when the load could not be run."""
-    args = _parser().parse_args(words)
     plan = plan_of(args)
     try:
         with terminal.progress(f"{plan.kind} load on {plan.target} for {plan.seconds:g} s"):
-            record = run(plan)
+            record = run_load(plan)
     except LoadFailed as error:
         raise CommandError(str(error), ExitCode.UNAVAILABLE) from None
     for line in report.summary(plan, record):
@@ -155,18 +154,20 @@ def _described(plan: Plan) -> dict[str, object]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = arguments.Parser(
-        prog="legato bench --serve",
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "load",
+        help="load on a running server",
         description="Load on a running server: requests at a rate that does not depend on its "
         "answers, each timed from when it was due.",
     )
     add = parser.add_argument
-    add(FLAG, action="store_true", required=True, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="one JSON document, errors too")
     add("--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md")
     load = parser.add_argument_group("load")
-    load.add_argument("--server", metavar="HOST:PORT", default=default_target())
+    load.add_argument(
+        "--server", type=arguments.server, metavar="HOST:PORT", default=DEFAULT_TARGET
+    )
     arguments.add_security_options(load)
     load.add_argument("--kind", choices=KINDS, default="unary")
     load.add_argument("--rate", type=_positive, default=100.0, help="requests a second, in all")
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--temperature", type=float)
     asked.add_argument("--deltas", action="store_true", help="sessions also stream events")
     asked.add_argument("--model", default="")
-    return parser
+    parser.set_defaults(run=run)
 
 
 def _positive(text: str) -> float:

@@ -18,6 +18,7 @@ from legato_client import (
     SegmentTask,
     Task,
 )
+from legato_client.cli import install
 from legato_client.cli.exits import CommandError, ExitCode
 
 
@@ -95,7 +96,7 @@ def sample_script() -> Script:
         samples = Path(importlib.import_module("legato_tiny").path()) / "samples"
     except ModuleNotFoundError as error:
         raise CommandError(
-            'the sample image comes with legato-tiny: pip install "legato[engine]", '
+            f"the sample image comes with legato-tiny: {install.hint('engine')}, "
             "or name an image with --image"
         ) from error
     return script_for(samples / "scene.jpg")

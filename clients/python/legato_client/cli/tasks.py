@@ -22,12 +22,12 @@ from legato_client import (
     SegmentTask,
     Task,
 )
-from legato_client.cli import arguments, show
+from legato_client.cli import arguments, install, show
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 
-def add_commands(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     detect = commands.add_parser("detect", help="box every instance of an object")
     _add_object(detect, count=True)
     point = commands.add_parser("point", help="point at every instance of an object")
@@ -41,11 +41,17 @@ def add_commands(commands: Any) -> None:
     query.add_argument("image", nargs="?", help="a file, or - for standard input")
     query.add_argument("question")
     query.add_argument("--reasoning", action="store_true", help="think first, and show it")
-    for parser in (detect, point, segment, caption, query):
+    for name, parser in (
+        ("detect", detect),
+        ("point", point),
+        ("segment", segment),
+        ("caption", caption),
+        ("query", query),
+    ):
         _add_output(parser)
         arguments.add_sampling_options(parser)
         arguments.add_server_options(parser)
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, command=name)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -111,11 +117,11 @@ def save(path: Path, image: bytes, *results: Result) -> None:
     try:
         from legato_client import draw
     except ModuleNotFoundError as error:
-        raise CommandError('drawing needs Pillow: pip install "legato[cli]"') from error
+        raise CommandError(f"drawing needs Pillow: {install.hint('cli')}") from error
     marks = [mark for result in results for mark in draw.marks_of(result)]
     lines = [text for result in results if (text := show.text_of(result))]
     try:
-        draw.annotate(image, marks, lines=lines).save(path, format="PNG")
+        draw.annotate(image, marks, lines=lines).save(path)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error}") from error
 
@@ -128,7 +134,12 @@ def _add_object(parser: argparse.ArgumentParser, *, count: bool) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="PNG", help="save the annotated image here")
+    parser.add_argument(
+        "--output",
+        type=arguments.picture,
+        metavar="FILE",
+        help=f"save the annotated image here: {', '.join(arguments.PICTURES)}",
+    )
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,7 @@ def is_remote(words: Sequence[str]) -> bool:
     return any(word == FLAG or word.startswith(f"{FLAG}=") for word in words)
 
 
-def main(words: Sequence[str], terminal: Terminal) -> None:
-    args = _parser().parse_args(words)
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
     spans: list[TimelineSpan] = []
     steps: DecodeSteps | None = None
     with arguments.connect(args, as_operator=True) as client:
@@ -44,11 +44,12 @@ def main(words: Sequence[str], terminal: Terminal) -> None:
     )
 
 
-def _parser() -> arguments.Parser:
+def make_parser() -> arguments.Parser:
     parser = arguments.Parser(prog=f"legato trace {FLAG}", description=__doc__)
     arguments.add_server_options(parser)
     parser.add_argument(
         "--duration", type=arguments.positive, default=5.0, metavar="SECONDS", help="to watch"
     )
     parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
+    parser.set_defaults(run=run)
     return parser

@@ -146,6 +146,7 @@ def _frontend(
             eos=settings.eos,
             sampling=settings.sampling,
             max_context=config.max_context,
+            vocab_size=config.vocab_size,
         )
     )
 

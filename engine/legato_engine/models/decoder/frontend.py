@@ -51,6 +51,7 @@ class TextSetup:
     eos: frozenset[int]
     sampling: budget.SamplingDefaults
     max_context: int
+    vocab_size: int
 
 
 class TextFrontend:
@@ -62,6 +63,7 @@ class TextFrontend:
 
     def __init__(self, setup: TextSetup) -> None:
         self.name = setup.name
+        self.vocab_size = setup.vocab_size
         self._setup = setup
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:

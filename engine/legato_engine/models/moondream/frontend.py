@@ -63,6 +63,7 @@ class MoondreamFrontend:
         self.takes_images = True
         self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
         self.constraints = constraint_table(config)
+        self.vocab_size = config.text.vocab_size
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)

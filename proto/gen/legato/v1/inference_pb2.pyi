@@ -111,7 +111,9 @@ class ResponseInfo(_message.Message):
     finish_reason: _task_pb2.FinishReason.ValueType
     """Why the task ended. UNSPECIFIED in RunTasks, where each result has its own."""
     resumptions: _builtins.int
-    """How often the engine was lost while it ran the request, which then went on with a new one."""
+    """How often the engine, or with `GenerateRequest.resume_from` the stream, was lost while the request ran, which then
+    went on elsewhere.
+    """
     @_builtins.property
     def usage(self) -> _task_pb2.Usage:
         """What it cost; in RunTasks the sum."""
@@ -667,6 +669,12 @@ class GenerateRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
+    checkpoints: _builtins.bool
+    """Send checkpoints, so that the stream can go on with another server. Needs the capability `checkpoints`; servers
+    without it send none.
+    """
     @_builtins.property
     def image(self) -> _media_pb2.Image:
         """The picture. Absent: none, which only a Query task accepts."""
@@ -683,6 +691,13 @@ class GenerateRequest(_message.Message):
     def stamp(self) -> _media_pb2.FrameStamp:
         """Echoed in `ResponseInfo.stamp`."""
 
+    @_builtins.property
+    def resume_from(self) -> Global___Checkpoint:
+        """Go on where a stream of the same request broke. With the same `RequestOptions.request_id`, the server ends that
+        stream if it still runs there. The tokens are taken at the client's word; they have no claim to a place in the
+        queue. INVALID_ARGUMENT INVALID_FIELD names the part that cannot be of this request. Absent: a new stream.
+        """
+
     def __init__(
         self,
         *,
@@ -690,14 +705,82 @@ class GenerateRequest(_message.Message):
         task: _task_pb2.Task | None = ...,
         options: Global___RequestOptions | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
+        checkpoints: _builtins.bool = ...,
+        resume_from: Global___Checkpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "stamp", b"stamp", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "resume_from", b"resume_from", "stamp", b"stamp", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "stamp", b"stamp", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "image", b"image", "options", b"options", "resume_from", b"resume_from", "stamp", b"stamp", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """How far a stream is: what a server with the same model needs to go on with it.
+
+    `started` brings the first one. After it, the last event of each decoding step brings what that step added, and covers
+    all events since the one before it. A client that wants to resume therefore
+
+    - gives events on only when it has the checkpoint that covers them, so that none is told twice;
+    - merges the checkpoints of a stream, and of the stream that goes on with it, as protobuf merges messages: lists are
+      appended to, other fields are replaced where they are present;
+    - sends the same request with the sum as `resume_from`. An image that only the lost server held is IMAGE_NOT_FOUND.
+
+    On a CPU the answer is the one that the first server would have given. On a GPU a token after the checkpoint may differ,
+    as numbers are rounded otherwise; none is lost or doubled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model by its name, as `Started.model`. Required in `resume_from`: it must be the one that answers."""
+    seed: _builtins.int
+    """The seed of the sampling, given or made by the server. Required in `resume_from`, equal to `Sampling.seed` if that is
+    given.
+    """
+    resumptions: _builtins.int
+    """How often the stream was resumed before. At most 1000."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens whose events were told, in order. In `resume_from` at most `Limits.max_output_tokens`, each one that
+        the task allows in its place.
+        """
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two numbers for each token, in [0, 1], of a task whose tokens may be places or sizes; else none."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """A number for each token with `RequestOptions.top_logprobs`, as `Token.logprob`; else none."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        seed: _builtins.int | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        resumptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "logprobs", b"logprobs", "model", b"model", "resumptions", b"resumptions", "seed", b"seed", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class Queued(_message.Message):
@@ -1037,6 +1120,7 @@ class GenerateResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Counts the events of the stream from 0 without a gap, so that a lost one shows."""
     @_builtins.property
@@ -1079,6 +1163,10 @@ class GenerateResponse(_message.Message):
     def tokens(self) -> Global___TokensDelta:
         """Tokens that completed no text. Only with `RequestOptions.return_tokens`."""
 
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """What the events up to this one add to the stream's checkpoint. Only with `GenerateRequest.checkpoints`."""
+
     def __init__(
         self,
         *,
@@ -1093,10 +1181,11 @@ class GenerateResponse(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         finished: Global___Finished | None = ...,
         tokens: Global___TokensDelta | None = ...,
+        checkpoint: Global___Checkpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "index", b"index", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "index", b"index", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "started", "text", "reasoning", "point", "object", "outline", "heartbeat", "finished", "tokens"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -10,6 +10,8 @@ from legato_client.cli import main
 from legato_client.cli.script import script_for
 from PIL import Image
 
+from tests.clients.python.cli.stand_in import stand_in_service
+
 
 @pytest.fixture
 def scene(tmp_path):
@@ -29,8 +31,7 @@ def scene(tmp_path):
 @pytest.fixture
 def service(tmp_path, monkeypatch):
     """Puts the stand-in service where `python -m legato_service` finds it."""
-    source = "from tests.clients.python.cli import fake_service"
-    (tmp_path / "legato_service.py").write_text(source)
+    stand_in_service(tmp_path, "from tests.clients.python.cli import fake_service")
     path = ":".join([str(tmp_path), *(entry for entry in sys.path if entry)])
     monkeypatch.setenv("PYTHONPATH", path)
     return lambda behaviour: monkeypatch.setenv("FAKE_SERVICE", behaviour)

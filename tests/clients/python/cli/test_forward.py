@@ -8,20 +8,37 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
-from legato_client.cli import forward, main
+from legato_client.cli import forward, install, main
+
+from tests.clients.python.cli.stand_in import stand_in_service
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_missing_engine(monkeypatch, capsys):
-    """Without the engine extra the message is the command that installs it."""
+    """Without the engine extra the message is the command that installs it.
+
+    From a clone, whose packages no registry has, that is one that names its folders.
+    """
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
     )
     for command in ("serve", "bench", "trace", "demo"):
         assert main([command]) == 1
-        assert 'pip install "legato[engine]"' in capsys.readouterr().err
+        said = capsys.readouterr().err
+        folders = re.findall(r"-e (\S+)", said)
+        assert [(ROOT / each).resolve() for each in folders] == [
+            ROOT,
+            ROOT / "engine" / "tiny",
+            ROOT / "service",
+        ]
+    monkeypatch.setattr(install, "_clone", lambda: None)
+    assert main(["serve"]) == 1
+    assert 'pip install "legato[engine]"' in capsys.readouterr().err
 
 
 def test_every_need_is_installed_by_the_extra():
@@ -41,44 +58,51 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-@pytest.mark.parametrize("command", ["serve", "bench", "trace"])
-def test_arguments_are_passed_on(command, monkeypatch):
-    """Every argument reaches the module unchanged, options included."""
-    monkeypatch.setattr(forward, "require_engine", lambda _command: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    program = forward.command_line(command, ["--help", "x", "--", "-y"])
-    assert program[:2] == [sys.executable, "-m"]
-    assert program[2] == forward.MODULES[command][0]
-    assert program[3:] == ["--help", "x", "--", "-y"]
-
-
 def test_command_of_another_version(monkeypatch, capsys):
     """A command whose module this version lacks says so."""
     monkeypatch.setattr(forward, "_ENGINE_NEEDS", ())
-    monkeypatch.setitem(forward.MODULES, "bench", ("legato_engine.no_such_module", ""))
+    lacking = forward.Program("legato_engine.none", "legato_engine.none:make_parser", "")
+    monkeypatch.setitem(forward.MODULES, "bench", lacking)
     assert main(["bench"]) == 1
     assert "this version has no `legato bench`" in capsys.readouterr().err
 
 
-def test_the_command_becomes_the_module(tmp_path):
-    """The forwarded program replaces this one: same process, its own exit code."""
-    (tmp_path / "legato_service.py").write_text(
-        "import os, sys; print(os.getpid(), sys.argv[1:])\nsys.exit(7)"
+@pytest.mark.parametrize("command", sorted(forward.MODULES))
+def test_options_are_known_without_torch(command):
+    """The parser of each forwarded command loads in a moment, and its abbreviations are off."""
+    module, _, function = forward.MODULES[command].parser.partition(":")
+    program = (
+        f"import sys, importlib; made = importlib.import_module({module!r}).{function}();"
+        "assert not made.allow_abbrev; assert 'torch' not in sys.modules"
     )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_becomes_the_module(tmp_path):
+    """The forwarded program replaces this one: same process, its own exit code.
+
+    What the environment sets comes as a flag, and options of the settings stay behind.
+    """
+    stand_in_service(tmp_path, "import os, sys; print(os.getpid(), sys.argv[1:])\nsys.exit(7)")
+    settings = tmp_path / "legato.toml"
+    settings.write_text("[serve]\ndevice = 'abacus'\n")
     program = (
         "import sys; from legato_client.cli import forward, main;"
-        "forward._ENGINE_NEEDS = (); sys.exit(main(['serve', '--port', '1']))"
+        "forward._ENGINE_NEEDS = (); "
+        f"sys.exit(main(['serve', '--port', '1', '--config', {str(settings)!r}]))"
     )
     path = ":".join([str(tmp_path), *(entry for entry in sys.path if entry)])
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={"PYTHONPATH": path},
+        env={"PYTHONPATH": path, "LEGATO_LISTEN": "127.0.0.1:9"},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         out, _ = process.communicate(timeout=60)
-    assert out.split()[0] == str(process.pid)
-    assert out.split()[1:] == ["['--port',", "'1']"]
+    pid, words = out.split(maxsplit=1)
+    assert pid == str(process.pid)
+    assert words.strip() == "['--listen=127.0.0.1:9', '--device=abacus', '--port', '1']"
     assert process.returncode == 7
 
 

@@ -63,7 +63,7 @@ def test_the_commands_speak_tls_and_send_a_token(
     assert code == 0
     assert "connection: TLS, as credential robot-7" in out
     load = ["--rate", "20", "--seconds", "0.4", "--warm-up", "0", "--json"]
-    code, out, _ = legato("bench", "--serve", *options, *load)
+    code, out, _ = legato("load", *options, *load)
     assert code == 0
     figures = json.loads(out)
     assert figures["plan"]["security"]["encrypted"]
@@ -143,14 +143,14 @@ def test_a_token_that_is_not_valid(legato, server, certificates, token, monkeypa
 )
 def test_options_that_make_no_connection(legato, options, problem, code):
     """They are usage errors by name."""
-    for command in (["info"], ["bench", "--serve"]):
+    for command in (["info"], ["load"]):
         exit_code, _, err = legato(*command, *options)
         assert (exit_code, problem in err) == (code, True)
 
 
 def test_a_token_is_not_sent_unencrypted_elsewhere(legato, token_file):
     """The refusal names TLS, and needs no connection."""
-    for command in (["info"], ["bench", "--serve"]):
+    for command in (["info"], ["load"]):
         code, _, err = legato(*command, "--server", "robots.example:1", "--token-file", token_file)
         assert code == 1
         assert "without TLS" in err

@@ -205,7 +205,7 @@ def test_sessions_that_cannot_be_opened_end_the_load():
 def test_the_command_reports_json_and_writes_files(target, tmp_path, capsys):
     """One JSON document on stdout; the same figures and a Markdown table in files."""
     options = ["--server", target, "--rate", "20", "--seconds", "0.5", "--warm-up", "0", "--json"]
-    assert main(["bench", "--serve", *options, "--output", str(tmp_path / "load")]) == 0
+    assert main(["load", *options, "--output", str(tmp_path / "load")]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["due"] == figures["latency_ms"]["count"] > 0
     assert figures["plan"]["rate"] == 20
@@ -218,5 +218,5 @@ def test_the_command_reports_json_and_writes_files(target, tmp_path, capsys):
 )
 def test_options_that_make_no_plan_are_usage_errors(options, capsys):
     """Nothing is sent."""
-    assert main(["bench", "--serve", *options]) == 2
+    assert main(["load", *options]) == 2
     assert capsys.readouterr().err

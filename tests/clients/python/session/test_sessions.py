@@ -16,6 +16,7 @@ from legato_client import (
     FrameResult,
     FrameStamp,
     InvalidArgument,
+    PointTask,
     SessionProtocol,
     TextDelta,
 )
@@ -245,3 +246,21 @@ def test_cancel_and_update(connect, server):
         "open", "cancel", "cancel", "update", "frame",
     ]  # fmt: skip
     assert (said[1].cancel.sequence, said[2].cancel.task_id) == (4, "a")
+
+
+def test_tasks_without_ids_get_names(connect, server):
+    """Their object's, or their skill's, so that results can be told apart."""
+    tasks = [DetectTask("cup"), PointTask("hand"), CaptionTask(), DetectTask("x" * 99)]
+    with connect(tasks) as session:
+        session.update_tasks([DetectTask("cup"), DetectTask("cup", task_id="again")])
+        session.send(JPEG)
+        assert {next(session).task_id for _ in range(2)} == {"cup", "again"}
+    said = server.sessions.last.requests
+    names = [task.task_id for task in said[0].open.standing_tasks]
+    assert names == ["cup", "hand", "caption", "x" * 64]
+
+
+def test_two_tasks_of_one_name_are_refused(connect):
+    """Before anything is sent."""
+    with pytest.raises(ValueError, match="several tasks are called 'cup'"):
+        connect([DetectTask("cup"), PointTask("cup")]).__enter__()

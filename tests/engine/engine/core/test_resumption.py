@@ -140,3 +140,79 @@ def test_a_full_queue_takes_a_resumed_request(assembly):
     (done,) = world.of("again", Done)
     assert done.timings.total > 10
     world.close()
+
+
+# ---------------------------------------------------------------- a caller's checkpoint
+
+
+def checkpoint(request, outputs, **changes):
+    """What a client gives back after these outputs."""
+    resumed = resumed_after(request, outputs).resumed
+    return msgspec.structs.replace(
+        request, resumed=msgspec.structs.replace(resumed, admitted=False, **changes)
+    )
+
+
+def refusal_of(world, request, has_image):
+    """The error of a request that the engine refuses."""
+    if has_image:
+        request = msgspec.structs.replace(request, image=world.encoded(png()))
+    world.outputs.clear()
+    world.core.submit(request)
+    world.run("r")
+    return world.error("r")
+
+
+@pytest.mark.parametrize("name", ["query of an image", "detect", "reasoning"])
+def test_a_checkpoint_goes_on_as_an_engine_does(assembly, name):
+    """Tokens at a caller's word are followed by those that follow the engine's own."""
+    request, has_image = CASES[name]
+    world = World(assembly)
+    whole = run(world, request, has_image)
+    for count in (2, len(whole) - 1):
+        rest = run(world, checkpoint(request, whole[:count]), has_image)
+        assert said(whole[:count] + rest) == said(whole)
+        assert isinstance(rest[0], Started), "its client may know of no `started`"
+    world.close()
+
+
+def test_tokens_that_the_task_cannot_have_are_refused(assembly):
+    """By the vocabulary, the constraint of their place, their values and the answer's end."""
+    world = World(assembly)
+    request, has_image = CASES["detect"]
+    told = run(world, request, has_image)
+    resumed = checkpoint(request, told[:-1]).resumed
+    ids, values = resumed.token_ids, resumed.payloads
+    assert len(ids) > 2
+    wrong = {
+        "resume_from.token_ids[0]": {"token_ids": (1 << 31, *ids[1:])},
+        "resume_from.token_ids[1]": {"token_ids": (ids[0], ids[2], *ids[2:])},
+        "resume_from.values": {"payloads": ()},
+        f"resume_from.token_ids[{len(ids)}]": {
+            "token_ids": (*ids, *ids),
+            "payloads": (*values, *values),
+            "logprobs": (),
+        },
+    }
+    ended = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=len(ids)))
+    for field, changes in wrong.items():
+        of = ended if field.endswith(f"[{len(ids)}]") else request
+        error = refusal_of(world, checkpoint(of, told[:-1], **changes), has_image)
+        assert error.metadata["field"] == field
+    query, _ = CASES["query"]
+    text = run(world, query, False)[:-1]
+    ids = checkpoint(query, text).resumed.token_ids
+    given = checkpoint(query, text, token_ids=(1 << 20, *ids[1:]))
+    assert refusal_of(world, given, False).metadata["field"] == "resume_from.token_ids[0]"
+    assert run(world, request, has_image)[-1].result == told[-1].result, "the engine serves on"
+    world.close()
+
+
+def test_a_full_queue_refuses_a_checkpoint(assembly):
+    """A caller's word gives no place in it."""
+    world = World(assembly, max_waiting=1)
+    world.submit("waiting", QueryTask(question="hello"))
+    resumed = Resumed(arrival=time.monotonic(), admitted=False)
+    world.submit("again", QueryTask(question="hello"), resumed=resumed)
+    assert type(world.error("again")).__name__ == "QueueFull"
+    world.close()

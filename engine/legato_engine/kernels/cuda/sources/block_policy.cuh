@@ -17,7 +17,7 @@ struct RequestDescriptor {
 };
 static_assert(sizeof(RequestDescriptor) == 32, "four of the host's int64");
 
-struct Rule {  // constants; those of ADAPTIVE are float32
+struct Rule {  // constants; those of FIXED and ADAPTIVE are float32
   double alpha, kept, high, low;
   double decay, prior_weight, common_decay, better, longer;
   double propose;  // seconds of one more token in the longest block
@@ -69,12 +69,12 @@ __device__ __forceinline__ void update(RequestDescriptor& request, const Rule& r
   else if (request.idle_steps < PROBE_EVERY)
     request.idle_steps++;
   request.flags |= VERIFIED;
-  if (RULE == ADAPTIVE) {
+  if (RULE != BUDGET) {
     const float rate = proposed ? __fdiv_rn((float)accepted, (float)proposed) : 0.f;
     const float kept = __fmul_rn((float)rule.kept, request.ema_acceptance_rate);
     request.ema_acceptance_rate = __fadd_rn(__fmul_rn((float)rule.alpha, rate), kept);
-    request.current_block_size = adaptive_size(request, rule);
   }
+  if (RULE == ADAPTIVE) request.current_block_size = adaptive_size(request, rule);
   if (RULE == BUDGET && proposed) {
     const int tried = accepted + (accepted < proposed);
     request.accepted_weight = __dadd_rn(__dmul_rn(rule.decay, request.accepted_weight), (double)accepted);

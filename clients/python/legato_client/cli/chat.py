@@ -1,0 +1,158 @@
+"""`legato chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from legato_client import (
+    Client,
+    Finished,
+    LegatoError,
+    Message,
+    Options,
+    QueryResult,
+    QueryTask,
+    Sampling,
+)
+from legato_client.cli import arguments, show
+from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.hints import hint_of
+from legato_client.cli.terminal import Terminal
+
+_HELP = """\
+/image FILE   begin again with this image; /image alone: without one
+/system TEXT  begin again with this instruction
+/reset        begin again
+/quit         or Ctrl-D; Ctrl-C stops an answer"""
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="a conversation, about an image if one is named",
+        description="Ask again and again; the model is told what was said before. Questions are "
+        f"lines of standard input. {' '.join(_HELP.split())}",
+    )
+    parser.add_argument("image", nargs="?", type=Path, help="a JPEG, PNG or WebP file")
+    parser.add_argument("--system", default="", metavar="TEXT", help="an instruction before all")
+    parser.add_argument("--reasoning", action="store_true", help="think first, and show it")
+    arguments.add_sampling_options(parser)
+    arguments.add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    """With `--json` each answer is a document on a line of its own."""
+    talk = Conversation(
+        args.system, _image(args.image), args.reasoning, arguments.sampling_of(args)
+    )
+    person = sys.stdin.isatty() and terminal.interactive
+    if person:
+        importlib.import_module("readline")  # input() edits lines and remembers them
+        terminal.line(terminal.dim("/help tells what else can be typed"))
+    with arguments.connect(args) as client:
+        for line in _lines(person):
+            try:
+                if line == "/quit":
+                    return
+                if line.startswith("/"):
+                    _command(talk, line, terminal)
+                elif line:
+                    _answer(client, talk, line, arguments.options_of(args), terminal)
+            except (LegatoError, CommandError) as error:
+                if not person:
+                    raise
+                hint = hint_of(error) if isinstance(error, LegatoError) else ""
+                terminal.line(f"{error}{hint}")
+
+
+class Conversation:
+    """What was said so far; a question that was not answered is not part of it."""
+
+    def __init__(
+        self, system: str, image: bytes | None, reasoning: bool, sampling: Sampling
+    ) -> None:
+        self.system = system
+        self.image = image
+        self._reasoning = reasoning
+        self._sampling = sampling
+        self._said: list[Message] = []
+
+    def begin_again(self) -> None:
+        self._said.clear()
+
+    def task(self, question: str) -> QueryTask:
+        said = (Message("system", self.system),) if self.system else ()
+        first = not self._said and self.image is not None
+        asked = Message("user", (self.image, question) if first and self.image else question)
+        return QueryTask(
+            reasoning=self._reasoning,
+            sampling=self._sampling,
+            messages=(*said, *self._said, asked),
+        )
+
+    def add(self, task: QueryTask, answer: str) -> None:
+        self._said += (task.messages[-1], Message("assistant", answer))
+
+
+def _answer(
+    client: Client, talk: Conversation, question: str, options: Options, terminal: Terminal
+) -> None:
+    """Ctrl-C ends the answer, and the question is forgotten."""
+    task = talk.task(question)
+    printer = show.EventPrinter(terminal)
+    events = client.generate(None, task, options=options)
+    try:
+        for event in events:
+            printer.show(event)
+            if isinstance(event, Finished) and isinstance(event.result, QueryResult):
+                talk.add(task, event.result.answer)
+                terminal.document({"question": question, "answer": event.result.answer})
+    except KeyboardInterrupt:
+        if not terminal.interactive:
+            raise
+        terminal.line(f"\n{terminal.dim('stopped: this question is not part of the conversation')}")
+    finally:
+        events.close()
+
+
+def _command(talk: Conversation, line: str, terminal: Terminal) -> None:
+    """Raises CommandError for an unknown one, and for a file that cannot be read."""
+    name, _, rest = line.partition(" ")
+    match name:
+        case "/image":
+            talk.image = _image(Path(rest.strip())) if rest.strip() else None
+        case "/system":
+            talk.system = rest.strip()
+        case "/reset":
+            pass
+        case _:
+            if name != "/help":
+                raise CommandError(f"no such command: {name}\n{_HELP}", ExitCode.USAGE)
+            terminal.line(_HELP)
+            return
+    talk.begin_again()
+
+
+def _image(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.expanduser().read_bytes()
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}", ExitCode.USAGE) from None
+
+
+def _lines(person: bool) -> Iterator[str]:
+    if not person:
+        yield from (line.strip() for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return

@@ -1,0 +1,274 @@
+"""Where the options of a command come from: a flag, else the environment, else a file.
+
+Options of the two lower layers become words in front of those that were typed, so that the parser
+of the command checks them as it checks flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from legato_client.cli.exits import CommandError, ExitCode
+
+PREFIX = "LEGATO_"
+CLIENT_TABLE = "client"
+CLIENT_OPTIONS = ("server", "tls", "ca", "cert", "key", "token-file", "timeout", "json")
+"""What the table `[client]` may hold: it is read by every command that has the option."""
+
+_OWN = ("config", "print-config")
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False, "false": False, "no": False, "off": False
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """The words of a complete command line; `sources` holds those of options not from a flag."""
+
+    words: tuple[str, ...]
+    given: frozenset[str]
+    sources: Mapping[str, str]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "settings", "an option is taken from its flag, else LEGATO_NAME_OF_THE_OPTION, else a file"
+    )
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="options in a table named as the command; LEGATO_CONFIG names it too",
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print each option with where it came from, in the form of such a file, and end",
+    )
+
+
+def variable(name: str) -> str:
+    """The environment variable of an option, which is named without its dashes."""
+    return PREFIX + name.upper().replace("-", "_")
+
+
+def resolve(
+    command: Sequence[str],
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+    tables: frozenset[str],
+) -> Resolved:
+    """Add what the environment and the file say to the `words` typed after the command's name.
+
+    `tables` are those that a file may have.
+
+    Raises:
+        CommandError: a value or a key is wrong, with its source; or the file cannot be read.
+    """
+    options = options_of(parser)
+    given = _given(options, words)
+    taken = set(given)
+    lower: list[str] = []
+    sources: dict[str, str] = {}
+    for layer in (_environment(options), _file(command, options, _config(words), tables)):
+        found = {
+            name: entry
+            for name, entry in layer.items()
+            if name not in taken and not taken & _rivals(parser, options, name)
+        }
+        for name, (value, source) in found.items():
+            lower += _words(options[name], name, value, source)
+            sources[name] = source
+        taken |= found.keys()
+    return Resolved((*lower, *words), frozenset(given), sources)
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options that can be set, by name."""
+    named = {
+        string.removeprefix("--"): action
+        for action in parser._actions
+        if action.dest != "help" and action.help != argparse.SUPPRESS
+        for string in action.option_strings[:1]
+        if string.startswith("--")
+    }
+    return {name: action for name, action in named.items() if name not in _OWN}
+
+
+def lines(
+    command: Sequence[str],
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    resolved: Resolved,
+) -> Iterator[str]:
+    """A file of settings that says the same."""
+    yield f"[{'.'.join(command)}]"
+    for name, value, source in rows(parser, args, resolved):
+        if value is None:
+            yield f"# {name} is not set"
+        else:
+            yield f"{name} = {_toml(value)}  # {source}"
+
+
+def rows(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, resolved: Resolved
+) -> Iterator[tuple[str, Any, str]]:
+    """Each option with its value and the source of that."""
+    for name, action in options_of(parser).items():
+        value = getattr(args, action.dest, None)
+        if _is_switch(action) and not isinstance(action, argparse.BooleanOptionalAction):
+            value = value == action.const
+        elif isinstance(value, (list, tuple)) and not _is_list(action):
+            value = ",".join(map(str, value))
+        elif isinstance(value, Path):
+            value = str(value)
+        source = "flag" if name in resolved.given else resolved.sources.get(name, "default")
+        yield name, value, source
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    escaped = "".join(
+        f"\\u{ord(c):04x}" if ord(c) < 0x20 or ord(c) == 0x7F else c
+        for c in str(value).replace("\\", "\\\\").replace('"', '\\"')
+    )
+    return f'"{escaped}"'
+
+
+def _given(options: Mapping[str, argparse.Action], words: Sequence[str]) -> set[str]:
+    strings = {string: name for name, action in options.items() for string in action.option_strings}
+    typed = list(words)
+    end = typed.index("--") if "--" in typed else len(typed)
+    return {strings[head] for word in typed[:end] if (head := word.partition("=")[0]) in strings}
+
+
+def _rivals(
+    parser: argparse.ArgumentParser, options: Mapping[str, argparse.Action], name: str
+) -> set[str]:
+    """Options that exclude this one: a higher layer's silences it."""
+    action = options[name]
+    groups = [each._group_actions for each in parser._mutually_exclusive_groups]
+    rivals = [other for group in groups if action in group for other in group]
+    return {each for each, other in options.items() if other in rivals} - {name}
+
+
+Layer = dict[str, tuple[Any, str]]
+
+
+def _environment(options: Mapping[str, argparse.Action]) -> Layer:
+    """An empty variable is none."""
+    layer: Layer = {}
+    for name, action in options.items():
+        if text := os.environ.get(variable(name)):
+            value = _array(text, variable(name)) if _is_list(action) else text
+            layer[name] = (value, variable(name))
+    return layer
+
+
+def _array(text: str, source: str) -> list[Any]:
+    """One value, or several as an array of TOML."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return list(tomllib.loads(f"values = {text}")["values"])
+    except tomllib.TOMLDecodeError as error:
+        raise CommandError(f"{source} is no array of TOML: {error}", ExitCode.USAGE) from None
+
+
+def _config(words: Sequence[str]) -> Path | None:
+    """The file that is named; the parser reports a `--config` without a value."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config", nargs="?")
+    end = words.index("--") if "--" in words else len(words)
+    named = finder.parse_known_args(list(words[:end]))[0].config or os.environ.get(
+        f"{PREFIX}CONFIG"
+    )
+    return Path(named) if named else None
+
+
+def _file(
+    command: Sequence[str],
+    options: Mapping[str, argparse.Action],
+    path: Path | None,
+    tables: frozenset[str],
+) -> Layer:
+    if path is None:
+        return {}
+    content = _read(path)
+    if unknown := content.keys() - tables - {CLIENT_TABLE}:
+        _refuse(path, f"no command is called {min(unknown)!r}")
+    client = content.get(CLIENT_TABLE, {})
+    own: Any = content
+    for word in command:
+        own = own.get(word, {}) if isinstance(own, dict) else own
+    for table, known in ((client, CLIENT_OPTIONS), (own, tuple(options))):
+        where = CLIENT_TABLE if table is client else ".".join(command)
+        if not isinstance(table, dict):
+            _refuse(path, f"{where} must be a table")
+        if wrong := table.keys() - {*known}:
+            _refuse(path, f"[{where}] has no option {min(wrong)!r}")
+    shared = {name: value for name, value in client.items() if name in options}
+    return {name: (value, str(path)) for name, value in {**shared, **own}.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}", ExitCode.USAGE) from None
+    except ValueError as error:
+        raise CommandError(f"{path} is not TOML: {error}", ExitCode.USAGE) from None
+
+
+def _refuse(source: object, problem: str) -> None:
+    raise CommandError(f"{source}: {problem}", ExitCode.USAGE)
+
+
+def _words(action: argparse.Action, name: str, value: Any, source: str) -> list[str]:
+    """The flag that says the same, checked so that an error names its source."""
+    if _is_switch(action):
+        truth = value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
+        if truth is None:
+            _refuse(source, f"{name} is true or false, not {value!r}")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [action.option_strings[0] if truth else action.option_strings[1]]
+        return [action.option_strings[0]] if truth else []
+    if isinstance(value, list) and _is_list(action):
+        return [_word(action, name, each, source) for each in value]
+    word = _word(action, name, value, source)
+    return [] if value == action.default else [word]
+
+
+def _word(action: argparse.Action, name: str, value: Any, source: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        _refuse(source, f"{name} takes one value, not {value!r}")
+    try:
+        read: Any = action.type(str(value)) if callable(action.type) else str(value)
+    except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        # Only the first kind has a message for people.
+        known = isinstance(error, argparse.ArgumentTypeError)
+        raise CommandError(
+            f"{source}: {name}: {error if known else f'not {value!r}'}", ExitCode.USAGE
+        ) from None
+    if action.choices is not None and read not in action.choices:
+        _refuse(source, f"{name} is one of {', '.join(map(str, action.choices))}, not {value!r}")
+    return f"--{name}={value}"
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    return action.nargs == 0
+
+
+def _is_list(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._AppendAction)

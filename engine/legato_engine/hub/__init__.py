@@ -1,0 +1,1 @@
+"""Published weights: what can be pulled, where it is kept, how it gets there."""

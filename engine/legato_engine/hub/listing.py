@@ -1,0 +1,111 @@
+"""`legato models`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from legato_engine.device.host import available_memory
+from legato_engine.hub import store
+from legato_engine.hub.catalog import MODELS, Published
+from legato_engine.hub.options import models_parser
+
+_SLACK = 1.2
+"""Memory that a model needs, by that of its weights; KV cache and images come on top."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Memory that weights can be loaded into, in bytes."""
+
+    name: str
+    num_bytes: int
+
+    def takes(self, model: Published) -> bool:
+        on_cpu = self.name == "cpu"
+        loaded = model.loaded_bytes_on_cpu if on_cpu else model.loaded_bytes
+        return loaded * _SLACK <= self.num_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = models_parser().parse_args(argv)
+    places = [Place("cpu", available_memory()), *gpus()]
+    rows = [_row(each, arguments.models, places) for each in MODELS.values()]
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    if arguments.json:
+        memory = {each.name: each.num_bytes for each in places}
+        print(json.dumps({"memory": memory, "models": rows}))  # noqa: T201
+        return 0
+    table = Table("model", "here", "bf16", "fp8", "fits", "licence", "from", box=None)
+    for row in rows:
+        table.add_row(*map(Text, _cells(row)))
+    console.print(table)
+    room = ", ".join(f"{each.name} {_gb(each.num_bytes)}" for each in places)
+    console.print(f"memory: {room}; a model fits if it takes {_SLACK} times its weights")
+    return 0
+
+
+def gpus() -> list[Place]:
+    """Those that the driver shows; none without a driver."""
+    try:
+        from cuda.bindings import driver
+
+        status = driver.cuInit(0)[0]
+    except (ImportError, RuntimeError):  # the second where the driver's library is missing
+        return []
+    if status != driver.CUresult.CUDA_SUCCESS:
+        return []
+    _, count = driver.cuDeviceGetCount()
+    devices = [driver.cuDeviceGet(number)[1] for number in range(count)]
+    return [
+        Place(f"cuda:{number}", int(driver.cuDeviceTotalMem(device)[1]))
+        for number, device in enumerate(devices)
+    ]
+
+
+def _row(model: Published, models: str, places: Sequence[Place]) -> dict[str, object]:
+    folder = store.folder_of(models, model.name)
+    manifest = store.read_manifest(folder)
+    return {
+        "model": model.name,
+        "folder": str(folder) if manifest else "",
+        "pulled": manifest.pulled if manifest else "",
+        "bytes_here": manifest.num_bytes if manifest else 0,
+        "bf16_bytes": model.bf16_bytes,
+        "fp8_bytes": model.fp8_bytes,
+        "fits": [each.name for each in places if each.takes(model)],
+        "licence": model.licence,
+        "from": manifest.origins
+        if manifest
+        else [f"{each.repository}@{each.revision}" for each in model.sources],
+    }
+
+
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
+    fits, origins = row["fits"], row["from"]
+    assert isinstance(fits, list)
+    assert isinstance(origins, list | tuple)
+    return (
+        str(row["model"]),
+        _gb(row["bytes_here"]) if row["pulled"] else "no",
+        _gb(row["bf16_bytes"]),
+        _gb(row["fp8_bytes"]) if row["fp8_bytes"] else "-",
+        ", ".join(fits) or "nowhere",
+        str(row["licence"]).partition(":")[0],
+        "\n".join(origins),
+    )
+
+
+def _gb(num_bytes: object) -> str:
+    assert isinstance(num_bytes, int)
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Checkpoints of Generate: what a stream tells of its tokens, and what a client gives back."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+from legato.v1 import inference_pb2
+from legato_engine import core
+from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Delta, ModelInfo
+
+MAX_RESUMPTIONS = 1000
+_FIELD = "resume_from"
+
+
+class Checkpoints:
+    """Fills the checkpoints of one stream; each has what came since the one before it."""
+
+    def __init__(self, seed: int, resumptions: int = 0) -> None:
+        """`resumptions` counts those of the stream so far, this one included."""
+        self._seed = seed
+        self._resumptions = resumptions
+
+    def begin(self, event: inference_pb2.GenerateResponse) -> None:
+        """With `started`."""
+        message = event.checkpoint
+        message.model = event.started.model
+        message.seed = self._seed
+        message.resumptions = self._resumptions
+
+    def cover(self, event: inference_pb2.GenerateResponse, delta: Delta) -> None:
+        """With the last event of a delta."""
+        message = event.checkpoint
+        message.token_ids.extend(delta.token_ids)
+        if delta.payloads:
+            message.values.extend([value for pair in delta.payloads for value in pair])
+        if delta.logprobs:
+            message.logprobs.extend(delta.logprobs)
+
+
+def of(request: core.Request, resumptions: int) -> Checkpoints:
+    """With the seed that the engine takes."""
+    seed = request.sampling.seed
+    return Checkpoints(request.request_id.seed if seed is None else seed, resumptions)
+
+
+def resuming(
+    message: inference_pb2.Checkpoint, request: core.Request, model: ModelInfo
+) -> core.Request:
+    """The request from its checkpoint on; the engine checks the tokens against the task.
+
+    Raises:
+        InvalidField: the checkpoint is malformed, or of another model or request.
+    """
+    _check_origin(message, request, model)
+    sampling = msgspec.structs.replace(request.sampling, seed=message.seed)
+    resumed = _resumed(message, model.max_output_tokens, logprobs=request.logprobs)
+    return msgspec.structs.replace(request, sampling=sampling, resumed=resumed)
+
+
+def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -> core.Resumed:
+    token_ids, values, count = message.token_ids, message.values, len(message.token_ids)
+    if count > limit:
+        raise InvalidField(
+            f"at most {limit} tokens", field=f"{_FIELD}.token_ids", limit=limit, actual=count
+        )
+    if len(values) not in (0, 2 * count):
+        raise InvalidField("two for each token, or none", field=f"{_FIELD}.values")
+    for index, value in enumerate(values):
+        if not 0 <= value <= 1:  # refuses NaN too
+            raise InvalidField("must be in [0, 1]", field=f"{_FIELD}.values[{index}]")
+    if len(message.logprobs) != (count if logprobs else 0):
+        raise InvalidField(
+            "one for each token if `options.top_logprobs` is set, else none",
+            field=f"{_FIELD}.logprobs",
+        )
+    for index, value in enumerate(message.logprobs):
+        if not math.isfinite(value):
+            raise InvalidField("must be finite", field=f"{_FIELD}.logprobs[{index}]")
+    now = time.monotonic()
+    return core.Resumed(
+        arrival=now,
+        first_token=now if count else 0.0,
+        token_ids=tuple(token_ids),
+        payloads=tuple(zip(values[::2], values[1::2], strict=True)),
+        logprobs=tuple(message.logprobs),
+        admitted=False,
+    )
+
+
+def _check_origin(
+    message: inference_pb2.Checkpoint, request: core.Request, model: ModelInfo
+) -> None:
+    if message.model != model.name:
+        raise InvalidField(f"this server answers with {model.name}", field=f"{_FIELD}.model")
+    if not message.HasField("seed"):
+        raise InvalidField("must be given", field=f"{_FIELD}.seed")
+    if request.sampling.seed not in (None, message.seed):
+        raise InvalidField("differs from the seed of the sampling", field=f"{_FIELD}.seed")
+    if message.resumptions > MAX_RESUMPTIONS:
+        raise InvalidField(
+            f"at most {MAX_RESUMPTIONS}",
+            field=f"{_FIELD}.resumptions",
+            limit=MAX_RESUMPTIONS,
+            actual=message.resumptions,
+        )

@@ -1,0 +1,282 @@
+"""`legato pull` against a hub on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, file_download
+from legato_engine.errors import InvalidField
+from legato_engine.hub import download, listing, options, pull, store
+from legato_engine.hub.catalog import INDEX, MODELS, Published, Source
+
+from tests.clients.python.until import until
+from tests.engine.hub.fake_hub import COMMIT, FakeHub
+
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
+CHUNK = 100_000  # bytes that the library writes at a time
+REPOSITORY = "maker/tiny"
+
+
+def tiny(revision: str = COMMIT, **sha256: str) -> Published:
+    """A model with its tokenizer in another repository."""
+    files = ("config.json", "model.safetensors", INDEX, "LICENSE*")
+    tokenizer = Source("maker/words", COMMIT, ("tokenizer.json",))
+    weights = Source(
+        REPOSITORY,
+        revision,
+        files,
+        {"model.safetensors": sha} if (sha := sha256.get("sha")) else {},
+    )
+    return Published("tiny", "llama", (weights, tokenizer), "Apache-2.0", bf16_bytes=len(WEIGHTS))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub with the two repositories."""
+    monkeypatch.setattr(file_download, "time", types.SimpleNamespace(sleep=lambda _: None))
+    with FakeHub() as fake:
+        fake.files[REPOSITORY] = {
+            "config.json": b"{}",
+            "model.safetensors": WEIGHTS,
+            "LICENSE.md": b"Apache",
+            "tokenizer.json": b"of another model",
+            "model.py": b"import os",
+        }
+        fake.files["maker/words"] = {"tokenizer.json": b"[]"}
+        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
+        template = f"{fake.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield fake
+
+
+def pulled(folder: Path, model: Published | None = None) -> store.Manifest:
+    return download.pull(model or tiny(), folder, lambda _: None)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_is_wanted_is_fetched_and_written_down(hub, tmp_path):
+    """No code, no file that the catalogue does not name; each with its origin and hash."""
+    manifest = pulled(tmp_path)
+    assert names(tmp_path) == {
+        "config.json", "model.safetensors", "LICENSE.md", "tokenizer.json", "legato.json",
+    }  # fmt: skip
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"[]"
+    assert manifest == store.read_manifest(tmp_path)
+    stored = {each.name: each for each in manifest.files}
+    assert stored["model.safetensors"].sha256 == hashlib.sha256(WEIGHTS).hexdigest()
+    assert manifest.origins == (f"{REPOSITORY}@{COMMIT}", f"maker/words@{COMMIT}")
+
+
+def test_a_second_pull_fetches_nothing_but_checks(hub, tmp_path):
+    """What is right stays; what was changed on the disk is removed and said."""
+    pulled(tmp_path)
+    hub.requests.clear()
+    pulled(tmp_path)
+    assert not hub.ranges("model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS[::-1])
+    with pytest.raises(download.WrongContent, match=r"model.safetensors of maker/tiny"):
+        pulled(tmp_path)
+    pulled(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_wrong_hash(hub, tmp_path, name):
+    """Other bytes of the same size, in LFS or in git, are not kept."""
+    hub.wrong.add(name)
+    with pytest.raises(download.WrongContent, match=name):
+        pulled(tmp_path)
+    assert name not in names(tmp_path)
+    assert store.read_manifest(tmp_path) is None
+    hub.wrong.clear()
+    pulled(tmp_path)
+
+
+def test_the_catalogue_is_believed_before_the_hub(hub, tmp_path):
+    """A hub that is consistent in itself cannot replace what is pinned."""
+    pulled(tmp_path / "right", tiny(sha=hashlib.sha256(WEIGHTS).hexdigest()))
+    with pytest.raises(download.WrongContent):
+        pulled(tmp_path / "wrong", tiny(sha="0" * 64))
+    hub.commit = "f" * 40
+    with pytest.raises(download.WrongContent, match="asked for"):
+        pulled(tmp_path / "other")
+    branch = pulled(tmp_path / "branch", tiny(revision="main").__class__(
+        "tiny", "llama", (Source(REPOSITORY, "main", ("config.json",)),), "", 1
+    ))  # fmt: skip
+    assert branch.origins == (f"{REPOSITORY}@{hub.commit}",)
+
+
+def test_a_broken_download_goes_on_at_once(hub, tmp_path):
+    """The connection is made again, from the byte where it ended."""
+    hub.cuts = [300_000]
+    pulled(tmp_path)
+    assert hub.ranges("model.safetensors") == ["", "bytes=300000-"]
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_hub_that_breaks_off_again_and_again(hub, tmp_path):
+    """The pull ends with an error, and the next one goes on with what was kept."""
+    hub.cuts = [300_000, *[0] * 20]
+    with pytest.raises(download.HubUnreachable, match="goes on"):
+        pulled(tmp_path)
+    assert store.read_manifest(tmp_path) is None
+    hub.cuts = []
+    hub.requests.clear()
+    pulled(tmp_path)
+    assert hub.ranges("model.safetensors") == ["bytes=300000-"]
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_shards_are_those_that_the_index_names(hub, tmp_path):
+    """Older shards in the same repository stay where they are."""
+    files = hub.files[REPOSITORY]
+    del files["model.safetensors"]
+    files["modelv2-1.safetensors"], files["modelv2-2.safetensors"] = b"a", b"b"
+    files["model-1.safetensors"] = b"old"
+    shards = {"x": "modelv2-1.safetensors", "y": "modelv2-2.safetensors"}
+    files[INDEX] = json.dumps({"weight_map": shards}).encode()
+    pulled(tmp_path)
+    assert {name for name in names(tmp_path) if name.endswith(".safetensors")} == {*shards.values()}
+
+
+def test_no_such_repository(hub, tmp_path):
+    """Nothing is left that looks like a model."""
+    del hub.files[REPOSITORY]
+    with pytest.raises(download.NotPublished):
+        pulled(tmp_path)
+    assert store.read_manifest(tmp_path) is None
+
+
+def test_no_network(monkeypatch, tmp_path, capsys):
+    """The error names the endpoint, and the exit code is that of an unavailable server."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
+    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == pull.UNREACHABLE
+    shown = capsys.readouterr()
+    assert "http://127.0.0.1:1 does not answer" in shown.err
+    assert "licence: Apache-2.0" in shown.out
+
+
+def test_a_disk_that_is_too_small(hub, tmp_path, monkeypatch):
+    """It is said before anything large is fetched."""
+    usage = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(download.NoRoom, match=r"has 0\.00 GB left"):
+        pulled(tmp_path)
+    assert not hub.ranges("model.safetensors")
+
+
+def test_a_disk_that_becomes_full(hub, tmp_path):
+    """What was written stays for the next pull."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+        with pytest.raises(download.NoRoom, match="cannot write to"):
+            pulled(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert store.read_manifest(tmp_path) is None
+    hub.requests.clear()
+    pulled(tmp_path)
+    (asked,) = hub.ranges("model.safetensors")
+    assert 0 < int(asked.removeprefix("bytes=").rstrip("-")) <= 500_000
+    assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+PULL = """
+import sys
+from legato_engine.hub import catalog, pull
+from tests.engine.hub.test_pull import tiny
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 100_000
+catalog.MODELS["smollm2-135m"] = tiny()
+sys.exit(pull.main(["smollm2-135m", "--models", sys.argv[1]]))
+"""
+
+
+def test_a_pull_that_is_killed_is_resumed(hub, tmp_path):
+    """A process of its own, with HF_ENDPOINT; SIGKILL in the middle of the weights."""
+    hub.cuts, hub.stalls = [700_000], True
+    command = [sys.executable, "-c", PULL, str(tmp_path)]
+    path = os.pathsep.join(each for each in sys.path if each)
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        until(lambda: any(each.stat().st_size for each in tmp_path.glob("*/model*.part")))
+        process.kill()
+    hub.stalls = False
+    hub.requests.clear()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "bytes are here already" in done.stdout
+    assert "sizes and hashes checked" in done.stdout
+    (asked,) = hub.ranges("model.safetensors")
+    assert asked.startswith("bytes=")
+    assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_what_was_not_pulled_says_how(tmp_path):
+    """Also a model of which a file was removed later."""
+    with pytest.raises(InvalidField, match="`legato pull moondream2` fetches it"):
+        store.find(str(tmp_path), "moondream2")
+
+
+def test_a_file_that_is_gone(hub, tmp_path):
+    """The server does not start on half a model."""
+    pulled(tmp_path / "tiny")
+    assert store.find(str(tmp_path), "tiny") == tmp_path / "tiny"
+    (tmp_path / "tiny" / "tokenizer.json").write_bytes(b"[")
+    with pytest.raises(InvalidField, match="not as it was pulled"):
+        store.find(str(tmp_path), "tiny")
+
+
+def test_models(hub, tmp_path, monkeypatch, capsys):
+    """What is here, from where, and what fits; in a table and as JSON."""
+    monkeypatch.setitem(MODELS, "smollm2-135m", tiny())
+    assert pull.main(["smollm2-135m", "--models", str(tmp_path)]) == 0
+    monkeypatch.setattr(listing, "available_memory", lambda: 8_000_000_000)
+    monkeypatch.setattr(listing, "gpus", lambda: [listing.Place("cuda:0", 16_000_000_000)])
+    capsys.readouterr()
+    assert listing.main(["--models", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    rows = {row["model"]: row for row in said["models"]}
+    assert rows["tiny"]["from"] == [f"{REPOSITORY}@{COMMIT}", f"maker/words@{COMMIT}"]
+    assert rows["tiny"]["bytes_here"] == len(WEIGHTS) + len(b"{}" + b"Apache" + b"[]")
+    assert rows["moondream2"]["fits"] == ["cuda:0"]
+    assert not rows["moondream2"]["pulled"]
+    assert rows["moondream3"]["fits"] == []
+    assert rows["moondream3.1"]["fits"] == ["cuda:0"]
+    assert listing.main(["--models", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert "nowhere" in table
+    assert "3.85 GB" in table
+
+
+def test_the_catalogue():
+    """Commits and hashes have their length; every name is one of `--model`."""
+    from legato_engine.config import MODELS as SERVED
+
+    for name, model in MODELS.items():
+        assert name == model.name
+        assert name in SERVED
+        for source in model.sources:
+            assert len(source.revision) == 40 or source.revision == "main"
+            assert all(len(sha256) == 64 for sha256 in source.sha256.values())
+            assert set(source.sha256) <= set(source.files)
+    assert set(options.pull_parser().parse_args(["moondream2"]).model) <= set("moondream2")

@@ -1,0 +1,197 @@
+"""Checkpoints of Generate, and streams that go on from them."""
+
+import asyncio
+
+import grpc
+import msgspec
+import pytest
+from legato.v1 import inference_pb2, task_pb2
+from legato_engine import core
+from legato_engine.client.request_stream import RequestStream
+from legato_engine.ipc.messages import Delta
+
+from tests.grammar import replay
+from tests.service.fakes import FakeEngine, begin, done, hold, solution, started, words
+from tests.service.harness import image_message, refusal, running, until
+
+DETECT = task_pb2.Task(detect=task_pb2.DetectTask(object="cup"))
+
+
+def request(*, checkpoints=True, resume_from=None, **options):
+    return inference_pb2.GenerateRequest(
+        image=image_message(),
+        task=DETECT,
+        options=inference_pb2.RequestOptions(**options),
+        checkpoints=checkpoints,
+        resume_from=resume_from,
+    )
+
+
+def checkpoint(**fields):
+    """A valid one of two tokens, changed."""
+    return inference_pb2.Checkpoint(
+        **({"model": "fake-1", "seed": 5, "token_ids": [1, 2]} | fields)
+    )
+
+
+def in_two_deltas(engine, stream):
+    """Two boxes of one delta."""
+    asked = stream.request
+    boxes, result = solution(asked.task)
+    told = Delta(
+        request_id=asked.request_id,
+        events=tuple(boxes),
+        token_ids=(7, 8),
+        payloads=((0.5, 0.0), (0.25, 0.125)),
+        logprobs=(-0.5, -1.0),
+    )
+    engine.feed(stream, started(asked), told, done(asked, result))
+
+
+async def test_checkpoints_add_up_to_what_the_engine_told():
+    """`started` has model and seed, the last event of each delta its tokens, `finished` nothing."""
+    async with running(FakeEngine(in_two_deltas)) as server:
+        grammar = await replay(server.inference.Generate(request(request_id="robot-1")))
+    events = grammar.events
+    whole = inference_pb2.Checkpoint()
+    for event in events:
+        whole.MergeFrom(event.checkpoint)
+    assert whole == inference_pb2.Checkpoint(
+        model="fake-1",
+        seed=core.RequestKey("robot-1").seed,
+        token_ids=[7, 8],
+        values=[0.5, 0, 0.25, 0.125],
+        logprobs=[-0.5, -1],
+    )
+    kinds = [(event.WhichOneof("event"), event.HasField("checkpoint")) for event in events]
+    assert kinds == [("started", True), ("object", False), ("object", True), ("finished", False)]
+
+
+async def test_without_the_wish_there_are_none():
+    """Streams of other clients are as they were."""
+    async with running(FakeEngine(in_two_deltas)) as server:
+        grammar = await replay(server.inference.Generate(request(checkpoints=False)))
+    assert not any(event.HasField("checkpoint") for event in grammar.events)
+
+
+async def test_a_stream_goes_on_where_its_checkpoint_says():
+    """The engine gets the tokens and the seed, and no claim to a place in its queue."""
+    given = checkpoint(values=[0.5, 0, 1, 0.25], logprobs=[-1, -2], resumptions=1)
+    async with running() as server:
+        stream = server.inference.Generate(request(resume_from=given, top_logprobs=0))
+        grammar = await replay(stream)
+        (received,) = server.engine.requests
+    assert received.sampling.seed == 5
+    resumed = received.resumed
+    assert resumed.token_ids == (1, 2)
+    assert resumed.payloads == ((0.5, 0), (1, 0.25))
+    assert resumed.logprobs == (-1, -2)
+    assert not resumed.admitted
+    assert not received.was_admitted
+    assert grammar.events[-1].finished.info.resumptions == 2
+    (first,) = grammar.of("started")
+    assert (first.checkpoint.resumptions, first.checkpoint.seed) == (2, 5)
+
+
+async def test_an_engine_lost_later_is_told_the_checkpoint_too():
+    """What a service process resumes begins with the client's tokens."""
+    seen = []
+
+    def lose(engine, stream):
+        boxes, result = solution(stream.request.task)
+        begin(engine, stream)
+        engine.feed(
+            stream,
+            Delta(request_id=stream.request_id, events=tuple(boxes), token_ids=(3,)),
+        )
+        seen.append(stream.resumed(None).resumed)
+        engine.feed(stream, done(stream.request, result))
+
+    async with running(FakeEngine(lose)) as server:
+        await replay(server.inference.Generate(request(resume_from=checkpoint())))
+    assert seen[0].token_ids == (1, 2, 3)
+    assert seen[0].admitted
+
+
+WRONG = {
+    "model": checkpoint(model="another"),
+    "model, absent": checkpoint(model=""),
+    "seed": inference_pb2.Checkpoint(model="fake-1"),
+    "token_ids": checkpoint(token_ids=range(513)),
+    "values": checkpoint(values=[0.5]),
+    "values[1]": checkpoint(values=[0.5, float("nan"), 0, 0]),
+    "values[3]": checkpoint(values=[0, 0, 0, 1.5]),
+    "logprobs": checkpoint(logprobs=[-1, -1]),
+    "resumptions": checkpoint(resumptions=1001),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_cannot_be_a_checkpoint_is_named(name):
+    """INVALID_FIELD with the path of the part; the engine sees nothing of it."""
+    async with running() as server:
+        refused = await refusal(replay(server.inference.Generate(request(resume_from=WRONG[name]))))
+        assert server.engine.requests == []
+    assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.details["ErrorInfo"].metadata["field"] == f"resume_from.{name.split(',')[0]}"
+
+
+async def test_log_probabilities_that_are_wanted_must_be_given():
+    """And they are finite."""
+    async with running() as server:
+        for logprobs in ([], [-1], [-1, float("inf")]):
+            given = checkpoint(logprobs=logprobs)
+            stream = server.inference.Generate(request(resume_from=given, top_logprobs=0))
+            refused = await refusal(replay(stream))
+            assert refused.details["ErrorInfo"].metadata["field"].startswith("resume_from.logprobs")
+
+
+async def test_a_seed_of_its_own_must_be_the_checkpoints():
+    """Else other tokens would follow."""
+    message = request(resume_from=checkpoint())
+    message.task.sampling.seed = 6
+    async with running() as server:
+        refused = await refusal(replay(server.inference.Generate(message)))
+    assert refused.details["ErrorInfo"].metadata["field"] == "resume_from.seed"
+
+
+async def test_a_resumed_stream_takes_its_id_over():
+    """The stream that its client gave up ends with its work; one that ended is forgotten."""
+    async with running(FakeEngine(hold)) as server:
+        lost = server.inference.Generate(request(request_id="robot-1"))
+        reading = asyncio.create_task(refusal(replay(lost)))
+        await until(lambda: len(server.engine.requests) == 1)
+        server.engine.script = in_two_deltas
+        message = request(request_id="robot-1", resume_from=checkpoint())
+        await replay(server.inference.Generate(message))
+        assert (await reading).reason == "DUPLICATE_REQUEST"
+        assert len(server.engine.aborted) == 1
+        await replay(server.inference.Generate(message))
+        other = await refusal(replay(server.inference.Generate(request(request_id="robot-1"))))
+        assert other.reason == "DUPLICATE_REQUEST", "a new stream needs another id"
+
+
+async def test_a_unary_call_keeps_its_id():
+    """Only a stream can be resumed."""
+    async with running() as server:
+        options = inference_pb2.RequestOptions(request_id="robot-1")
+        await server.inference.Query(
+            inference_pb2.QueryRequest(question="How many?", options=options)
+        )
+        message = request(request_id="robot-1", resume_from=checkpoint())
+        refused = await refusal(replay(server.inference.Generate(message)))
+    assert refused.reason == "DUPLICATE_REQUEST"
+
+
+async def test_deltas_that_were_not_read_in_time_keep_their_tokens():
+    """A client that reads slowly gets merged events, and every token once."""
+    asked = core.Request(request_id=core.RequestKey("r"), task=core.CaptionTask())
+    stream = RequestStream(asked, lambda _: None, lambda _: None)
+    one = Delta(request_id=asked.request_id, events=words("a"), payloads=((0.0, 1.0),))
+    for index in range(200):
+        stream.feed(msgspec.structs.replace(one, token_ids=(index,), logprobs=(-float(index),)))
+    merged = await anext(stream)
+    assert isinstance(merged, Delta)
+    assert merged.token_ids == tuple(range(200))
+    assert merged.logprobs == tuple(-float(index) for index in range(200))
+    assert len(merged.payloads) == 200
