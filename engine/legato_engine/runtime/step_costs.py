@@ -68,7 +68,7 @@ class StepCosts:
             (self._seconds(least, block, times=1), self._seconds(least, times=1))
             for _ in range(_PAIRS)
         ]
-        proposing, plain = map(min, zip(*pairs, strict=True))
+        proposing, plain = (min(each) for each in zip(*pairs, strict=True))
         return max(0.0, proposing - plain) / block
 
     def _seconds(self, bucket: int, block: int = 0, *, times: int = _TIMES) -> float:
