@@ -69,7 +69,8 @@ class StepCosts:
             for _ in range(_PAIRS)
         ]
         proposing, plain = (min(each) for each in zip(*pairs, strict=True))
-        return max(0.0, proposing - plain) / block
+        seconds: float = max(0.0, proposing - plain) / block
+        return seconds
 
     def _seconds(self, bucket: int, block: int = 0, *, times: int = _TIMES) -> float:
         """The median of full steps after a proposal of `block` tokens."""
