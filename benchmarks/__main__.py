@@ -23,6 +23,7 @@ BENCHMARKS = (
     *EVERYWHERE,
     "access",
     "adapters",
+    "beside",
     "devices",
     "e2e",
     "fleet",

@@ -27,7 +27,8 @@ import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client.cli.local_server import LocalServer
 from legato_engine import core as engine_core
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError

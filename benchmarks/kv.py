@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
 from legato_engine.core import (
     CachedImage,
     ImageInfo,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import Assembly, assemble, speculating
 from legato_engine.runtime import model_runner
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import assemble
 
 from benchmarks.speculation.comparison import SETTINGS, WORKLOADS, Plan, measure

@@ -141,7 +141,8 @@ async def test_only_the_service_stops_it():
         assert isinstance([r async for r in client.submit(ask("a"))][-1], Done)
         await client.close()
         assert await process.wait() == 0
-        assert client.load.decode_steps is None
+        at_first = client.load
+        assert at_first.decode_steps is None
 
 
 async def test_timeline_on_request():
@@ -160,7 +161,8 @@ async def test_timeline_on_request():
 async def test_decode_steps_are_in_the_heartbeat():
     """The last heartbeat of an engine that becomes idle has all of its steps."""
     async with running() as client:
-        assert client.load.decode_steps is None
+        at_first = client.load
+        assert at_first.decode_steps is None
         done = [r async for r in client.submit(ask("a", max_tokens=12))][-1]
         assert isinstance(done, Done)
         await until(lambda: client.load.decode_steps is not None and _idle(client.load))
