@@ -15,6 +15,7 @@ from legato_engine.speculative.costs import CostTable
 Progress = Callable[[float], None]
 
 _TIMES = 5
+_PAIRS = 3
 _ENOUGH = 0.4  # seconds of measuring one shape, after which it is not measured again
 _CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
@@ -40,14 +41,12 @@ class StepCosts:
 
     def table(self, progress: Progress = lambda fraction: None) -> CostTable:
         """Measure all costs; `progress` is called with the fraction done."""
-        measured = self.steps(progress)
         steps: list[tuple[int, float]] = []
-        for bucket, seconds in measured:
+        for bucket, seconds in self.steps(progress):
             if steps and bucket > steps[-1][0] + 1:
                 steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
             steps.append((bucket, seconds))
-        propose = self.propose(without=measured[0][1])
-        return CostTable(steps=tuple(steps), prefill=0.0, propose=propose)
+        return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
 
     def steps(self, progress: Progress = lambda fraction: None) -> tuple[tuple[int, float], ...]:
         """Seconds of a step by bucket, made monotonic."""
@@ -58,13 +57,22 @@ class StepCosts:
             seconds.append(self._seconds(bucket))
         return tuple(zip(buckets, accumulate(seconds, max), strict=True))
 
-    def propose(self, without: float | None = None) -> float:
-        """Seconds of one more draft token in the longest block; `without`: of the least step."""
-        block, least = self._drafts.max_block, self._backend.buckets[0]
-        without = self._seconds(least) if without is None else without
-        return max(0.0, self._seconds(least, block) - without) / block
+    def propose(self) -> float:
+        """Seconds of one more draft token in the longest block.
 
-    def _seconds(self, bucket: int, block: int = 0) -> float:
+        It is the small difference of two steps. Both are timed in turn, and the shortest of each
+        count, because other load only lengthens them.
+        """
+        block, least = self._drafts.max_block, self._backend.buckets[0]
+        pairs = [
+            (self._seconds(least, block, times=1), self._seconds(least, times=1))
+            for _ in range(_PAIRS)
+        ]
+        proposing, plain = (min(each) for each in zip(*pairs, strict=True))
+        seconds: float = max(0.0, proposing - plain) / block
+        return seconds
+
+    def _seconds(self, bucket: int, block: int = 0, *, times: int = _TIMES) -> float:
         """The median of full steps after a proposal of `block` tokens."""
         rooms = self._rooms(bucket)
         staged = self._slot.staged.host
@@ -72,15 +80,15 @@ class StepCosts:
         staged["scheduled_row"][: len(rooms)] = range(len(rooms))
         staged["room"][: len(rooms)] = rooms
         staged["control"][:] = EXACT, self._drafts.proposal_for(block)
-        times: list[float] = []
+        seconds: list[float] = []
         end = time.monotonic() + _ENOUGH
-        while not times or (len(times) < _TIMES and time.monotonic() < end):
-            times.append(self._second_of_two(bucket, len(rooms)))
+        while not seconds or (len(seconds) < times and time.monotonic() < end):
+            seconds.append(self._second_of_two(bucket, len(rooms)))
         staged["scheduled_row"].fill(self._drafts.scratch_row)
         staged["control"].fill(0)
         self._device.compute.submit(self._drafts.clear)
         self._device.compute.record().wait()
-        return statistics.median(times)
+        return statistics.median(seconds)
 
     def _rooms(self, bucket: int) -> Sequence[int]:
         """Draft tokens of each row, so that all rows together fill the bucket."""
