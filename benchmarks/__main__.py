@@ -34,6 +34,7 @@ BENCHMARKS = (
     "kv",
     "lone",
     "memory",
+    "mesh",
     "peers",
     "reference",
     "serve",
