@@ -30,7 +30,7 @@ T = TypeVar("T")
 NULL = ("--model", "null", "--null-step-ms")
 LONG = QueryTask("How many?", sampling=Sampling(max_tokens=60))
 WILD = QueryTask(
-    "How many?", sampling=Sampling(temperature=1.5, top_p=1.0, max_tokens=120, seed=11)
+    "How many?", sampling=Sampling(temperature=100.0, top_p=1.0, max_tokens=120, seed=11)
 )
 SLOW = "engine.launch=sleep(0.1)"
 """A failpoint: an answer of the server takes seconds."""
@@ -149,7 +149,7 @@ def test_a_model_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
             while lost.process.poll() is None:
                 events = ending(
                     client.generate(scene, WILD, options=options),
-                    lambda told: words(told) > 5 and lost.load().running == 1,
+                    lambda told: words(told) >= 1 and lost.load().running == 1,
                     lost,
                 )
             found = said(list(client.generate(scene, tasks[1], options=options)))
