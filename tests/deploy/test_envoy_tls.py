@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -73,7 +74,7 @@ def test_calls_pass_both_sides(tmp_path: Path) -> None:
     sides = Sides(tmp_path)
     one, other = (sides.start(tmp_path / name) for name in ("one", "two"))
     client = sides.outside.client("robot-1")
-    own = {"ca": sides.outside.pem, "cert": client.chain, "key": client.key}
+    own: dict[str, Any] = {"ca": sides.outside.pem, "cert": client.chain, "key": client.key}
     with one, other, Envoy(tmp_path, one.address, other.address, options=sides.options) as envoy:
         name = envoy.address.replace("127.0.0.1", "localhost")
         with Client(name, **own) as robot:
@@ -82,7 +83,8 @@ def test_calls_pass_both_sides(tmp_path: Path) -> None:
             assert isinstance(last, Finished)
             one.process.kill()
             assert all(robot.query(None, "How many?").answer for _ in range(20))
-        for settings in ({"ca": sides.outside.pem}, {}):
+        strangers: list[dict[str, Any]] = [{"ca": sides.outside.pem}, {}]
+        for settings in strangers:
             with Client(name, **settings) as stranger, pytest.raises(Unavailable):
                 stranger.query(None, "How many?", timeout=20)
         assert envoy.counter("cluster.legato.ssl.handshake") > 0

@@ -8,14 +8,13 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 from legato_client import (
     AsyncClient,
     Client,
     DetectTask,
-    Finished,
     Options,
     QueryTask,
     Sampling,
@@ -26,7 +25,6 @@ from legato_client import (
 from tests.e2e.scenes import two_shapes
 from tests.e2e.server import Server
 
-T = TypeVar("T")
 NULL = ("--model", "null", "--null-step-ms")
 LONG = QueryTask("How many?", sampling=Sampling(max_tokens=60))
 WILD = QueryTask(
@@ -49,7 +47,7 @@ def both(one: Server, other: Server) -> str:
     return f"ipv4:{one.address},{other.address}"
 
 
-def said(events: list[T]) -> tuple[str, list[int], T]:
+def said(events: list[Any]) -> tuple[str, list[int], Any]:
     """The text of the deltas, the tokens that they told, and the last event."""
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
     telling = [event for event in events if isinstance(event, (TextDelta, TokensDelta))]
@@ -65,9 +63,9 @@ def end(server: Server) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def ending(read: Iterator[T], is_lost: Callable[[list[T]], bool], server: Server) -> list[T]:
+def ending(read: Iterator[Any], is_lost: Callable[[list[Any]], bool], server: Server) -> list[Any]:
     """The events of a stream whose server is ended once `is_lost` says so of those so far."""
-    events: list[T] = []
+    events: list[Any] = []
     for event in read:
         events.append(event)
         if server.process.poll() is None and is_lost(events):
@@ -75,7 +73,7 @@ def ending(read: Iterator[T], is_lost: Callable[[list[T]], bool], server: Server
     return events
 
 
-def words(events: list[T]) -> int:
+def words(events: list[Any]) -> int:
     return sum(isinstance(event, TextDelta) for event in events)
 
 
@@ -96,7 +94,6 @@ def test_another_server_goes_on(tmp_path: Path) -> None:
                     break
         text, _, last = said(events)
         assert text == expected[0]
-        assert isinstance(last, Finished)
         assert last.result.answer == text
         assert last.result.info.resumptions == 1
         assert last.result.info.request_id == name
@@ -124,7 +121,7 @@ async def test_another_server_goes_on_for_asyncio_too(tmp_path: Path) -> None:
         assert last.result.info.resumptions in (1, 2)
 
 
-async def _ending(client: AsyncClient, lost: list[Server]) -> AsyncIterator[object]:
+async def _ending(client: AsyncClient, lost: list[Server]) -> AsyncIterator[Any]:
     """Ends each slow server that has the stream, after its first word."""
     async for event in client.generate(None, LONG):
         yield event
@@ -154,8 +151,7 @@ def test_a_model_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
                 )
             found = said(list(client.generate(scene, tasks[1], options=options)))
         assert said(events)[:2] == expected[0][:2]
-        last = events[-1]
-        assert isinstance(last, Finished)
+        last: Any = events[-1]
         assert last.result.info.resumptions == 1
         assert last.result.info.tokens == expected[0][2].result.info.tokens
         assert found[1] == expected[1][1]
