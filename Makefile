@@ -131,7 +131,7 @@ test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 
 mesh: | $(STAMP) ## servers placed by Ray behind Envoy, killed, stopped, updated and scaled under load
 	@$(PY) -c "import ray.serve" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e "service[ray]"
-	@$(PY) -m pytest -n 0 tests/deploy/test_envoy.py tests/deploy/test_envoy_ways.py tests/ray $(ARGS)
+	@$(PY) -m pytest -n 0 tests/deploy/test_envoy.py tests/deploy/test_envoy_ways.py tests/deploy/test_envoy_tls.py tests/ray $(ARGS)
 
 kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- --processes 2" for others)
 	@$(PY) -m tests.e2e.kill_run $(ARGS)

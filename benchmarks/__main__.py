@@ -35,6 +35,7 @@ BENCHMARKS = (
     "kv",
     "lone",
     "memory",
+    "mesh",
     "peers",
     "reference",
     "serve",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +60,11 @@ class Unit:
         command += ["--listen", _any_port(host), "--health-listen", _any_port(host)]
         command += ["--admin-listen", admin, "--max-running", str(max_running)]
         command += ["--drain-delay", str(drain_delay), "--drain-grace", str(drain_grace)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        # A session of its own: Ray ends the process group of a replica that was killed, and the
+        # server is to drain then. The pipe ends it in any case.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
         self._said: dict[str, str] = {}  # addresses by event, written by the thread
         assert self._process.stderr is not None
         threading.Thread(target=self._read_log, args=(self._process.stderr,), daemon=True).start()
@@ -118,9 +124,11 @@ class Unit:
         self.kill()
 
     def kill(self) -> None:
-        """Idempotent."""
-        self._process.kill()
-        self._process.wait()
+        """With all processes of the server. Idempotent."""
+        if self._process.returncode is None:  # else the id may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

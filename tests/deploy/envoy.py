@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,18 +19,19 @@ ENVOY = str(Path(sys.executable).with_name("envoy"))
 DESCRIPTOR = ROOT / "proto/gen/legato/v1/descriptor.binpb"
 
 
-def render(endpoints: Path) -> str:
-    """The shipped configuration with ports that the kernel chooses."""
+def render(endpoints: Path, *options: str) -> str:
+    """The shipped configuration with ports that the kernel chooses, and more options."""
     command = [sys.executable, str(ROOT / "deploy/envoy/render.py"), "--listen", "127.0.0.1:0"]
     command += ["--admin", "127.0.0.1:0", "--endpoints", str(endpoints)]
-    command += ["--descriptor", str(DESCRIPTOR)]
+    command += ["--descriptor", str(DESCRIPTOR), *options]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Envoy:
     """Envoy in a `with` block, in front of the addresses that were last published."""
 
-    def __init__(self, folder: Path, *addresses: str) -> None:
+    def __init__(self, folder: Path, *addresses: str, options: Sequence[str] = ()) -> None:
+        """`options` are those of deploy/envoy/render.py."""
         self._folder = folder
         self._endpoints = folder / "endpoints"
         self._endpoints.mkdir()
@@ -37,7 +39,7 @@ class Envoy:
         if addresses:
             self.file.write(addresses)
         self.config = folder / "envoy.yaml"
-        self.config.write_text(render(self._endpoints))
+        self.config.write_text(render(self._endpoints, *options))
         self.address = ""
         self._admin = ""
 

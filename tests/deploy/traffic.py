@@ -12,16 +12,21 @@ from collections.abc import Iterator
 from legato_client import (
     AsyncClient,
     AsyncSession,
+    Finished,
     FrameDropped,
     FrameResult,
     GoAway,
     LegatoError,
+    QueryResult,
     QueryTask,
+    Sampling,
+    TextDelta,
 )
 
 from tests.service.harness import image_bytes
 
 _IMAGE = image_bytes()
+_LONG = QueryTask("How many?", sampling=Sampling(max_tokens=60))
 
 
 @dataclasses.dataclass
@@ -31,6 +36,8 @@ class Traffic:
     answered: int = 0
     slowest: float = 0.0  # seconds
     finished: int = 0  # streams
+    resumed: int = 0  # times that another server went on with one
+    answers: set[str] = dataclasses.field(default_factory=set)  # of streams: theirs are all equal
     failures: list[str] = dataclasses.field(default_factory=list)
     stream_failures: list[str] = dataclasses.field(default_factory=list)
     frames: int = 0  # answered
@@ -114,8 +121,15 @@ async def _unary(client: AsyncClient, seen: Traffic, stop: threading.Event) -> N
 async def _stream(client: AsyncClient, seen: Traffic, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
-            async for _ in client.generate(None, QueryTask("How many?")):
-                pass
+            told = ""
+            async for event in client.generate(None, _LONG):
+                if isinstance(event, TextDelta):
+                    told += event.text
+                elif isinstance(event, Finished):
+                    assert isinstance(event.result, QueryResult)
+                    assert told == event.result.answer, "a word was lost or doubled"
+                    seen.resumed += event.result.info.resumptions
+            seen.answers.add(told)
             seen.finished += 1
         except LegatoError as error:
             seen.stream_failures.append(f"{error.code} {error.reason} {error}")

@@ -2,7 +2,6 @@
 
 import grpc
 import pytest
-from google.protobuf.message import Message
 from legato.v1 import inference_pb2, task_pb2
 from legato_client import (
     Finished,
@@ -29,7 +28,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(event_reader, "_DELAYS", (0.001,) * 3)
 
 
-def stream(*rows: tuple[str, Message, inference_pb2.Checkpoint | None]):
+def stream(*rows):
     return [
         inference_pb2.GenerateResponse(index=index, checkpoint=checkpoint, **{name: body})
         for index, (name, body, checkpoint) in enumerate(rows)

@@ -29,9 +29,8 @@ def request(*, checkpoints=True, resume_from=None, **options):
 
 def checkpoint(**fields):
     """A valid one of two tokens, changed."""
-    return inference_pb2.Checkpoint(
-        **({"model": "fake-1", "seed": 5, "token_ids": [1, 2]} | fields)
-    )
+    valid: dict[str, Any] = {"model": "fake-1", "seed": 5, "token_ids": [1, 2]}
+    return inference_pb2.Checkpoint(**(valid | fields))
 
 
 def in_two_deltas(engine, stream):
@@ -83,6 +82,7 @@ async def test_a_stream_goes_on_where_its_checkpoint_says():
         (received,) = server.engine.requests
     assert received.sampling.seed == 5
     resumed = received.resumed
+    assert resumed is not None
     assert resumed.token_ids == (1, 2)
     assert resumed.payloads == ((0.5, 0), (1, 0.25))
     assert resumed.logprobs == (-1, -2)
