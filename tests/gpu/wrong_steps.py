@@ -10,6 +10,9 @@ without, and the model's tensors that something wrote to.
 out of bounds (so does `--tool initcheck` for reads); add `--child` to stay in one process.
 """
 
+# mypy: disable-error-code="method-assign, misc, no-untyped-def, arg-type, attr-defined"
+# Its variants exchange functions of the engine while it runs.
+
 from __future__ import annotations
 
 import argparse

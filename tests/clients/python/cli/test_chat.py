@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
+import grpc
 import pytest
 from legato.v1 import task_pb2
 from legato_client.cli import main
 from PIL import Image
 
 from tests.clients.python.failures import failure
-from tests.clients.python.fake_server import grpc
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def talk(server, monkeypatch, capsys):
     return run
 
 
-def said(server) -> list[list[tuple[int, str]]]:
+def said(server: Any) -> list[list[tuple[int, str]]]:
     """The text of each message of each question that the server got."""
     return [
         [(m.role, "".join(part.text for part in m.parts)) for m in request.task.query.messages]

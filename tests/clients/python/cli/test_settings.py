@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from typing import Any
 
 import pytest
 from legato_client.cli import commands, main, settings
@@ -25,7 +26,7 @@ def config(tmp_path):
 def printed(capsys):
     """Runs a command with `--print-config`: what its lines say, and each line's comment."""
 
-    def run(*words: str) -> tuple[dict, dict[str, str]]:
+    def run(*words: str) -> tuple[dict[str, Any], dict[str, str]]:
         assert main([*words, "--print-config"]) == 0
         out = capsys.readouterr().out
         sources = {
@@ -166,7 +167,7 @@ def test_every_option_has_a_variable_of_its_own():
     assert settings.variable("max-running") == "LEGATO_MAX_RUNNING"
 
 
-def _toml(said: dict) -> str:
+def _toml(said: dict[str, Any]) -> str:
     lines = [f"[{name}]" for name in said]
     for table in said.values():
         lines += [f"{key} = {settings._toml(value)}" for key, value in table.items()]
