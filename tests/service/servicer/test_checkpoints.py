@@ -1,6 +1,7 @@
 """Checkpoints of Generate, and streams that go on from them."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import msgspec
@@ -83,9 +84,9 @@ async def test_a_stream_goes_on_where_its_checkpoint_says():
     assert received.sampling.seed == 5
     resumed = received.resumed
     assert resumed is not None
-    assert resumed.token_ids == (1, 2)
-    assert resumed.payloads == ((0.5, 0), (1, 0.25))
-    assert resumed.logprobs == (-1, -2)
+    assert list(resumed.token_ids) == [1, 2]
+    assert list(resumed.payloads) == [(0.5, 0), (1, 0.25)]
+    assert list(resumed.logprobs) == [-1, -2]
     assert not resumed.admitted
     assert not received.was_admitted
     assert grammar.events[-1].finished.info.resumptions == 2
