@@ -14,8 +14,9 @@ from packaging.utils import canonicalize_name
 
 from release.distributions import CLIENT, ROOT, SERVER
 
-# Imported inside functions, by callers who have it: an array is an image too.
-OPTIONAL = {"legato_client": {"numpy"}, "legato_service": set(), "legato_engine": set()}
+# Imported inside functions, by callers who have it: an array is an image, a GGUF file is read by
+# the package of an extra.
+OPTIONAL = {"legato_client": {"numpy"}, "legato_service": set(), "legato_engine": {"gguf"}}
 PACKAGES = [
     ("clients/python/legato_client", CLIENT),
     ("service/legato_service", SERVER),

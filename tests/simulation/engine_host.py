@@ -35,6 +35,7 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.tasks import Constraint
 
 from tests.engine.scheduler.world import RandomBlocks, shared
 from tests.fake_runner import FakeRunner
@@ -86,7 +87,8 @@ class FakeFrontend:
     name = NAME
     takes_images = True
     tasks = ("query",)
-    constraints = ()
+    constraints = (Constraint(),) * 8  # as many as `FakeTask` names
+    vocab_size = 2**31
 
     def prefix_length(self, has_image: bool) -> int:
         return PREFIX if has_image else 1

@@ -30,7 +30,7 @@ def num_pages_for(
     """The pool's pages: `fraction` of the free memory, on a CPU at most the default.
 
     Raises:
-        InvalidField: one full context does not fit.
+        InvalidField: one full context, or a page a row, does not fit.
     """
     default = default_num_pages(model.max_context, page_size, max_running)
     context = -(-model.max_context // page_size)
@@ -45,6 +45,12 @@ def num_pages_for(
             f"one full context needs {context + 1}: raise kv_memory_fraction, use a smaller dtype, "
             "or free memory",
             field="kv_memory_fraction",
+        )
+    if pages <= max_running:
+        raise InvalidField(
+            f"the KV cache needs a page for each of {max_running} sequences, "
+            f"{max_running * page_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
+            field="max_running",
         )
     return min(pages, most)
 

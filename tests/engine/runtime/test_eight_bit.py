@@ -39,7 +39,7 @@ def config(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(family._NAMES, "moondream3", (presets.tiny_random3_config, read))
-        yield CONFIG
+        yield msgspec.structs.replace(CONFIG, weights=str(file))
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 
 from legato_service.rpc.call import Call
+
+FORK = """
+import os
+from legato_service.rpc.call import Call
+
+Call("/a.B/C")
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, ",".join(Call("/a.B/C").request_id for _ in range(100)).encode())
+    os._exit(0)
+os.wait()
+print(os.read(read, 10_000).decode())
+print(",".join(Call("/a.B/C").request_id for _ in range(100)))
+"""
 
 
 def test_every_call_has_an_id_of_its_own() -> None:
@@ -15,16 +30,9 @@ def test_every_call_has_an_id_of_its_own() -> None:
 
 def test_a_forked_process_gives_other_ids() -> None:
     """Ids are drawn in advance, and what was drawn stays with the parent."""
-    Call("/a.B/C")
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(write, ",".join(Call("/a.B/C").request_id for _ in range(200)).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as source:
-        theirs = source.read().decode().split(",")
-    os.waitpid(pid, 0)
-    ours = [Call("/a.B/C").request_id for _ in range(200)]
-    assert len(theirs) == 200
-    assert not set(ours) & set(theirs)
+    told = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, check=True
+    ).stdout
+    theirs, ours = (line.split(",") for line in told.splitlines())
+    assert len(theirs) == len(ours) == 100
+    assert not set(theirs) & set(ours)
