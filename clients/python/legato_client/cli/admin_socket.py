@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -16,9 +17,9 @@ def admin_target(server: str) -> str:
     host, _, port = server.rpartition(":")
     if host.strip("[]") in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::"):
         for folder in _folders():
-            socket = folder / f"admin-{port}.sock"
-            if _is_own(folder) and socket.is_socket():
-                return f"unix:{socket}"
+            path = folder / f"admin-{port}.sock"
+            if _is_own(folder) and _is_served(path):
+                return f"unix:{path}"
     return server
 
 
@@ -27,6 +28,16 @@ def _folders() -> list[Path]:
     user = os.geteuid()
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}")
     return [runtime / "legato", Path(f"/tmp/legato-{user}")]
+
+
+def _is_served(path: Path) -> bool:
+    """A server that was killed leaves its socket behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def _is_own(folder: Path) -> bool:
