@@ -67,7 +67,7 @@ def test_polygons_are_filled_as_a_renderer_fills_them(rings):
         for ring in rings
         for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
     )
-    assert differ.sum() <= 0.1 * borders + 2
+    assert differ.sum() <= 0.25 * borders + 2, "at most a pixel in four of a border, as of a sliver"
 
 
 def test_points_may_lie_anywhere():
