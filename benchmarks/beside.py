@@ -20,8 +20,9 @@ from unittest import mock
 
 from benchmarks import record
 from benchmarks.contenders import Contender, null_server
-from benchmarks.serve_cases import Case, cases
-from benchmarks.turns import Sample, median, share_of, take_turn
+from benchmarks.serve import compare
+from benchmarks.serve_cases import cases
+from benchmarks.turns import Sample, median, share_of
 
 _ROLES = ("service", "engine", "proto/gen", "clients/python")
 HEADS = ("request", "server", "a second", "share", "service, us", "engine, us", "P50, ms")
@@ -46,12 +47,8 @@ def main(argv: Sequence[str]) -> int:
         _server("this", _HERE, options) as this,
         _server("same", _HERE, options) as same,
     ):
-        turns = {
-            case.title: _compare(
-                case, (beside, this, same), arguments.rounds, arguments.seconds, arguments.senders
-            )
-            for case in asked
-        }
+        contenders = (beside, this, same)
+        turns = {case.title: compare(case, contenders, arguments) for case in asked}
     rows = [row for title, samples in turns.items() for row in _rows(title, samples)]
     figures = {
         title: {name: [dataclasses.asdict(each) for each in taken] for name, taken in kept.items()}
@@ -67,20 +64,6 @@ def _server(name: str, folder: Path, options: Sequence[str] = ()) -> Iterator[Co
     path = os.pathsep.join(str(folder.resolve() / role) for role in _ROLES)
     with mock.patch.dict(os.environ, PYTHONPATH=path), null_server(options) as server:
         yield dataclasses.replace(server, name=name)
-
-
-def _compare(
-    case: Case, contenders: Sequence[Contender], rounds: int, seconds: float, senders: int
-) -> Mapping[str, list[Sample]]:
-    """A first turn warms up; then each goes first as often as the others."""
-    samples: dict[str, list[Sample]] = {each.name: [] for each in contenders}
-    for each in contenders:
-        take_turn(case, each, seconds, senders)
-    for number in range(rounds):
-        first = number % len(contenders)
-        for each in (*contenders[first:], *contenders[:first]):
-            samples[each.name].append(take_turn(case, each, seconds, senders))
-    return samples
 
 
 def _rows(title: str, samples: Mapping[str, list[Sample]]) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import huggingface_hub
 from huggingface_hub import constants, file_download
@@ -169,11 +168,11 @@ def _fetched(
         if part.exists():
             say(f"{file.name}: {part.stat().st_size} of {file.size} bytes are here already")
         _download(file, part)
-        _check(file, part, known)
+        sha256 = _check(file, part, known)
         part.replace(path)
     else:
         say(f"{file.name} is here already")
-    sha256 = _check(file, path, known)
+        sha256 = _check(file, path, known)
     return store.StoredFile(file.name, file.size, sha256, file.repository, file.commit)
 
 
@@ -199,12 +198,13 @@ def _download(file: RemoteFile, part: Path) -> None:
 def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
     """The SHA-256 of a file that is right; one that is not is removed."""
     size = path.stat().st_size
-    with path.open("rb") as data:
-        sha256 = _digest(hashlib.sha256(), data)
-        data.seek(0)
-        blob = _digest(hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False), data)
+    sha256 = _digest(hashlib.sha256(), path)
     wanted = known.get(file.name) or file.sha256
-    right = sha256 == wanted if wanted else blob == file.blob
+    if wanted:
+        right = sha256 == wanted
+    else:
+        blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        right = _digest(blob, path) == file.blob
     if size != file.size or not right:
         path.unlink()
         raise WrongContent(
@@ -214,9 +214,10 @@ def _check(file: RemoteFile, path: Path, known: Mapping[str, str]) -> str:
     return sha256
 
 
-def _digest(digest: hashlib._Hash, data: BinaryIO) -> str:
-    for chunk in iter(functools.partial(data.read, _CHUNK), b""):
-        digest.update(chunk)
+def _digest(digest: hashlib._Hash, path: Path) -> str:
+    with path.open("rb") as data:
+        for chunk in iter(functools.partial(data.read, _CHUNK), b""):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

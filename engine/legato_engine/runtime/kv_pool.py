@@ -30,7 +30,7 @@ def num_pages_for(
     """The pool's pages: `fraction` of the free memory, on a CPU at most the default.
 
     Raises:
-        InvalidField: one full context, or a page a row, does not fit.
+        InvalidField: one full context does not fit.
     """
     default = default_num_pages(model.max_context, page_size, max_running)
     context = -(-model.max_context // page_size)
@@ -46,13 +46,7 @@ def num_pages_for(
             "or free memory",
             field="kv_memory_fraction",
         )
-    if pages <= max_running:
-        raise InvalidField(
-            f"the KV cache needs a page for each of {max_running} sequences, "
-            f"{max_running * page_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
-            field="max_running",
-        )
-    return min(pages, most)
+    return min(max(pages, max_running + 1), most)  # a page a row; `allocate` refuses too many
 
 
 def kv_dtype(model: Model) -> torch.dtype:

@@ -251,10 +251,9 @@ class EngineGroup:
         """Every call asks for these, and they change with states only."""
         self.serving = [each for each in self.members if each.state is _READY]
         models = [each.model for each in self.members if each.model is not None]
-        self.model = models[0] if models else None
-        """None until the first engine was ready."""
+        self.model = models[0] if models else None  # None until the first engine was ready
+        # Requests that the serving engines run and queue; infinite before one was ready.
         self.capacity = sum(_capacity(each.model) for each in self.serving or self.members)
-        """Requests that the serving engines run and queue; infinite before one was ready."""
 
     def _on_state(self, engine: Engine, state: EngineState) -> None:
         self._note_serving()

@@ -146,7 +146,7 @@ class RequestRegistry:
         return active
 
     def take_over(self, key: RequestKey) -> None:
-        """Free the key of a Generate, which ends: its client resumes it, so nobody reads it."""
+        """Free the key of a Generate, which ends: its client reads the one that resumes it."""
         active = self._active.get(key)
         if active is not None and active.is_generate:
             del self._active[key]

@@ -25,6 +25,16 @@ from tests.engine.models.paged_session import PagedSession
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest logit
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""The rotation of Llama 3.1, at a small context."""
+
 
 def relative_error(actual, expected):
     """Largest difference over the largest expected magnitude."""

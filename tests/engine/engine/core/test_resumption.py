@@ -57,12 +57,16 @@ def assembly(request):
 
 def run(world, request, has_image):
     """Return the outputs of a request that runs to its end."""
+    _run(world, request, has_image)
+    return world.of("r")
+
+
+def _run(world, request, has_image):
     if has_image:
         request = msgspec.structs.replace(request, image=world.encoded(png()))
     world.outputs.clear()
     world.core.submit(request)
     world.run("r")
-    return world.of("r")
 
 
 def resumed_after(request, outputs):
@@ -155,11 +159,7 @@ def checkpoint(request, outputs, **changes):
 
 def refusal_of(world, request, has_image):
     """The error of a request that the engine refuses."""
-    if has_image:
-        request = msgspec.structs.replace(request, image=world.encoded(png()))
-    world.outputs.clear()
-    world.core.submit(request)
-    world.run("r")
+    _run(world, request, has_image)
     return world.error("r")
 
 

@@ -19,14 +19,6 @@ from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.gguf import gguf_files
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
@@ -76,7 +68,7 @@ def test_logits_are_those_of_transformers(path, kind):
 
 def test_factors_of_the_rotation_are_those_of_the_file(path):
     """Files of Llama 3.1 have a factor for each pair instead of the four numbers."""
-    theirs = model(rope_parameters=LLAMA3)
+    theirs = model(rope_parameters=same.LLAMA3)
     plain = 1.0 / 500_000.0 ** (torch.arange(0, 16, 2) / 16)
     gguf_files.write(path, theirs, factors=plain / theirs.model.rotary_emb.inv_freq)
     same.check_prefill_and_decode(same.load("llama", path), theirs, length=150)

@@ -16,15 +16,6 @@ from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
 
 def config(**fields):
     """Two layers, four heads of queries and two of keys, 16 wide."""
@@ -44,8 +35,8 @@ def config(**fields):
 
 KINDS: dict[str, dict[str, Any]] = {
     "as Llama 2": {"num_key_value_heads": 4},
-    "as Llama 3.1": {"rope_parameters": LLAMA3},
-    "as Llama 3.2": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "as Llama 3.1": {"rope_parameters": same.LLAMA3},
+    "as Llama 3.2": {"rope_parameters": same.LLAMA3, "tie_word_embeddings": True},
     "one head of keys": {"num_key_value_heads": 1, "rms_norm_eps": 1e-3},
     "wide heads, biased": {"head_dim": 40, "attention_bias": True},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
@@ -66,7 +57,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path):
     tokenizer = hub_folder.byte_fallback_tokenizer()
     eos = tokenizer.token_to_id(hub_folder.EOS)
     theirs = hub_folder.write(
-        tmp_path, config(rope_parameters=LLAMA3, eos_token_id=eos), tokenizer=tokenizer
+        tmp_path, config(rope_parameters=same.LLAMA3, eos_token_id=eos), tokenizer=tokenizer
     )
     same.check_greedy("llama", tmp_path, theirs, count=100, eos=eos)
 
