@@ -34,6 +34,7 @@ BENCHMARKS = (
     "kernels",
     "kv",
     "lone",
+    "loops",
     "memory",
     "mesh",
     "peers",

@@ -35,7 +35,9 @@ MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
+DECODE_PATHS = ("auto", "graph", "loop")
 _CHOICES = {
+    "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
@@ -67,6 +69,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     time. While many wait and none streams, up to `pictures_per_launch` images share a launch on a
     GPU that cuts images.
 
+    `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
+    row needs the host between them, and excludes speculation; `auto` is `loop` on a GPU without
+    speculation.
+
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
 
@@ -95,6 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores
     pipeline_depth: int = 2
+    decode_path: str = "auto"
     speculation: str = SPECULATION_OFF
     draft: str = ""
     refiner: str = ""
@@ -142,7 +149,12 @@ def check(config: EngineConfig) -> None:
         if not least <= getattr(config, field) <= most:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
-    max_block_size(config.speculation)
+    speculates = max_block_size(config.speculation) > 0
+    if config.decode_path == "loop" and speculates:
+        reason = f"decode_path loop excludes speculation {config.speculation}"
+        raise InvalidField(f"{reason}; a loop has one token a row and step", field="decode_path")
+    if config.decode_path == "loop" and not config.cuda_graphs:
+        raise InvalidField("decode_path loop needs cuda_graphs", field="decode_path")
 
 
 def max_block_size(setting: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from legato_engine.config import (
+    DECODE_PATHS,
     LATENCY_POLICIES,
     MAX_ADAPTER_RANK,
     MODELS,
@@ -216,6 +217,12 @@ def _add_model(
     )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
+    add(
+        "--decode-path",
+        choices=DECODE_PATHS,
+        default=engine.decode_path,
+        help="graph: a launch for every decode step; loop: many steps in one; auto: loop on a GPU",
+    )
     add(
         "--speculation",
         type=_speculation,

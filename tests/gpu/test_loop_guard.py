@@ -13,7 +13,7 @@ from cuda.bindings import driver, runtime
 from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
-from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.scheduler.launch import LaunchKind
@@ -87,6 +87,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
         max_running=ROWS,
         adapters=str(folder),
         kv_memory_fraction=0.2,
+        decode_path="graph",
     )
     assembly = assemble(config)
     yield assembly
@@ -141,26 +142,30 @@ def decoding(
 
 
 @pytest.mark.parametrize("adapters", [(), ("x", "y")])
-@pytest.mark.parametrize("setting", ["off", "fixed:3", "seed", "budget"])
+@pytest.mark.parametrize("setting", ["graph", "loop", "fixed:3", "seed", "budget"])
 def test_a_warm_decode_loop_is_quiet(
     large: Assembly, setting: str, adapters: tuple[str, ...]
 ) -> None:
-    """Plain and with speculation, with rows of adapters and without."""
-    assembly = large if setting == "off" else speculating(large, setting)
+    """Plain, in loops and with speculation, with rows of adapters and without."""
+    assembly, num_steps, num_launches = large, 40, 40
+    if setting == "loop":
+        assembly, num_steps, num_launches = with_decode_path(large, setting), 300, 1
+    elif setting != "graph":
+        assembly = speculating(large, setting)
     seen = Decodes()
-    scheduler = decoding(assembly, seen, length=500, adapters=adapters)
+    scheduler = decoding(assembly, seen, length=600, adapters=adapters)
     before = len(seen.kinds)
     with guarded():
-        for _ in range(40):
+        for _ in range(num_steps):
             scheduler.step()
-    assert seen.kinds[before:] == [LaunchKind.DECODE] * 40
+    assert seen.kinds[before:] == [LaunchKind.DECODE] * num_launches
     assert scheduler.load().running == ROWS
     for index in range(ROWS):
         scheduler.abort(RequestKey(str(index)))
     scheduler.drain()
 
 
-@pytest.mark.parametrize("setting", ["off", "seed"])
+@pytest.mark.parametrize("setting", ["graph", "loop", "seed"])
 def test_the_draft_layer_and_text_models_are_quiet(setting: str, tmp_path: Path) -> None:
     """Legato-tiny with its own draft, whose proposals depend on the block, and a Phi by torch."""
     hub_folder.write(tmp_path, hub_folder.phi())
@@ -168,11 +173,13 @@ def test_the_draft_layer_and_text_models_are_quiet(setting: str, tmp_path: Path)
         config = EngineConfig(
             model=model, weights=weights, device="cuda", max_running=ROWS, num_pages=1024
         )
-        assembly = assemble(msgspec.structs.replace(config, speculation=setting))
+        field = "speculation" if setting == "seed" else "decode_path"
+        assembly = assemble(msgspec.structs.replace(config, **{field: setting}))
+        num_steps, num_launches = (300, 1) if setting == "loop" else (8, 8)
         seen = Decodes()
-        scheduler = decoding(assembly, seen, length=200)
+        scheduler = decoding(assembly, seen, length=600)
         with guarded():
-            for _ in range(8):
+            for _ in range(num_steps):
                 scheduler.step()
-        assert seen.kinds[-8:] == [LaunchKind.DECODE] * 8
+        assert seen.kinds[-num_launches:] == [LaunchKind.DECODE] * num_launches
         close(assembly)

@@ -133,6 +133,7 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         draft=arguments.draft,
         threads=arguments.threads,
         cuda_graphs=not arguments.no_cuda_graphs,
+        decode_path="graph",  # loops have no pipeline to measure
     )
 
 

@@ -125,6 +125,7 @@ class Assembly:
             crops_per_launch=self.config.crops_per_launch,
             limits=self.runner.limits if shares else ALONE,
             block_sizes=block_sizes(self.config.speculation),
+            loops=self.runner if self.runner.decodes_by_loops else None,
             observer=observer,
             recorder=recorder,
         )
@@ -238,6 +239,23 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
         InvalidField: the setting is unknown, or the draft cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
+    return _rerunning(assembly, config, proposer)
+
+
+def with_decode_path(assembly: Assembly, path: str) -> Assembly:
+    """Return the same model and KV cache with another `decode_path`; use one of both at a time.
+
+    Raises:
+        InvalidField: the path is unknown, or excluded by another setting.
+    """
+    config = msgspec.structs.replace(assembly.config, decode_path=path)
+    check(config)
+    return _rerunning(assembly, config)
+
+
+def _rerunning(
+    assembly: Assembly, config: EngineConfig, proposer: Proposer | None = None
+) -> Assembly:
     runner = warm_runner(
         config,
         assembly.model,

@@ -13,6 +13,8 @@ from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, Look
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, Sampler
 from legato_engine.kernels.cuda.switch import Switch
+from legato_engine.kernels.cuda.while_loop import WhileLoop
+from legato_engine.kernels.decode_loop import LoopTensors
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
@@ -27,6 +29,7 @@ __all__ = [
     "Sampler",
     "StitchPool",
     "Switch",
+    "captured_loop",
     "captured_switch",
     "draft_kernels",
     "draft_layer_proposer",
@@ -46,6 +49,12 @@ def captured_switch(index: torch.Tensor, works: Sequence[Callable[[], None]]) ->
     """A switch on the device; None unless all works are captured graphs."""
     graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
     return Switch(index, graphs) if len(graphs) == len(works) else None
+
+
+def captured_loop(works: Sequence[Callable[[], None]], loop: LoopTensors) -> WhileLoop | None:
+    """A loop on the device; None unless all works are captured graphs."""
+    graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
+    return WhileLoop(graphs, loop) if len(graphs) == len(works) else None
 
 
 def lookup_proposer(device: torch.device) -> Proposer:

@@ -55,6 +55,15 @@ class KVCacheManager:
         return self._rows.num_slots
 
     @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    @property
+    def pages_available(self) -> int:
+        """Free, or held by nothing but the cache of prefixes."""
+        return self._budget.num_available
+
+    @property
     def rows_free(self) -> int:
         return self._rows.num_free
 

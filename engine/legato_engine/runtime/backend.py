@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
+from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
@@ -33,6 +34,10 @@ class Backend(Protocol):
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """`sampled`: some row is not greedy. `payload`: some row has a task with values."""
+        ...
+
+    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
+        """The work of a step without payloads, in order, to be repeated at fixed addresses."""
         ...
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:

@@ -74,8 +74,11 @@ class DecodeSlot:
         vocab_size: int,
         dtype: torch.dtype,
         max_drafting: int = 0,
+        max_grown: int = 0,
     ) -> None:
-        """With speculation, a launch has up to `max_drafting` rows."""
+        """With speculation, a launch has up to `max_drafting` rows. Without it, `max_grown` pages
+        begin in one (0: one a row).
+        """
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
@@ -104,7 +107,8 @@ class DecodeSlot:
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )
-        self.grown = StagingBuffer(device, {"entry": rows, "page": rows})
+        begun = ((max_grown or max_rows,), torch.int64)
+        self.grown = StagingBuffer(device, {"entry": begun, "page": begun})
         self.constraint = StagingBuffer(device, {"constraint": rows})
         self.prompt = StagingBuffer(
             device,

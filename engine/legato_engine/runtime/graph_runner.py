@@ -46,6 +46,10 @@ class GraphRunner:
 
         return captured_switch(index, works) or chosen
 
+    def captured(self, make: Callable[..., Work], *shape: int | bool) -> Work:
+        """The work of `run`, to be part of other work."""
+        return self._work(make, *shape)
+
     def _work(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         key = (make, *shape)
         if key not in self._captured:

@@ -103,6 +103,13 @@ class KernelBackend:
         else:
             self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
+    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
+        """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
+        del sampled
+        shape = (slot, bucket, bucket, rank > 0)
+        forward = self._graphs.captured(self._forward_work, *shape)
+        return forward, self._graphs.captured(self._sample_work, slot, bucket, False)
+
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)
 

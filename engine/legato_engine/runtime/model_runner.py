@@ -20,6 +20,7 @@ from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
@@ -32,6 +33,7 @@ from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
+from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
@@ -73,10 +75,11 @@ class ModelRunner:
         max_prompts: int = 0,
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
+        loops: bool = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
-        many tokens as `block_policy` says.
+        many tokens as `block_policy` says. With `loops` launches may be loops.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
@@ -96,6 +99,7 @@ class ModelRunner:
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
                 max_drafting=0 if self._drafts is None else max_running,
+                max_grown=pages_begun(max_running, kv.page_size) if loops else 0,
             )
             for _ in range(NUM_SLOTS)
         )
@@ -118,12 +122,17 @@ class ModelRunner:
         ]
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
+        self._loops = DecodeLoops(self._resources, self._backend) if loops else None
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
     @property
     def encodes_images(self) -> bool:
         return self._backend.encodes_images
+
+    @property
+    def decodes_by_loops(self) -> bool:
+        return self._loops is not None
 
     @property
     def limits(self) -> BatchLimits:
@@ -137,6 +146,8 @@ class ModelRunner:
             slot.staged.upload(compute)
             slot.prompt.upload(compute)
         self._backend.warm_up()
+        if self._loops is not None:
+            self._loops.warm_up()
         if self._refine is not None:
             self._refine.warm_up()
         compute.record().wait()
@@ -164,8 +175,9 @@ class ModelRunner:
             events.forward_start = compute.record(events.forward_start)
             slot.staged.upload(compute)
             if self._drafts is None:
-                self._grow(launch.slot, rows)
-            self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
+                self._grow(launch.slot, rows, launch.plan.num_steps)
+            if not launch.plan.loops:  # else its steps begin when the constraints are there
+                self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             events.forward_start = compute.record(events.forward_start)
             if launch.plan.refinement is not None:
@@ -192,8 +204,10 @@ class ModelRunner:
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
             compute.wait_event(events.copy_end)
+        if launch.plan.loops:
+            self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
-        if rows:
+        if rows and not launch.plan.loops:
             sampled, payload, events.logprobs = _needs(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
@@ -201,16 +215,25 @@ class ModelRunner:
                 self._backend.logprobs(launch.slot, bucket, payload=payload)
         events.sample_end = compute.record(events.sample_end)
         copy.wait_event(events.sample_end)
-        if rows:
+        if rows and not launch.plan.loops:
             slot.outputs.download(copy)
         events.copy_end = copy.record(events.copy_end)
+
+    def _loop(self, launch: Launch) -> None:
+        """Forwards with their sampling; in the times all of it is the forward."""
+        assert self._loops is not None, "a loop on a runner without loops"
+        rows, events = launch.plan.rows, self._events[launch.slot]
+        sampled, _, _ = _needs(rows)
+        bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
+        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, sampled=sampled)
+        events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
         events, rows = self._events[launch.slot], launch.plan.sampled_rows
         events.copy_end.wait()
         if launch.plan.refinement is not None and self._refine is not None:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
-        if not rows:
+        if not rows or launch.plan.loops:
             return []
         outputs = self._slots[launch.slot].outputs.host
         if self._drafts is not None:
@@ -243,6 +266,15 @@ class ModelRunner:
             first += 1 + drafted if count else 0
         return rows
 
+    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
+        assert self._loops is not None, "a loop on a runner without loops"
+        end = self._events[launch.slot].copy_end
+        return self._loops.next_tokens(launch.slot, len(launch.plan.rows), end)
+
+    def end_loop(self, launch: Launch) -> None:
+        assert self._loops is not None, "a loop on a runner without loops"
+        self._loops.stop(launch.slot)
+
     def times(self, launch: Launch) -> LaunchTimes:
         events = self._events[launch.slot]
         return LaunchTimes(
@@ -256,9 +288,9 @@ class ModelRunner:
     def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
         return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
 
-    def _grow(self, index: int, decodes: Sequence[ScheduledSequence]) -> None:
+    def _grow(self, index: int, decodes: Sequence[ScheduledSequence], num_steps: int = 1) -> None:
         slot = self._slots[index]
-        if self._staging.grown(slot, decodes):
+        if self._staging.grown(slot, decodes, num_steps):
             slot.grown.upload(self._device.compute)
             self._backend.grow(index)
 

@@ -52,11 +52,14 @@ class StepStaging:
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
-    def grown(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> bool:
+    def grown(
+        self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], num_steps: int = 1
+    ) -> bool:
         """Stage the pages that begin in a launch without speculation; whether there are any."""
         size = self._page_size
-        rows = [row for row in rows if row.position % size == 0]
-        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
+        if num_steps == 1:
+            rows = [row for row in rows if row.position % size == 0]
+        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
         if grown:
             self._stage_grown(slot.grown.host, grown)
         return bool(grown)

@@ -64,6 +64,10 @@ class TorchBackend:
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
         self._graphs.run(self._logprobs_work, slot, bucket, payload)
 
+    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
+        forward = self._graphs.captured(self._forward_work, slot, bucket, 1, rank)
+        return forward, self._graphs.captured(self._sample_work, slot, bucket, sampled, False)
+
     def prefill(
         self,
         slot: int,

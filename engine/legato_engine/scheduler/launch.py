@@ -57,10 +57,10 @@ class ScheduledSequence(NamedTuple):
     def encodes(self) -> bool:
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
-    def new_pages(self, page_size: int) -> range:
+    def new_pages(self, page_size: int, num_steps: int = 1) -> range:
         """Indices into `pages.ids` that no earlier launch can have used."""
-        start = self.position + self.slack
-        return range(-(-start // page_size), -(-self.end // page_size))
+        start, end = self.position + self.slack, self.end + num_steps - 1
+        return range(-(-start // page_size), -(-end // page_size))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,7 +81,8 @@ class Plan:
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
     then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
-    full.
+    full. A decode of several steps (`num_steps`) is a loop: at most so many, one token a row and
+    step.
     """
 
     kind: LaunchKind
@@ -89,6 +90,11 @@ class Plan:
     num_mixed_decodes: int = 0
     refinement: Refinement | None = None
     under_pressure: bool = False
+    num_steps: int = 1
+
+    @property
+    def loops(self) -> bool:
+        return self.num_steps > 1
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:

@@ -38,10 +38,15 @@ class Planner:
         self._crops_per_launch = crops_per_launch
         self._refinements: deque[Refinement] = deque()
         self._num_since_decode = 0
+        self.only_decodes = False  # no other launch was possible at the last plan
 
     @property
     def has_refinements(self) -> bool:
         return bool(self._refinements)
+
+    @property
+    def _has_others(self) -> bool:
+        return bool(self._refinements) or self._prefill.has_work
 
     def refine(self, refinement: Refinement) -> None:
         self._refinements.append(refinement)
@@ -50,10 +55,19 @@ class Planner:
         """Plan the next launch; a plan must be launched."""
         decode = self._decode.plan()
         plan = decode
-        if decode is None or self._num_since_decode < self._prefills_per_decode:
+        others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
+        if others_turn:
             plan = self._plan_other(decode) or decode
+        self.only_decodes = plan is decode and (others_turn or not self._has_others)
         if plan is not None:
             self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
+        return plan
+
+    def plan_other(self) -> Plan | None:
+        """Plan a launch without decodes, if one is possible; it must be launched."""
+        plan = self._plan_other(None)
+        if plan is not None:
+            self._num_since_decode += 1
         return plan
 
     def _plan_other(self, decode: Plan | None) -> Plan | None:

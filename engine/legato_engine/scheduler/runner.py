@@ -58,3 +58,15 @@ class Runner(Protocol):
     def times(self, launch: Launch) -> LaunchTimes:
         """Valid after `collect`, until the slot's next `forward`."""
         ...
+
+
+class LoopRunner(Protocol):
+    """What a runner that can loop offers besides; `collect` returns no tokens of a loop."""
+
+    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
+        """Wait for the next step of a loop; None when it has ended and all steps were returned."""
+        ...
+
+    def end_loop(self, launch: Launch) -> None:
+        """Let a loop end after the step that it is in."""
+        ...

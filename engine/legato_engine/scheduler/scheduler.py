@@ -16,11 +16,12 @@ from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Plan, Refinement
+from legato_engine.scheduler.loops import Loops
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill_planner import PrefillPlanner
-from legato_engine.scheduler.runner import RowTokens, Runner
+from legato_engine.scheduler.runner import LoopRunner, RowTokens, Runner
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import FlightRecorder, Observer, StepRecord
@@ -53,10 +54,16 @@ class Scheduler:
         prefills_per_decode: int = 1,
         crops_per_launch: int = 5,
         block_sizes: BlockSizes | None = None,
+        loops: LoopRunner | None = None,
         observer: Observer | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        """With `block_sizes` the runner must be able to draft, and launches are not shared."""
+        """With `block_sizes` the runner must be able to draft, and launches are not shared.
+
+        With `loops`, which is the runner, decodes of several steps are one launch where no row
+        needs the host.
+        """
+        assert loops is None or block_sizes is None, "a loop has one token a row and step"
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
@@ -71,6 +78,7 @@ class Scheduler:
         limits = limits if block_sizes is None else ALONE
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
+        self._loops = Loops(loops, manager, self._running) if loops is not None else None
         self._planner = Planner(
             self._prefill,
             DecodePlanner(manager, self._running, block_sizes),
@@ -214,7 +222,10 @@ class Scheduler:
         if launch is not None and not (launch.plan.constrained and len(self._pipeline) > 1):
             self._sample(launch)
         oldest = self._pipeline.oldest()
-        if oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
+        if oldest is not None and oldest.plan.loops:
+            if launch is None and not self._followed():
+                self._commit(oldest)
+        elif oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
             self._commit(oldest)
         unsampled = self._pipeline.unsampled()
         if unsampled is not None:  # its constraints are current now
@@ -239,7 +250,7 @@ class Scheduler:
     def _launch(self) -> Launch | None:
         """Plan and enqueue the next forward pass; every step leaves a slot free for it."""
         plan_start = self._clock.perf_ns()
-        plan = self._planner.plan()
+        plan = self._plan()
         if plan is None:
             return None
         failpoints.hit("engine.plan")
@@ -259,6 +270,25 @@ class Scheduler:
             self._start_prefills(plan)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
         return launch
+
+    def _plan(self) -> Plan | None:
+        oldest, loops = self._pipeline.oldest(), self._loops
+        if oldest is not None and oldest.plan.loops:  # only the device knows where its rows are
+            return (
+                self._planner.plan_other() if len(self._pipeline) < self._pipeline.depth else None
+            )
+        plan = self._planner.plan()
+        if plan is not None and loops is not None:
+            plan = loops.extend(plan) if self._planner.only_decodes else plan
+            loops.launched(plan)
+        return plan
+
+    def _followed(self) -> bool:
+        """Wait for a step of the loop in flight; False if it has ended."""
+        assert self._loops is not None, "a loop without loops"
+        self.steps_committed += 1
+        others = len(self._pipeline) > 1 or (self._pipeline.depth == 1 and bool(self._prefill))
+        return self._loops.follow(self._records[0], self._outputs, ends=others)
 
     def _start_prefills(self, plan: Plan) -> None:
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
@@ -294,7 +324,8 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        self._process(launch.plan, outputs, record)
+        if not launch.plan.loops:
+            self._process(launch.plan, outputs, record)
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         refinement = launch.plan.refinement

@@ -22,6 +22,7 @@ class StepRecord:
     wait_start: int = 0
     wait_end: int = 0
     commit_end: int = 0
+    num_followed: int = 0  # steps of a loop
     zombies: int = 0  # rows whose sequence had ended before this commit
     tokens: int = 0  # committed, of the other rows
     drafted: int = 0  # draft tokens

@@ -74,7 +74,7 @@ class StepStats:
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """A prefill counts only by its tokens."""
+        """Prefills and loops count only by their tokens."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
@@ -134,4 +134,6 @@ class StepStats:
 
 
 def _is_decode(step: Step) -> bool:
-    return step.record.launch.plan.kind is LaunchKind.DECODE
+    """A loop has no pipeline to describe."""
+    plan = step.record.launch.plan
+    return plan.kind is LaunchKind.DECODE and not plan.loops

@@ -67,7 +67,8 @@ class StepCounter:
         if previous.record.launch.plan.kind is not LaunchKind.DECODE:
             return
         period = step.record.commit_end - previous.record.commit_end
-        self._step_times.add(period * _NS)
+        num_steps = step.record.num_followed or 1
+        self._step_times.add(period * _NS / num_steps, num_steps)
         self._decode_ns += period
         times = step.times
         idle = times.forward_start - previous.times.sample_end

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from legato_engine.scheduler.launch import Launch, ScheduledSequence
+from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
@@ -70,17 +71,34 @@ class ReadingRunner:
         self._last: dict[int, SampledToken] = {}  # row: its newest token
         self._newest: dict[int, int] = {}  # row: its position
         self.num_accepted = self.num_rejected = self.num_together = 0
+        self._steps = self._stop_at = self.num_looped = 0
+        self._ended = -1
+        self._constraints: list[int] = []
 
     def forward(self, launch: Launch) -> None:
         """Run all rows at once."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
         plan = launch.plan
         self.num_together += num_images(plan) > 1
+        if plan.loops:
+            begun = 0
+            for row in plan.rows:
+                assert row.slack == row.num_drafts == 0, "a loop starts where the host knows"
+                table, ids = self._tables[row.sequence.row], row.sequence.pages.ids
+                new = row.new_pages(PAGE, plan.num_steps)
+                table.update((index, ids[index]) for index in new)
+                begun += len(new)
+            assert begun <= pages_begun(len(plan.rows), PAGE), "more than a launch can stage"
+            self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
+            return
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
+        if launch.plan.loops:
+            self._constraints, self._outputs[launch.slot] = list(constraints), []
+            return
         read = self._read[launch.slot]
         self._outputs[launch.slot] = [
             self._settle(row.sequence, inputs, constraint)
@@ -94,16 +112,38 @@ class ReadingRunner:
         del self._read[launch.slot]
         return self._outputs.pop(launch.slot)
 
+    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
+        """Run a step of a loop for rows that may have ended meanwhile."""
+        if self._steps == self._stop_at:
+            return None
+        self.num_looped += 1
+        self._steps += 1
+        outputs = []
+        for row, constraint in zip(launch.plan.rows, self._constraints, strict=True):
+            at = row._replace(position=row.position + self._steps - 1)
+            inputs = self._decode(at, known=True)
+            outputs.append(self._settle(row.sequence, inputs, constraint))
+        if any(token.token_id < 0 for output in outputs for token in output.tokens):
+            self._stop_at = self._steps
+        return outputs
+
+    def end_loop(self, launch: Launch) -> None:
+        """End it after up to two steps, which may be under way already."""
+        if launch.launch_id != self._ended:
+            self._ended = launch.launch_id
+            self._stop_at = min(self._stop_at, max(1, self._steps + self._draw.randint(0, 2)))
+
     def times(self, launch: Launch) -> LaunchTimes:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _decode(self, row: ScheduledSequence) -> list[Input]:
+    def _decode(self, row: ScheduledSequence, *, known: bool = False) -> list[Input]:
         """Run the newest token and its draft tokens, up to the sequence's end."""
         sequence, inputs = row.sequence, list[Input]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
         assert 0 <= position - row.position <= row.slack, f"starts at {position}"
-        table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
+        if not known:  # a loop's pages are, from its beginning
+            table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
         token: TokenKey = self._last[sequence.row][:2]
         most = min(row.num_drafts, sequence.max_length - 1 - position)
         num_drafts = self._draw.randint(0, most) if most > 0 else most

@@ -38,6 +38,7 @@ class Totals:
     preemptions: int = 0
     together: int = 0  # launches that computed several images
     drafts: int = 0
+    looped: int = 0  # steps of loops
     accepted: int = 0
     rejected: int = 0
 
@@ -54,6 +55,7 @@ class Totals:
         self.preemptions += stats.preemptions
         self.together += world.runner.num_together
         self.drafts += world.num_drafts
+        self.looped += world.runner.num_looped
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
@@ -67,7 +69,8 @@ class Totals:
 class Schedule:
     """One random schedule, run and checked by `run`.
 
-    Every fourth seed submits bursts of many images without streams, which may share launches.
+    Every fourth seed submits bursts of many images without streams, which may share launches. Every
+    third one decodes by loops, unless it drafts.
     """
 
     def __init__(self, seed: int) -> None:
@@ -94,6 +97,7 @@ class Schedule:
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
+            loops=self.runner if seed % 3 == 1 and not self.speculates else None,
         )
         self.sequences: list[EngineSequence] = []
         self.aborted: set[RequestKey] = set()

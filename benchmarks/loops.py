@@ -1,0 +1,292 @@
+"""Decode loops beside a launch for every step, on the same model, in one run.
+
+    python -m benchmarks loops --device cuda --model moondream2 --random-weights
+
+`step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
+to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
+`launches`, `waits`: decodes of one answer, and commits that wait for the device. `join`: how long a
+request that arrives while others decode waits for its first token. `--steps` short answers with
+random lengths, arrivals and aborts are compared with the same answers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
+from legato_engine.bench.workload import Workload, fixed_length
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.sequence import Sequence as EngineSequence
+
+from benchmarks import record
+from benchmarks.speculation.run import RecordedTask
+
+PATHS = ("graph", "loop")
+_MS = 1e3
+_LIVE = 6  # requests of the random part at once
+
+
+class Decodes(SilentSink):
+    """Runs sequences and counts their decodes."""
+
+    def __init__(self, assembly: Assembly, *, at_once: int) -> None:
+        self.launches = self.commits = self.steps = 0
+        self.scheduler: Scheduler = assembly.scheduler(
+            self, pipeline_depth=2, prefills_per_decode=at_once, shares=False, observer=self
+        )
+
+    def committed(self, launched: StepRecord) -> None:
+        if launched.launch.plan.kind is LaunchKind.DECODE:
+            self.launches += 1
+            self.steps += launched.num_followed or 1
+
+
+def recorded(sequences: Sequence[EngineSequence]) -> list[RecordedTask]:
+    tasks = []
+    for index, sequence in enumerate(sequences):
+        task = RecordedTask(sequence.task)
+        sequence.task, sequence.seq_id = task, index
+        tasks.append(task)
+    return tasks
+
+
+def steps_of(assembly: Assembly, streams: int, length: int, context: int) -> dict[str, Any]:
+    """One run of equal answers."""
+    workload = Workload(assembly, kind="query", count=streams, length=length, context=context)
+    sequences = workload.sequences()
+    tasks = recorded(sequences)
+    run = Decodes(assembly, at_once=streams)
+    for sequence in sequences:
+        run.scheduler.submit(sequence)
+    while any(len(task.tokens) < 2 for task in tasks):
+        run.scheduler.step()
+    launches, cpu = run.launches, time.process_time()
+    have = len(tasks[0].tokens)
+    run.scheduler.drain()
+    cpu = time.process_time() - cpu
+    begin = max(task.times[1] for task in tasks)
+    end = min(task.times[-1] for task in tasks)
+    num_steps = min(len(task.times) for task in tasks) - 2
+    return {
+        "ms": (end - begin) / num_steps * _MS,
+        "host_us": cpu * 1e6 / (length - have) / streams,
+        "launches": run.launches - launches,
+        "tokens": [task.tokens for task in tasks],
+    }
+
+
+def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[float]:
+    """Milliseconds from a request's arrival to its first token, while `streams` others decode."""
+    draw = random.Random(7)
+    waits = []
+    for _ in range(count):
+        workload = Workload(assembly, kind="query", count=streams, length=120, context=context)
+        sequences = [*workload.sequences(), question(assembly, streams, 2)]
+        *tasks, late = recorded(sequences)
+        run = Decodes(assembly, at_once=streams)
+        for sequence in sequences[:-1]:
+            run.scheduler.submit(sequence)
+        have = draw.randint(20, 80)
+        while len(tasks[0].tokens) < have:
+            run.scheduler.step()
+        arrival = time.perf_counter()
+        run.scheduler.submit(sequences[-1])
+        while not late.tokens:
+            run.scheduler.step()
+        waits.append((late.times[0] - arrival) * _MS)
+        run.scheduler.drain()
+    return waits
+
+
+def load(assembly: Assembly, callers: int, num_tokens: int) -> float:
+    """Tokens a second when each of `callers` asks again as soon as it has an answer."""
+    draw = random.Random(3)
+    run = Decodes(assembly, at_once=1)
+    live: list[tuple[EngineSequence, RecordedTask]] = []
+    count = committed = 0
+    begin = time.perf_counter()
+    while committed < num_tokens:
+        while len(live) < callers:
+            sequence = question(assembly, count, draw.randint(8, 64))
+            (task,) = recorded([sequence])
+            sequence.seq_id = count
+            count += 1
+            run.scheduler.submit(sequence)
+            live.append((sequence, task))
+        run.scheduler.step()
+        for each in [each for each in live if each[0].finalized]:
+            live.remove(each)
+            committed += len(each[1].tokens)
+    seconds = time.perf_counter() - begin
+    run.scheduler.drain()
+    return committed / seconds
+
+
+def question(assembly: Assembly, index: int, length: int) -> EngineSequence:
+    """A question of its own, answered with `length` tokens, greedily or not."""
+    temperature = (0.0, 0.7)[index % 2]
+    request = Request(
+        request_id=RequestKey(f"question-{index}"),
+        task=QueryTask(question=f"{index}: what is there?"),
+        sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=length),
+    )
+    sequence = make_sequence(assembly.frontend, request, None)
+    constraints = range(len(assembly.frontend.constraints))
+    return fixed_length(sequence, length, 0, constraints)
+
+
+def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
+    """Answers of random lengths that come and are aborted at random, against each one alone."""
+    draw = random.Random(seed)
+    run = Decodes(assembly, at_once=1)
+    live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
+    taken: dict[int, list[int]] = {}
+    totals = dict.fromkeys(("answers", "aborted", "different"), 0)
+    count = 0
+
+    def check(kind: int, task: RecordedTask) -> None:
+        """Tokens depend on the question alone, so a longer answer begins with a shorter one."""
+        longest = taken.setdefault(kind, [])
+        both = min(len(longest), len(task.tokens))
+        totals["different"] += longest[:both] != task.tokens[:both]
+        if len(task.tokens) > len(longest):
+            taken[kind] = task.tokens
+
+    while run.steps < num_steps:
+        if len(live) < _LIVE and draw.random() < 0.2:
+            kind, length = draw.randint(0, 15), draw.randint(2, 60)
+            sequence = question(assembly, kind, length)
+            sequence.request = msgspec.structs.replace(
+                sequence.request, request_id=RequestKey(f"{count}")
+            )
+            (task,) = recorded([sequence])
+            sequence.seq_id = count
+            count += 1
+            run.scheduler.submit(sequence)
+            live.append((kind, length, sequence, task))
+        if live and draw.random() < 0.02:
+            run.scheduler.abort(draw.choice(live)[2].request.request_id)
+            totals["aborted"] += 1
+        run.scheduler.step()
+        for each in [each for each in live if each[2].finalized]:
+            live.remove(each)
+            check(each[0], each[3])
+            totals["answers"] += 1
+    run.scheduler.drain()
+    return totals | {"steps": run.steps, "launches": run.launches}
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    most = max(arguments.streams) + 1
+    config = msgspec.structs.replace(
+        model_config(arguments), max_running=most, max_waiting=2 * most, crops_per_launch=0
+    )
+    graph = assemble(config)
+    assemblies = {"graph": graph, "loop": with_decode_path(graph, "loop")}
+    rows = [_row(assemblies, streams, arguments) for streams in arguments.streams]
+    waits = {
+        path: joins(assembly, 1, arguments.joins, arguments.context)
+        for path, assembly in assemblies.items()
+    }
+    loads = [_loads(assemblies, callers, arguments.load) for callers in arguments.streams]
+    totals = randomly(assemblies["loop"], arguments.steps, seed=1)
+    graph.device.close()
+    figures = {
+        "model": msgspec.to_builtins(graph.info),
+        "rows": rows,
+        "join_ms": waits,
+        "loads": loads,
+        "random": totals,
+    }
+    heads = ("streams", "path", "step ms", "host us a token", "launches", "same tokens")
+    lines = [_cells(row, path) for row in rows for path in PATHS]
+    join = [
+        (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
+        for path, taken in waits.items()
+    ]
+    tables = [
+        record.table(heads, lines),
+        "",
+        record.table(("path", "join P50 ms", "slowest ms"), join),
+        "",
+        record.table(("callers", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]),
+        "",
+        record.table(tuple(totals), [tuple(totals.values())]),
+    ]
+    record.write(arguments.name, "Decode loops", figures, tables)
+    return 1 if totals["different"] or not all(row["identical"] for row in rows) else 0
+
+
+def _row(
+    assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Medians over runs in turns."""
+    runs: dict[str, list[dict[str, Any]]] = {path: [] for path in PATHS}
+    for repeat in range(arguments.repeats + 1):
+        for path in PATHS if repeat % 2 else PATHS[::-1]:
+            taken = steps_of(assemblies[path], streams, arguments.length, arguments.context)
+            runs[path].append(taken)
+    tokens = runs["graph"][0]["tokens"]
+    row: dict[str, Any] = {
+        "streams": streams,
+        "identical": all(run["tokens"] == tokens for taken in runs.values() for run in taken),
+    }
+    for path, taken in runs.items():
+        kept = taken[1:]
+        row[path] = {
+            what: statistics.median(run[what] for run in kept)
+            for what in ("ms", "host_us", "launches")
+        }
+        row[path]["all_ms"] = [run["ms"] for run in kept]
+    return row
+
+
+def _loads(assemblies: dict[str, Assembly], callers: int, num_tokens: int) -> dict[str, Any]:
+    """Tokens a second of each path, in turns."""
+    taken: dict[str, list[float]] = {path: [] for path in PATHS}
+    for path in (*PATHS, *reversed(PATHS)):
+        taken[path].append(load(assemblies[path], callers, num_tokens))
+    return {"callers": callers, **taken}
+
+
+def _load_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    graph, loop = (statistics.mean(row[path]) for path in PATHS)
+    return row["callers"], f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
+
+
+def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
+    of = row[path]
+    times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
+    return row["streams"], path, *times, of["launches"], row["identical"]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loops", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="loops", help="of the record")
+    parser.add_argument("--streams", default=[1, 8, 32], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--length", default=256, type=int, help="tokens of an answer")
+    parser.add_argument("--context", default=722, type=int, help="position of the first token")
+    parser.add_argument("--repeats", default=3, type=int, help="timed runs of each path")
+    parser.add_argument("--joins", default=30, type=int, help="requests that join")
+    parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
+    parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

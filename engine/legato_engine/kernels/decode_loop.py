@@ -1,0 +1,55 @@
+"""The control step of a decode loop: what ends each step that the host does not launch.
+
+This is the specification of `cuda/sources/decode_loop.cu`, and what a CPU runs.
+
+Shape legend: B tokens of a step, S steps of a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+DONE, STOP = 0, 1
+"""Indices of a ring's words: the number of steps whose tokens are there, and the host's wish that
+the loop end.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LoopTensors:
+    """What the control step reads and writes, int64.
+
+    On the device: `row_B` with `scratch_row` for padding, the three position fields of the staged
+    step, the sampled `token_B` (-1: not finite), and the loop's `limit` and `step` [1]. In memory
+    that host and device share: `ring_SB` and `words` [2].
+    """
+
+    row_B: torch.Tensor
+    position_B: torch.Tensor
+    fresh_B: torch.Tensor
+    sample_position_B: torch.Tensor
+    token_B: torch.Tensor
+    limit: torch.Tensor
+    step: torch.Tensor
+    ring_SB: torch.Tensor
+    words: torch.Tensor
+    scratch_row: int
+
+
+def control_step(loop: LoopTensors) -> bool:
+    """Publish the step's tokens and advance the rows' positions; return whether a step follows.
+
+    None follows after the limit, after a token that is not finite, or when the host wishes so. The
+    count of steps is written after their tokens.
+    """
+    step = int(loop.step)
+    real_B = loop.row_B != loop.scratch_row
+    loop.ring_SB[step, : len(loop.token_B)] = loop.token_B
+    for positions_B in (loop.position_B, loop.fresh_B, loop.sample_position_B):
+        positions_B.add_(real_B)
+    broken = bool((real_B & (loop.token_B < 0)).any())
+    loop.step.add_(1)
+    loop.words[DONE] = step + 1
+    return not broken and step + 1 < int(loop.limit) and not int(loop.words[STOP])

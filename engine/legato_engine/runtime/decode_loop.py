@@ -1,0 +1,133 @@
+"""Several decode steps as one launch, without the host between them.
+
+The rows have pages for all steps. The host follows the tokens through a ring and may end the loop
+after any step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from legato_engine.device.base import Event
+from legato_engine.kernels.accelerated import captured_loop
+from legato_engine.kernels.decode_loop import LoopTensors, control_step
+from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.token_ring import TokenRing
+from legato_engine.scheduler.loops import MAX_STEPS
+from legato_engine.scheduler.runner import RowTokens
+from legato_engine.sequence import NO_PAYLOAD
+from legato_engine.tasks import SampledToken
+
+_POLL_SECONDS = 2e-5
+_ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
+
+
+class DecodeLoops:
+    """The loops of every slot, each made once for a batch."""
+
+    def __init__(self, resources: Resources, backend: Backend) -> None:
+        on, most = resources.device.torch_device, resources.buckets[-1]
+        self._resources = resources
+        self._backend = backend
+        self._rings = [
+            TokenRing(resources.device, max_steps=MAX_STEPS, max_rows=most) for _ in resources.slots
+        ]
+        self._limit = torch.zeros(1, dtype=torch.int64, device=on)
+        self._step = torch.zeros(1, dtype=torch.int64, device=on)
+        self._read_at = 0.0
+        self._step_seconds = 0.0
+        self._made: dict[tuple[int, int, int, bool], Work] = {}
+        self._by_works: dict[tuple[Work, ...], Work] = {}
+
+    def warm_up(self) -> None:
+        """Make every loop that a launch may need, and run none."""
+        for slot in range(len(self._rings)):
+            for bucket in self._resources.buckets:
+                for rank in self._resources.ranks:
+                    for sampled in (False, True):
+                        self._loop(slot, bucket, rank, sampled=sampled)
+
+    def start(self, slot: int, bucket: int, rank: int, num_steps: int, *, sampled: bool) -> None:
+        """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
+        loop = self._loop(slot, bucket, rank, sampled=sampled)
+        self._rings[slot].reset()
+        self._read_at, self._step_seconds = time.perf_counter(), 0.0
+
+        def work() -> None:
+            self._limit.fill_(num_steps)
+            self._step.zero_()
+            loop()
+
+        self._resources.compute.submit(work)
+
+    def stop(self, slot: int) -> None:
+        self._rings[slot].stop()
+
+    def next_tokens(self, slot: int, num_rows: int, end: Event) -> list[RowTokens] | None:
+        """Wait for the next step's tokens, or None once the loop's `end` has passed."""
+        ring = self._rings[slot]
+        for seconds in self._looks():
+            ended = end.query()  # first: tokens are there before it
+            tokens = ring.read(num_rows)
+            if tokens is not None:
+                now = time.perf_counter()
+                self._step_seconds, self._read_at = now - self._read_at, now
+                return [RowTokens((SampledToken(token, NO_PAYLOAD),)) for token in tokens]
+            if ended:
+                end.wait()  # raises the device's failure
+                break
+            time.sleep(seconds)
+        return None
+
+    def _looks(self) -> Iterator[float]:
+        """Seconds to sleep after each look at the ring: first most of a step, as the last one took,
+        then little.
+        """
+        rest = self._read_at + _ASLEEP * self._step_seconds - time.perf_counter()
+        yield min(max(rest, _POLL_SECONDS), _LONGEST)
+        while True:
+            yield _POLL_SECONDS
+
+    def _loop(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> Work:
+        key = (slot, bucket, rank, sampled)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
+
+    def _make(self, slot: int, bucket: int, rank: int, sampled: bool) -> Work:
+        buffers, ring = self._resources.slots[slot], self._rings[slot]
+        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
+        loop = LoopTensors(
+            row_B=staged["row"],
+            position_B=staged["position"],
+            fresh_B=staged["fresh"],
+            sample_position_B=staged["sample_position"],
+            token_B=buffers.tokens_R[:bucket],
+            limit=self._limit,
+            step=self._step,
+            ring_SB=ring.ring_SB,
+            words=ring.words,
+            scratch_row=self._resources.state.scratch_row,
+        )
+        works = self._backend.loop_works(slot, bucket, rank, sampled=sampled)
+        if works not in self._by_works:
+            self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
+        return self._by_works[works]
+
+
+def _on_the_host(works: tuple[Work, ...], loop: LoopTensors) -> Work:
+    """The same loop where work is not captured."""
+
+    def work() -> None:
+        while True:
+            for each in works:
+                each()
+            if not control_step(loop):
+                return
+
+    return work

@@ -1,0 +1,124 @@
+"""When several decode steps are one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.output_processor import OutputProcessor
+from legato_engine.scheduler.runner import LoopRunner
+from legato_engine.scheduler.running_sequences import RunningSequences
+from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.sequence import Sequence
+
+MAX_STEPS = 256
+"""The most steps of a loop."""
+
+_FEWEST_STEPS = 2
+_SETTLED = 8  # steps of a loop that was worth its start and end
+_SHARE = 2  # of the free pages, a loop may take one in so many
+
+
+class Loops:
+    """Turns decodes of rows that need no host between steps into loops.
+
+    Only the device knows how far a loop is, so no decode is planned before its end. It ends early
+    when a request waits, whose prefill is launched behind it, or when one of its own has ended.
+    Its end costs the device a pause, so after one that a request cut short, decodes must go on for
+    a while before the next.
+    """
+
+    def __init__(
+        self, runner: LoopRunner, manager: KVCacheManager, running: RunningSequences
+    ) -> None:
+        self._runner = runner
+        self._manager = manager
+        self._running = running
+        self._num_decodes = 0  # since the last other launch
+        self._num_needed = 0  # of them, before the next loop
+
+    def launched(self, plan: Plan) -> None:
+        self._num_decodes = self._num_decodes + 1 if plan.kind is LaunchKind.DECODE else 0
+
+    def extend(self, plan: Plan) -> Plan:
+        """Return a decode of all running sequences with as many steps as they have tokens left and
+        pages for; any other plan as it is.
+        """
+        if not self._may_extend(plan):
+            return plan
+        steps = min(MAX_STEPS, *(_tokens_left(row.sequence) for row in plan.rows))
+        most = self._manager.pages_available // _SHARE
+        while steps >= _FEWEST_STEPS and self._num_missing(plan, steps) > most:
+            steps //= 2
+        if steps < _FEWEST_STEPS:
+            return plan
+        for row in plan.rows:
+            pages = row.sequence.pages
+            while row.position + steps > pages.capacity and self._manager.grow(row.sequence):
+                pass
+            steps = min(steps, pages.capacity - row.position)
+        return dataclasses.replace(plan, num_steps=steps)
+
+    def follow(self, record: StepRecord, outputs: OutputProcessor, *, ends: bool) -> bool:
+        """Wait for the next step and process its tokens; return False when there was none.
+
+        `ends`: other work waits, so the loop ends after the step that it is in.
+        """
+        launch = record.launch
+        rows = launch.plan.rows
+        if ends or any(row.sequence.finalized for row in rows):
+            self._runner.end_loop(launch)
+        if not record.num_followed:
+            self._num_needed = 0
+        if ends and record.num_followed < _SETTLED:
+            self._num_needed = _SETTLED
+        tokens = self._runner.next_tokens(launch)
+        if tokens is None:
+            return False
+        num_tokens = outputs.num_tokens
+        record.zombies = sum(row.sequence.finalized for row in rows)
+        for row, output in zip(rows, tokens, strict=True):
+            sequence = row.sequence
+            if sequence.finalized:
+                continue
+            if record.num_followed:  # the launch counts its first step
+                sequence.progress.num_launched += 1
+                sequence.progress.last_position += 1
+            (token,) = output.tokens
+            outputs.process(sequence, token)
+        record.num_followed += 1
+        record.tokens += outputs.num_tokens - num_tokens
+        return True
+
+    def _may_extend(self, plan: Plan) -> bool:
+        if plan.kind is not LaunchKind.DECODE or self._num_decodes < self._num_needed:
+            return False
+        return len(plan.rows) == len(self._running) and all(map(_may_loop, self._running))
+
+    def _num_missing(self, plan: Plan, steps: int) -> int:
+        """Pages that the rows lack for so many steps."""
+        size = self._manager.page_size
+        lacking = (row.position + steps - row.sequence.pages.capacity for row in plan.rows)
+        return sum(-(-positions // size) for positions in lacking if positions > 0)
+
+
+def pages_begun(num_rows: int, page_size: int) -> int:
+    """The most pages that begin in a loop of so many rows."""
+    return num_rows * (-(-MAX_STEPS // page_size) + 1)
+
+
+def _tokens_left(sequence: Sequence) -> int:
+    return sequence.task.max_tokens - sequence.progress.num_launched
+
+
+def _may_loop(sequence: Sequence) -> bool:
+    """Neither its constraint nor its output needs the host, and it was prefilled."""
+    task = sequence.task
+    return not (
+        task.constrained
+        or task.has_payload
+        or sequence.request.logprobs
+        or sequence.preempted
+        or sequence.progress.last_position < 0
+    )

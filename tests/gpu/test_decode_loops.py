@@ -1,0 +1,76 @@
+"""On a GPU: a loop of decode steps is one launch, and its answers have the bits of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+
+from benchmarks.loops import Decodes, question, randomly, recorded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def graph() -> Iterator[Assembly]:
+    made = assemble(
+        EngineConfig(device="cuda", decode_path="graph", max_running=9, crops_per_launch=0)
+    )
+    yield made
+    made.device.close()
+
+
+@pytest.fixture(scope="module")
+def looping(graph: Assembly) -> Assembly:
+    made = with_decode_path(graph, "auto")
+    assert made.runner.decodes_by_loops
+    return made
+
+
+def answers(assembly: Assembly, lengths: list[int]) -> tuple[list[list[int]], int]:
+    sequences = [question(assembly, index, length) for index, length in enumerate(lengths)]
+    tasks = recorded(sequences)
+    run = Decodes(assembly, at_once=len(lengths))
+    for sequence in sequences:
+        run.scheduler.submit(sequence)
+    run.scheduler.drain()
+    return [task.tokens for task in tasks], run.launches
+
+
+@pytest.mark.parametrize("lengths", [[256], [256] * 8, [90, 7, 40, 23, 256]])
+def test_answers_have_the_bits_of_single_steps(
+    graph: Assembly, looping: Assembly, lengths: list[int]
+) -> None:
+    """Greedy and sampled; a lone answer of 256 tokens is one launch, whose end is one wait."""
+    plain, _ = answers(graph, lengths)
+    looped, num_loops = answers(looping, lengths)
+    assert looped == plain
+    assert num_loops <= 1 + 3 * (len(set(lengths)) - 1)
+
+
+def test_ten_thousand_short_steps_with_arrivals_and_aborts(looping: Assembly) -> None:
+    totals = randomly(looping, num_steps=10_000, seed=11)
+    assert totals["different"] == 0
+    assert totals["aborted"] > 100
+
+
+def test_a_request_joins(looping: Assembly) -> None:
+    """The loop of 200 steps that it meets ends for it."""
+    first, late = sequences = [question(looping, 0, 200), question(looping, 1, 5)]
+    task, late_task = recorded(sequences)
+    run = Decodes(looping, at_once=1)
+    run.scheduler.submit(first)
+    while len(task.tokens) < 30:
+        run.scheduler.step()
+    run.scheduler.submit(late)
+    while not late_task.tokens:
+        run.scheduler.step()
+    assert len(task.tokens) < 60
+    run.scheduler.drain()
+    assert len(task.tokens) == 200
