@@ -117,8 +117,7 @@ def test_the_default_draft_says_what_the_model_will(temperature):
 )
 def test_large_steps_are_right(streams, setting):
     """Steps of 40, 54, 60 and 72 tokens, in passes over the weights, change no answer, then or
-    afterwards. A wrong step leaves its process wrong, so this one has a process of its own. The
-    last two fail today: docs/speculation.md.
+    afterwards.
     """
     command = [sys.executable, "-m", "tests.gpu.wrong_steps", "--child", "--only", "captured"]
     command += ["--streams", str(streams), "--setting", setting]

@@ -175,9 +175,9 @@ def test_the_draft_layer_and_text_models_are_quiet(setting: str, tmp_path: Path)
         )
         field = "speculation" if setting == "seed" else "decode_path"
         assembly = assemble(msgspec.structs.replace(config, **{field: setting}))
-        num_steps, num_launches = (300, 1) if setting == "loop" else (8, 8)
+        num_steps, num_launches = (210, 1) if setting == "loop" else (8, 8)
         seen = Decodes()
-        scheduler = decoding(assembly, seen, length=600)
+        scheduler = decoding(assembly, seen, length=200)
         with guarded():
             for _ in range(num_steps):
                 scheduler.step()

@@ -1,10 +1,10 @@
 """Which part of a step makes large steps wrong: `python -m tests.gpu.wrong_steps`.
 
-For the defect of docs/speculation.md: legato-tiny with its own draft answers wrongly on a GPU
-when a step may have some 57 tokens or more. Each variant changes one thing and runs in a process of
-its own, because a wrong step leaves the process wrong; `--at-once` of them share the GPU. A line
-has the requests that differ from plain decoding with draft tokens, those that differ after that
-without, and the model's tensors that something wrote to.
+For a defect that a tree before 2026-11-24 had and this one has not (docs/log/speculation.md):
+legato-tiny with its own draft answered wrongly when a step had some 57 tokens or more. Each variant
+changes one thing and runs in a process of its own, because a wrong step leaves the process wrong;
+`--at-once` of them share the GPU. A line has the requests that differ from plain decoding with
+draft tokens, those that differ after that without, and the model's tensors that something wrote to.
 
 `compute-sanitizer --tool memcheck python -m tests.gpu.wrong_steps --only captured` looks for writes
 out of bounds (so does `--tool initcheck` for reads); add `--child` to stay in one process.
