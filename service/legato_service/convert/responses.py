@@ -139,7 +139,7 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
 
 
 def timeline(
-    batch: TimelineBatch, engine: int = 0, lost: int = 0
+    batch: TimelineBatch, engine: int = 0, lost: int = 0, *, depth_switch: bool = False
 ) -> admin_pb2.WatchTimelineResponse:
     response = admin_pb2.WatchTimelineResponse(
         spans=map(_timeline_span, batch.spans),
@@ -147,6 +147,7 @@ def timeline(
         engine_started_ns=batch.started,
         lost_launches=lost,
         pipeline_depth=batch.pipeline_depth,
+        depth_switch=depth_switch,
     )
     if batch.decode_steps is not None:
         response.decode_steps.CopyFrom(decode_steps(batch.decode_steps))

@@ -142,13 +142,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             seconds = request.duration.ToNanoseconds() / 1e9
             if seconds <= 0:
                 raise InvalidField("must be positive", field="duration")
-        yield responses.timeline(
-            TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
-        )
+        empty = TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
+        yield responses.timeline(empty, depth_switch=self._sets_depth)
         watches = [each.timeline for each in self._engines.members]
         async with aclosing(timeline.batches(watches, seconds)) as batches:
             async for number, (batch, lost) in batches:
-                yield responses.timeline(batch, number, lost)
+                yield responses.timeline(batch, number, lost, depth_switch=self._sets_depth)
 
     async def SetPipelineDepth(
         self, request: pb.SetPipelineDepthRequest, context: Context

@@ -51,6 +51,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
             engine_started_ns=2_500_000_000,
             lost_launches=4,
             pipeline_depth=2,
+            depth_switch=True,
         )
 
     def SetPipelineDepth(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -125,6 +126,7 @@ def test_watch_timeline(operator, admin):
     assert (first.engine_started, first.lost_launches, first.pipeline_depth) == (0, 0, 0)
     assert (second.engine, second.engine_started) == (1, 2.5)
     assert (second.lost_launches, second.pipeline_depth) == (4, 2)
+    assert (first.depth_switch, second.depth_switch) == (False, True)
     assert (second.spans, second.decode_steps.observed_gain) == ((), 0.5)
 
 

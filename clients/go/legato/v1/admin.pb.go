@@ -895,6 +895,8 @@ type WatchTimelineResponse struct {
 	// Launches that the engine may have in flight, as of the last one here: 1 blocks, 2 pipelines. 0 in the first
 	// response, and of an engine without a pipeline.
 	PipelineDepth uint32 `protobuf:"varint,6,opt,name=pipeline_depth,json=pipelineDepth,proto3" json:"pipeline_depth,omitempty"`
+	// Whether this server allows SetPipelineDepth.
+	DepthSwitch   bool `protobuf:"varint,7,opt,name=depth_switch,json=depthSwitch,proto3" json:"depth_switch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -969,6 +971,13 @@ func (x *WatchTimelineResponse) GetPipelineDepth() uint32 {
 		return x.PipelineDepth
 	}
 	return 0
+}
+
+func (x *WatchTimelineResponse) GetDepthSwitch() bool {
+	if x != nil {
+		return x.DepthSwitch
+	}
+	return false
 }
 
 // Something that a lane did for one launch. Spans of one lane do not overlap.
@@ -1252,14 +1261,15 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12!\n" +
 	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"M\n" +
 	"\x14WatchTimelineRequest\x125\n" +
-	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x91\x02\n" +
+	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\xb4\x02\n" +
 	"\x15WatchTimelineResponse\x12-\n" +
 	"\x05spans\x18\x01 \x03(\v2\x17.legato.v1.TimelineSpanR\x05spans\x129\n" +
 	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x16\n" +
 	"\x06engine\x18\x03 \x01(\rR\x06engine\x12*\n" +
 	"\x11engine_started_ns\x18\x04 \x01(\x04R\x0fengineStartedNs\x12#\n" +
 	"\rlost_launches\x18\x05 \x01(\x04R\flostLaunches\x12%\n" +
-	"\x0epipeline_depth\x18\x06 \x01(\rR\rpipelineDepth\"\xfc\x01\n" +
+	"\x0epipeline_depth\x18\x06 \x01(\rR\rpipelineDepth\x12!\n" +
+	"\fdepth_switch\x18\a \x01(\bR\vdepthSwitch\"\xfc\x01\n" +
 	"\fTimelineSpan\x12\x12\n" +
 	"\x04lane\x18\x01 \x01(\tR\x04lane\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +

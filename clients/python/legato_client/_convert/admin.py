@@ -62,6 +62,7 @@ def timeline(response: admin_pb2.WatchTimelineResponse) -> admin.TimelineUpdate:
         engine_started=response.engine_started_ns / 1e9,
         lost_launches=response.lost_launches,
         pipeline_depth=response.pipeline_depth,
+        depth_switch=response.depth_switch,
     )
 
 

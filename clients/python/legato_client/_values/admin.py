@@ -111,7 +111,8 @@ class TimelineUpdate:
     `engine_started` is in seconds of the server's monotonic clock; another value than before is an
     engine that follows a lost one. `lost_launches` are missing before these spans, because this
     client read too slowly. `pipeline_depth` is 1 for blocking and 2 for pipelined decoding, 0
-    without a pipeline. The first update has no spans, and 0 for all of these.
+    without a pipeline; `depth_switch` tells whether `set_pipeline_depth` is allowed. The first
+    update has no spans, and 0 for the engine's start and depth.
     """
 
     spans: tuple[TimelineSpan, ...]
@@ -120,3 +121,4 @@ class TimelineUpdate:
     engine_started: float = 0.0
     lost_launches: int = 0
     pipeline_depth: int = 0
+    depth_switch: bool = False

@@ -430,6 +430,7 @@ class WatchTimelineResponse(_message.Message):
     ENGINE_STARTED_NS_FIELD_NUMBER: _builtins.int
     LOST_LAUNCHES_FIELD_NUMBER: _builtins.int
     PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
+    DEPTH_SWITCH_FIELD_NUMBER: _builtins.int
     engine: _builtins.int
     """The engine that did it: its index in GetLoadResponse.engines."""
     engine_started_ns: _builtins.int
@@ -444,6 +445,8 @@ class WatchTimelineResponse(_message.Message):
     """Launches that the engine may have in flight, as of the last one here: 1 blocks, 2 pipelines. 0 in the first
     response, and of an engine without a pipeline.
     """
+    depth_switch: _builtins.bool
+    """Whether this server allows SetPipelineDepth."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineSpan]:
         """What was done, each launch's parts together."""
@@ -461,10 +464,11 @@ class WatchTimelineResponse(_message.Message):
         engine_started_ns: _builtins.int = ...,
         lost_launches: _builtins.int = ...,
         pipeline_depth: _builtins.int = ...,
+        depth_switch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine", b"engine", "engine_started_ns", b"engine_started_ns", "lost_launches", b"lost_launches", "pipeline_depth", b"pipeline_depth", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "depth_switch", b"depth_switch", "engine", b"engine", "engine_started_ns", b"engine_started_ns", "lost_launches", b"lost_launches", "pipeline_depth", b"pipeline_depth", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
