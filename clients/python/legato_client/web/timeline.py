@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import functools
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -17,9 +17,7 @@ from starlette.routing import BaseRoute, Route
 from legato_client._async_client import AsyncClient
 from legato_client._errors import InvalidArgument, LegatoError
 from legato_client._values.admin import TimelineSpan, TimelineUpdate
-
-ClientOf = Callable[[Request], AsyncClient]
-"""Returns the client whose server has AdminService: often the operator's socket."""
+from legato_client.web.server import backend_of
 
 NAMES = (
     "plan",
@@ -36,84 +34,134 @@ NAMES = (
 """The names of spans, which events give as indices. timeline-store.js has the same list."""
 
 _WATCH = 600.0  # seconds; then the page asks again
-_QUIET = 15.0  # seconds without an event before a comment, by which a page that left is noticed
+SILENCE = 15.0
+"""Seconds without an update before a comment, by which a page that left is noticed."""
+
+QUIET = b": quiet\n\n"
 _MAX_BODY = 1024
+_JSON = "application/json"
 _US = 1e6
 
 
-def routes(client_of: ClientOf) -> list[BaseRoute]:
-    """`GET /timeline/events` and `POST /timeline/depth`; the application maps a `LegatoError`."""
-    return [
-        Route("/timeline/events", functools.partial(_events, client_of)),
-        Route("/timeline/depth", functools.partial(_set_depth, client_of), methods=["POST"]),
-    ]
+def routes(operator: Callable[[], str] | None = None, *, switch: bool = True) -> list[BaseRoute]:
+    """`GET /timeline/events` and, with `switch`, `POST /timeline/depth`.
+
+    `operator` returns the target of AdminService where it is a socket of its own; "", as None, is
+    where the other routes ask. The application maps a `LegatoError` to its answer.
+    """
+    timeline = _Timeline(operator, switch)
+    depth = [Route("/timeline/depth", timeline.set_depth, methods=["POST"])] if switch else []
+    return [Route("/timeline/events", timeline.events), *depth]
 
 
-async def _events(client_of: ClientOf, request: Request) -> Response:
-    """A refusal is an answer of its own, because it comes before the first event."""
-    updates = client_of(request).watch_timeline(_WATCH)
-    try:
-        first = await anext(updates)
-    except BaseException:
-        await updates.aclose()
-        raise
-    return StreamingResponse(
-        _stream(first, updates),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-    )
+class _Timeline:
+    def __init__(self, operator: Callable[[], str] | None, switch: bool) -> None:
+        self._operator = operator
+        self._switch = switch
+
+    async def events(self, request: Request) -> Response:
+        """A refusal is an answer of its own, because it comes before the first event."""
+        events = self._events(request)
+        try:
+            first = await anext(events)
+        except BaseException:
+            await events.aclose()
+            raise
+        return StreamingResponse(
+            _chained(first, events),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    async def set_depth(self, request: Request) -> Response:
+        """The body is `{"depth": 1}`, of a type that a form of another page cannot send."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != _JSON:
+            raise InvalidArgument(f"the body must be {_JSON}")
+        depth = _depth_of(await _body(request))
+        async with self._client(request) as client:
+            await client.set_pipeline_depth(depth)
+        return JSONResponse({"depth": depth})
+
+    @contextlib.asynccontextmanager
+    async def _client(self, request: Request) -> AsyncIterator[AsyncClient]:
+        target = self._operator() if self._operator else ""
+        if not target:
+            yield backend_of(request).client
+            return
+        async with AsyncClient(target, token="") as client:
+            yield client
+
+    async def _events(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Until the server or the page ends them; a failure after the first is the last event."""
+        begun = False
+        async with self._client(request) as client:
+            updates = client.watch_timeline(_WATCH)
+            async with contextlib.aclosing(updates), contextlib.aclosing(_heard(updates)) as heard:
+                try:
+                    async for update in heard:
+                        begun = True
+                        yield QUIET if update is None else event(document(update, self._switch))
+                except LegatoError as error:
+                    if not begun:
+                        raise
+                    yield event({"error": {"message": error.message, "code": error.code}})
 
 
-async def _set_depth(client_of: ClientOf, request: Request) -> Response:
-    """The body is `{"depth": 1}`. Its type is asked for, so that no other page's form can send it."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise InvalidArgument("the body must be application/json")
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY:
-            raise InvalidArgument("the body is too long")
-    try:
-        depth = json.loads(body)["depth"]
-    except (ValueError, TypeError, KeyError):
-        raise InvalidArgument("the body must be a JSON object with `depth`") from None
-    if depth not in (1, 2) or isinstance(depth, bool | float):
-        raise InvalidArgument("depth must be 1 or 2")
-    await client_of(request).set_pipeline_depth(depth)
-    return JSONResponse({"depth": depth})
-
-
-async def _stream(
-    first: TimelineUpdate, updates: AsyncGenerator[TimelineUpdate, None]
+async def _chained(
+    first: bytes, events: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """The updates until the server or the page ends them; a failure is the last event."""
+    async with contextlib.aclosing(events):
+        yield first
+        async for each in events:
+            yield each
+
+
+async def _heard(
+    updates: AsyncGenerator[TimelineUpdate, None],
+) -> AsyncGenerator[TimelineUpdate | None, None]:
+    """None while no update comes, every `SILENCE` seconds."""
     pending: asyncio.Task[TimelineUpdate] | None = None
     try:
-        yield _event(document(first))
         while True:
-            pending = pending or asyncio.ensure_future(_next(updates))
-            done, _ = await asyncio.wait({pending}, timeout=_QUIET)
+            pending = pending or asyncio.create_task(_next(updates))
+            done, _ = await asyncio.wait({pending}, timeout=SILENCE)
             if done:
                 update, pending = pending.result(), None
-                yield _event(document(update))
+                yield update
             else:
-                yield b": quiet\n\n"
+                yield None
     except StopAsyncIteration:
         return
-    except LegatoError as error:
-        yield _event({"error": {"message": error.message, "code": error.code}})
     finally:
         if pending is not None:
             pending.cancel()
             await asyncio.wait({pending})
-        await updates.aclose()
 
 
 async def _next(updates: AsyncGenerator[TimelineUpdate, None]) -> TimelineUpdate:
     return await anext(updates)
 
 
-def document(update: TimelineUpdate) -> dict[str, Any]:
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise InvalidArgument("the body is too long")
+    return body
+
+
+def _depth_of(body: bytes) -> int:
+    try:
+        depth = json.loads(body)["depth"]
+    except (ValueError, TypeError, KeyError):
+        raise InvalidArgument("the body must be a JSON object with `depth`") from None
+    if type(depth) is not int or depth not in (1, 2):
+        raise InvalidArgument("depth must be 1 or 2")
+    return depth
+
+
+def document(update: TimelineUpdate, switch: bool = True) -> dict[str, Any]:
     """What the page is told, as JSON; times in microseconds of the server's monotonic clock.
 
     A launch is `[number, kind, slot, rows, riding, zombies, tokens, start, spans]`, with slot -1
@@ -126,7 +174,7 @@ def document(update: TimelineUpdate) -> dict[str, Any]:
         "started": round(update.engine_started * _US),
         "lost": update.lost_launches,
         "depth": update.pipeline_depth,
-        "switch": update.depth_switch,
+        "switch": update.depth_switch and switch,
         "steps": None if steps is None else dataclasses.asdict(steps),
         "launches": list(_launches(update.spans)),
     }
@@ -147,5 +195,5 @@ def _launches(spans: tuple[TimelineSpan, ...]) -> Iterator[list[Any]]:
         yield [first.launch, first.kind, slot, *counts, round(start * _US, 1), flat]
 
 
-def _event(value: object) -> bytes:
+def event(value: object) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
