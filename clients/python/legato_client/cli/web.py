@@ -44,6 +44,14 @@ def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = 
         action="store_true",
         help="listen beyond loopback without TLS or without --require-token",
     )
+    group.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="a further name of a model, for clients that insist on one; NAME= is the default "
+        "model; may be repeated",
+    )
     arguments.add_server_options(parser, timeout=_LONGEST)
 
 
@@ -64,7 +72,8 @@ def run(
     if listen.require_token:
         _check_that_tokens_matter(args)
     client = _client(args, terminal, caller.token, lend=not listen.require_token)
-    app = server.make_app(make_routes(), server.Backend(client, args.timeout), listen)
+    backend = server.Backend(client, args.timeout, _aliases(args.alias))
+    app = server.make_app(make_routes(), backend, listen)
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
@@ -95,6 +104,14 @@ def _listen(args: argparse.Namespace) -> Listen:
     with arguments.readable_options():
         listen.check()
     return listen
+
+
+def _aliases(given: Sequence[str]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in given]
+    for name, separator, model in pairs:
+        if not (name and separator):
+            raise CommandError(f"--alias takes NAME=MODEL, not {name + model!r}", ExitCode.USAGE)
+    return {name: model for name, _, model in pairs}
 
 
 def _client(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import FrameType
 from typing import TypedDict
 
@@ -15,12 +15,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute
 
 from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client.web import errors
+from legato_client.web.bodies import Bodies
 from legato_client.web.caller import CallerMiddleware
 from legato_client.web.listen import Listen
 
@@ -34,11 +35,14 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 class Backend:
     """The Legato server behind the routes: `request.state.backend`.
 
-    `timeout` is the longest time in seconds that a call may take.
+    `timeout` is the longest time in seconds that a call may take. `aliases`: names of models that
+    callers may use, with those that the server knows.
     """
 
     client: AsyncClient
     timeout: float
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bodies: Bodies = dataclasses.field(default_factory=Bodies)
 
 
 class State(TypedDict):
@@ -71,6 +75,8 @@ def make_app(routes: Sequence[BaseRoute], backend: Backend, listen: Listen) -> S
         exception_handlers={
             LegatoError: errors.on_legato_error,
             errors.Refused: errors.on_legato_error,
+            errors.ReaderLeft: errors.on_reader_left,
+            ClientDisconnect: errors.on_reader_left,
             HTTPException: errors.on_http_exception,
             Exception: errors.on_bug,
         },
