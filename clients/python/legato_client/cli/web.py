@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -78,12 +79,14 @@ def run(
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
         terminal.document({"url": url, "server": args.server})
+        sys.stdout.flush()
 
     try:
-        server.serve(app, listen, ready)
+        http_server = server.HttpServer(app, listen, ready)
     except OSError as error:
         problem = f"cannot listen on {listen.address}: {error.strerror or error}"
         raise CommandError(problem) from None
+    http_server.serve_forever()
 
 
 def require_web(command: str) -> None:

@@ -83,17 +83,18 @@ def make_app(routes: Sequence[BaseRoute], backend: Backend, listen: Listen) -> S
     )
 
 
-def serve(
-    app: Starlette, listen: Listen, ready: Callable[[str], None], *, grace: float = 10.0
-) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish within `grace` seconds.
+class HttpServer(uvicorn.Server):
+    """Serves `app` in this thread; `ready` is told the URL once connections are accepted.
 
-    A second signal does not wait. `ready` is told the URL once connections are accepted.
+    `grace`: seconds that running requests have after a signal. A second signal does not wait.
 
     Raises:
-        OSError: the address cannot be bound, or a file of TLS cannot be read.
+        OSError: from the constructor: the address cannot be bound, or TLS cannot be set up.
     """
-    with contextlib.closing(listen.bind()) as bound:
+
+    def __init__(
+        self, app: Starlette, listen: Listen, ready: Callable[[str], None], *, grace: float = 10.0
+    ) -> None:
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -106,18 +107,22 @@ def serve(
             ssl_keyfile=listen.tls_key or None,
         )
         config.load()
-        server = _Server(config, lambda: ready(listen.url(bound)))
-        asyncio.run(server.serve([bound]))
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self._socket = listen.bind()
+        self.url = listen.url(self._socket)
         self._ready = ready
+
+    def serve_forever(self) -> None:
+        """Serve until SIGINT or SIGTERM, or until `stop`, which another thread may call."""
+        with contextlib.closing(self._socket):
+            asyncio.run(self.serve([self._socket]))
+
+    def stop(self) -> None:
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self._ready(self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn's, not raised once more at the end: to be told to stop is no failure."""
