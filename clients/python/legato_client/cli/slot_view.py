@@ -14,17 +14,22 @@ _HOST = (("plan", "█"), ("launch", "▓"), ("finalize", "▒"), ("commit", "�
 
 
 class SlotView:
-    """Adds up updates; `lines` tells them and begins anew."""
+    """Adds up updates; `lines` tells them and begins anew, empty without any."""
 
     def __init__(self) -> None:
         self._engines: dict[int, _Engine] = {}
+        self._has_new = False
 
     def add(self, update: TimelineUpdate) -> None:
-        if update.spans or update.engine_started:
+        if update.spans:
             self._engines.setdefault(update.engine, _Engine()).add(update)
+            self._has_new = True
 
     def lines(self) -> list[str]:
         found: list[str] = []
+        if not self._has_new:
+            return found
+        self._has_new = False
         for number, engine in sorted(self._engines.items()):
             found += engine.lines(f"engine {number} " if len(self._engines) > 1 else "")
         return found

@@ -32,14 +32,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
-    view, due = SlotView(), 0.0
+    view, due = SlotView(), time.monotonic() + _REFRESH
     with arguments.connect(args, as_operator=True) as client, terminal.live() as show:
-        for update in client.watch_timeline(args.duration, timeout=_LONGEST):
-            view.add(update)
-            if time.monotonic() >= due and (lines := view.lines()):
+
+        def look() -> None:
+            if lines := view.lines():
                 show("\n".join(lines))
                 terminal.document({"lines": lines})
+
+        for update in client.watch_timeline(args.duration, timeout=_LONGEST):
+            view.add(update)
+            if time.monotonic() >= due:
+                look()
                 due = time.monotonic() + _REFRESH
+        look()
 
 
 def _record(args: argparse.Namespace, terminal: Terminal) -> None:

@@ -112,11 +112,10 @@ def test_follow(admin, capsys):
     assert main(["trace", "--server", address, "--follow", "--duration", "3"]) == 0
     assert fake.seconds == 3
     first, second, device, host = capsys.readouterr().out.splitlines()
-    # Three launches of 10 ms: two in slot 0, 8.5 ms of device each.
     assert first.startswith("slot 0")
-    assert "decode 1002, 2 rows" in first
+    assert "decode 1004, 2 rows" in first
     assert second.startswith("slot 1")
-    assert "decode 1001, 2 rows" in second
+    assert "decode 1005, 2 rows" in second
     assert "gain +25.0% predicted, +12.5% observed" in device
     assert host.endswith("6 launches lost")
 
@@ -131,6 +130,7 @@ def test_shares_of_a_slot_are_of_the_time_that_passed():
     assert view.lines() == []
     view.add(update)
     slot, _, device, host = view.lines()
+    assert view.lines() == []
     assert "forward  50%" in slot
     assert "forward  50%" in device
     assert "started again" not in host
