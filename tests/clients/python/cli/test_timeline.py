@@ -111,7 +111,7 @@ def test_follow(admin, capsys):
     fake, address = admin
     assert main(["trace", "--server", address, "--follow", "--duration", "3"]) == 0
     assert fake.seconds == 3
-    first, second, device, host = capsys.readouterr().out.splitlines()
+    first, second, device, host = capsys.readouterr().out.splitlines()[-4:]
     assert first.startswith("slot 0")
     assert "decode 1004, 2 rows" in first
     assert second.startswith("slot 1")
