@@ -88,7 +88,8 @@ async def test_a_slow_watcher_is_told_what_it_lost():
             span = msgspec.structs.replace(SPAN, launch=number, kind="decode" * 20_000)
             server.engine.timeline.deliver(TimelineBatch(spans=(span,), started=1))
             await asyncio.sleep(0)
-        found, lost = [], 0
+        found: list[int] = []
+        lost = 0
         while not found or found[-1] != count - 1:
             message = await call.read()
             found += [each.launch for each in message.spans]
