@@ -224,6 +224,11 @@ def _add_model(
         help="graph: a launch for every decode step; loop: many steps in one; auto: loop on a GPU",
     )
     add(
+        "--depth-switch",
+        action="store_true",
+        help="an operator may change --pipeline-depth while it serves",
+    )
+    add(
         "--speculation",
         type=_speculation,
         default=engine.speculation,

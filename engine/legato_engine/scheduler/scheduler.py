@@ -67,6 +67,7 @@ class Scheduler:
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
+        self._depth = pipeline.depth  # that the pipeline is to have
         self._clock = clock
         self._sink = sink
         self._speculates = block_sizes is not None
@@ -158,6 +159,10 @@ class Scheduler:
             self._finalize(sequence)
             self._sink.done(sequence, FinishReason.CANCELLED)
 
+    def set_depth(self, depth: int) -> None:
+        """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
+        self._depth = depth
+
     def refine(self, refinement: Refinement) -> None:
         """No request can abort it."""
         self._planner.refine(refinement)
@@ -201,6 +206,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._prefill),
             inflight=len(self._pipeline),
+            pipeline_depth=self._pipeline.depth,
             rows_used=self._manager.rows_used,
             pages_used=self._manager.pages_used,
             prefix_pages=self._manager.prefix_pages,
@@ -218,7 +224,7 @@ class Scheduler:
         with constrained rows is sampled after that commit, which its constraints depend on.
         """
         self._expire()
-        launch = self._launch()
+        launch = self._launch() if self._has_its_depth() else None
         if launch is not None and not (launch.plan.constrained and len(self._pipeline) > 1):
             self._sample(launch)
         oldest = self._pipeline.oldest()
@@ -231,6 +237,12 @@ class Scheduler:
         if unsampled is not None:  # its constraints are current now
             self._sample(unsampled)
         return oldest is not None
+
+    def _has_its_depth(self) -> bool:
+        """A step leaves a slot free for the next launch; a shorter pipeline must leave one, too."""
+        if self._pipeline.depth != self._depth and len(self._pipeline) < self._depth:
+            self._pipeline.resize(self._depth)
+        return self._pipeline.depth == self._depth
 
     def drain(self) -> None:
         while not self.idle:
@@ -287,7 +299,8 @@ class Scheduler:
         """Wait for a step of the loop in flight; False if it has ended."""
         assert self._loops is not None, "a loop without loops"
         self.steps_committed += 1
-        others = len(self._pipeline) > 1 or (self._pipeline.depth == 1 and bool(self._prefill))
+        blocks = self._pipeline.depth == 1 and bool(self._prefill)
+        others = blocks or len(self._pipeline) > 1 or self._pipeline.depth != self._depth
         return self._loops.follow(self._records[0], self._outputs, ends=others)
 
     def _start_prefills(self, plan: Plan) -> None:
