@@ -11,7 +11,8 @@ import urllib.request
 
 import grpc
 import pytest
-from legato_client.cli import main
+from legato_client.cli import commands, main, web
+from legato_client.cli.terminal import Terminal
 
 from tests.clients.python.failures import failure
 from tests.e2e.server import ENVIRONMENT
@@ -84,3 +85,25 @@ def test_a_token_does_not_leave_this_host_unencrypted(monkeypatch, capsys):
     monkeypatch.setenv("LEGATO_TOKEN", "legato_a_b")
     assert main(["http", "--server", "a.example:1", "--listen", "127.0.0.1:0"]) == 1
     assert "is not sent to a.example:1 without TLS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "caller", "lend", "sent"),
+    [
+        ("127.0.0.1:1", "legato_c_d", True, ["Bearer legato_c_d"]),
+        ("127.0.0.1:1", "", True, ["Bearer legato_own_x"]),
+        ("127.0.0.1:1", "", False, []),
+        ("a.example:1", "legato_c_d", False, []),
+    ],
+    ids=["the caller's", "lent", "not lent", "not encrypted"],
+)
+def test_whose_token_is_sent(tmp_path, capsys, target, caller, lend, sent):
+    """The caller's own token goes first, and no token leaves this host unencrypted."""
+    file = tmp_path / "token"
+    file.write_text("legato_own_x")
+    words = ["http", "--server", target, "--token-file", str(file)]
+    args = commands.make_parser().parse_args(words)
+    client = web.make_client(args, Terminal(json_output=False), lambda: caller, lend=lend)
+    metadata = client._connection.metadata()
+    assert [value for key, value in metadata if key == "authorization"] == sent
+    assert ("no token is passed on" in capsys.readouterr().out) == target.startswith("a.")

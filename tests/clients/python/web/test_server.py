@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import ssl
+import urllib.request
+
 import grpc
 import pytest
 from legato_client import AsyncClient
@@ -11,6 +16,7 @@ from legato_client.web.listen import Listen
 
 from tests.clients.python.failures import failure
 from tests.clients.python.web.serving import CHAT, HELLO, serving
+from tests.service.access.certificates import Authority, Files
 
 QUERY = {"question": "why?"}
 PROTECTED = {"tls_cert": __file__, "tls_key": __file__, "require_token": True}
@@ -96,6 +102,20 @@ def test_tokens_may_be_required():
         assert not web.fake.requests
         assert web.post("/v1/query", QUERY, {"Authorization": "Bearer t"}).status == 200
         assert web.get("/healthz").status == web.get("/openapi.json").status == 200
+
+
+def test_https(tmp_path):
+    """With a certificate the same routes are served over TLS, and not without it."""
+    authority = Authority()
+    files = Files(tmp_path, authority.server())
+    listen = Listen("127.0.0.1:0", tls_cert=str(files.cert), tls_key=str(files.key))
+    with serving(listen=listen) as web:
+        assert web.url.startswith("https://")
+        trusting = ssl.create_default_context(cadata=authority.pem.decode())
+        with urllib.request.urlopen(f"{web.url}/healthz", context=trusting) as reply:
+            assert json.load(reply) == {"status": "ok"}
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            web.get("/healthz")
 
 
 def test_aliases():
