@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -58,16 +57,20 @@ def test_wrong_options(options, problem, capsys):
     assert problem in said
 
 
-def test_the_extra_is_missing(monkeypatch, capsys):
-    """Without what the extra brings, one sentence says what to install."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name)
-    )
-    assert main(["http"]) == 1
-    said = capsys.readouterr().err
-    assert "`legato http` needs starlette: pip install" in said
-    assert "[web]" in said
+def test_the_extra_is_missing():
+    """Without the extra's packages one sentence says what to install; nothing else needs them."""
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(["msgspec", "starlette", "uvicorn"]))  # None: cannot be imported
+from legato_client.cli import main
+sys.exit(main(["http"]))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("legato: error: `legato http` needs msgspec, starlette, uvicorn")
+    assert "[web]" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_required_tokens_must_matter(server, capsys):
