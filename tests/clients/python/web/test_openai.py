@@ -238,8 +238,17 @@ def test_pictures_that_are_refused(web, messages, field):
     assert not web.fake.requests
 
 
-def test_a_text_that_is_no_unicode(web):
-    """Half of a surrogate pair is the caller's fault, not a bug."""
-    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [], "metadata": ' + b"[" * 100_000,
+        b"\xff",
+        b"",
+    ],
+    ids=["half of a pair", "deep", "no text", "empty"],
+)
+def test_what_is_no_json(web, body):
+    """Bytes that are no document are the caller's fault, not a bug."""
     reply = web.send("POST", CHAT, body, {"content-type": "application/json"})
     assert reply.status == 400
