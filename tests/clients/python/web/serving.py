@@ -22,7 +22,7 @@ from tests.clients.python.fake_server import FakeServer
 
 PATIENCE = 60.0  # seconds
 PICTURE = b"a picture"
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 
 

@@ -142,6 +142,7 @@ async def test_the_asyncio_client(web):
         answer = await client.chat.completions.create(model="fake", messages=HELLO)
         assert answer.choices[0].message.content == "two cats"
         stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        assert isinstance(stream, openai.AsyncStream)
         texts = [chunk.choices[0].delta.content async for chunk in stream]
     assert "".join(text for text in texts if text) == "two cats"
 
@@ -202,7 +203,7 @@ def test_malformed_bodies_are_refused(web, body):
 HI = {"role": "assistant", "content": "hi"}
 
 
-def _shown(url: str = DATA_URL) -> dict:
+def _shown(url: str = DATA_URL) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
