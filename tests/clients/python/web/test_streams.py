@@ -112,8 +112,9 @@ def test_the_callers_deadline(web, headers, most, stream):
     if stream and "Legato-Timeout" not in headers:
         most = PATIENCE
     assert web.post(CHAT, {"messages": HELLO, "stream": stream}, headers).status == 200
-    assert web.fake.time_left <= most
-    assert (web.fake.time_left <= 20) == (most == 20)
+    left = round(web.fake.time_left)  # gRPC sends coarse times
+    assert left <= most
+    assert (left <= 20) == (most == 20)
 
 
 def test_a_deadline_that_passes(web):
