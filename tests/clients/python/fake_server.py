@@ -108,7 +108,8 @@ class FakeServer(
 
     A scripted reply is a message, a list of stream messages, or a `Failure`. `requests` holds
     (method, request, metadata) of every call, `num_completed` counts streams sent to their end,
-    `stream_ended` is set when one ended in any way. In RunTasks the task "broken" fails. `images`
+    `stream_ended` is set when one ended in any way, `time_left` is what the last call had of its
+    deadline, in seconds. In RunTasks the task "broken" fails. `images`
     holds what was uploaded, `sessions` what was said in sessions.
     """
 
@@ -121,6 +122,7 @@ class FakeServer(
         self.requests: list[tuple[str, Message, dict[str, str | bytes]]] = []
         self.stream_ended = threading.Event()
         self.num_completed = 0
+        self.time_left: float | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(4),
             interceptors=list(interceptors),
@@ -155,6 +157,7 @@ class FakeServer(
         return sum(name == method for name, _, _ in self.requests)
 
     def _next(self, method: str, request: Message, context: grpc.ServicerContext) -> Any:
+        self.time_left = context.time_remaining()
         self.requests.append((method, request, dict(context.invocation_metadata())))
         reply = self.script[method].popleft() if self.script[method] else None
         if isinstance(reply, Failure):
