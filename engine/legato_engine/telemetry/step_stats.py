@@ -74,7 +74,7 @@ class StepStats:
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """Prefills and loops count only by their tokens; figures are of one depth of the pipeline."""
+        """Prefills and loops count only by their tokens; all figures are of one depth."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
