@@ -89,7 +89,7 @@ def test_service_configuration():
 
 def test_tests(server):
     """`go test` passes, and leaves nothing out: this server can do all that its tests need."""
-    # tests/e2e/test_security.py runs the one that needs TLS, the next test the one that ends a server.
+    # tests/e2e/test_security.py runs the one that needs TLS, the next test the other one.
     words = ("test", "-json", "-count=1", "-skip", "TestSecuredServer|TestLostServer", "./...")
     output = go(*words, LEGATO_SERVER=server.address)
     events = [json.loads(line) for line in output.splitlines()]
