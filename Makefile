@@ -153,7 +153,7 @@ endif
 simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")
 	@$(PY) -m tests.simulation $(ARGS)
 
-soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --model legato-tiny")
+soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --uncancelled")
 	@$(PY) -m tests.faults.soak $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device

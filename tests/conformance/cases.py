@@ -33,4 +33,15 @@ def fill(template: Json, images: Path, done: list[Step]) -> Json:
         for name in template["at"].split("."):
             found = found[name]
         return found
+    if "$checkpoint" in template:
+        return checkpoint_of(done[template["$checkpoint"]]["messages"])
     return {name: fill(value, images, done) for name, value in template.items()}
+
+
+def checkpoint_of(messages: list[Json]) -> Json:
+    """Return the sum of a stream's checkpoints, as protobuf merges them."""
+    whole: dict[str, Json] = {}
+    for message in messages:
+        for name, value in message.get("checkpoint", {}).items():
+            whole[name] = whole.get(name, []) + value if isinstance(value, list) else value
+    return whole

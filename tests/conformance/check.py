@@ -166,9 +166,31 @@ def check_as_before(case: Case, number: int, seen: list[Step]) -> None:
     assert after["answer"] == before["answer"]
 
 
+def check_goes_on(case: Case, number: int, seen: list[Step]) -> None:
+    """Check that a stream tells what the step before has not: together they are its result."""
+    told = [
+        json_format.ParseDict(message, inference_pb2.GenerateResponse())
+        for step in seen[number - 1 : number + 1]
+        for message in step["messages"]
+    ]
+    result = told[-1].finished.result
+    assert "".join(event.text.text for event in told) == result.query.answer
+    boxes = [event.object.box for event in told if event.HasField("object")]
+    assert boxes == [each.box for each in result.detect.objects]
+    assert result.query.answer or boxes, result
+
+
+def check_as_resumed(case: Case, number: int, seen: list[Step]) -> None:
+    """Check that the answer equals that of the stream before."""
+    (whole,), resumed = seen[number]["messages"], seen[number - 1]["messages"][-1]
+    assert whole["answer"] == resumed["finished"]["result"]["query"]["answer"]
+
+
 RULES: dict[str, Rule] = {
     "places": check_places,
     "generate": check_generate,
     "session": check_session,
     "as_before": check_as_before,
+    "goes_on": check_goes_on,
+    "as_resumed": check_as_resumed,
 }

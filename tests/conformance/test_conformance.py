@@ -128,9 +128,21 @@ def other_stamp(steps: list[Step]) -> None:
     steps[0]["messages"][-1]["info"]["stamp"]["sequence"] = "7"
 
 
+def told_again(steps: list[Step]) -> None:
+    """Tell a text of the stream before once more."""
+    steps[1]["messages"].insert(1, steps[0]["messages"][1])
+
+
+def lost_words(steps: list[Step]) -> None:
+    """Remove the first text after the resumption."""
+    del steps[1]["messages"][1]
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
+        ("checkpoints_of_text", told_again),
+        ("checkpoints_of_text", lost_words),
         ("generate_text", lost_event),
         ("generate_text", lost_end),
         ("generate_text", other_text),

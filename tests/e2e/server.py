@@ -103,8 +103,9 @@ class Server:
     # ------------------------------------------------------------ what it says
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Its log lines of this name so far; lines of other programs' are passed over."""
-        lines = [line for line in self._log.read_bytes().splitlines() if line.startswith(b"{")]
+        """Its whole log lines of this name so far; lines of other programs' are passed over."""
+        whole, _, _ = self._log.read_bytes().rpartition(b"\n")
+        lines = [line for line in whole.splitlines() if line.startswith(b"{")]
         return [event for line in lines if (event := json.loads(line)).get("event") == name]
 
     def _wait_for_address(self) -> str:

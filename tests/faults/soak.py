@@ -1,7 +1,8 @@
 """Mixed traffic against one server for a long time: `python -m tests.faults.soak --minutes 60`.
 
-Every kind of call, a tenth of them cancelled, a tenth malformed. Fails when a call ends otherwise
-than it must, or when memory, descriptors or threads of a process grow with the calls.
+Every kind of call; two kinds of nine are cancelled, two are refused. Fails when a call ends
+otherwise than it must, or when memory, descriptors or threads of a process grow with the calls.
+Calls that are cancelled may cost what gRPC loses with them; `--uncancelled` leaves them out.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from tests.e2e.server import Server, open_files, own_bytes
 
 MAX_SLOPE = 10.0
 """Bytes per call that a process may grow after the warm-up: 1 MB in 100,000 calls."""
+LOST_BATCH = 300.0
+"""Bytes that gRPC loses with a cancelled call: what its core was doing for the call when the
+cancellation came is never freed, some 80 bytes a step and the message (grpc/grpc#43360)."""
 MAX_MORE = 8  # descriptors or threads above the first sample, connections aside
 _SAMPLES = 40
 _WARM_UP = 0.25  # of the samples
@@ -86,7 +90,8 @@ def growth(samples: Sequence[Sample], max_slope: float) -> list[str]:
 class Traffic:
     """Sends random calls of all kinds over one channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, seed: int) -> None:
+    def __init__(self, channel: grpc.aio.Channel, seed: int, kinds: Sequence[str]) -> None:
+        self.kinds = kinds
         self.chance = random.Random(seed)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         self.images: Any = image_pb2_grpc.ImageServiceStub(channel)
@@ -101,9 +106,8 @@ class Traffic:
         return media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
 
     async def run(self, until: float) -> None:
-        names = list(JOBS)
         while time.monotonic() < until:
-            name = self.chance.choice(names)
+            name = self.chance.choice(self.kinds)
             job, expected = JOBS[name]
             try:
                 code = await job(self)
@@ -211,8 +215,20 @@ class Report:
     samples: dict[str, list[Sample]]
 
 
+def allowance(ends: collections.Counter[str]) -> float:
+    """Bytes a call that gRPC may lose in traffic that ended so."""
+    cancelled = sum(number for end, number in ends.items() if end.endswith(Code.CANCELLED.name))
+    return LOST_BATCH * cancelled / max(1, ends.total())
+
+
 async def soak(
-    server: Server, seconds: float, *, callers: int, seed: int = 0, max_slope: float = MAX_SLOPE
+    server: Server,
+    seconds: float,
+    *,
+    callers: int,
+    seed: int = 0,
+    max_slope: float = MAX_SLOPE,
+    kinds: Sequence[str] = tuple(JOBS),
 ) -> Report:
     """Run the traffic of `callers` callers, each with its channel, and watch both processes."""
     pids = {"service": server.process.pid, "engine": server.engine_pid}
@@ -221,7 +237,7 @@ async def soak(
         grpc.aio.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)])
         for _ in range(callers)
     ]
-    traffic = [Traffic(channel, seed + number) for number, channel in enumerate(channels)]
+    traffic = [Traffic(channel, seed + number, kinds) for number, channel in enumerate(channels)]
     until = time.monotonic() + seconds
     running = [asyncio.create_task(each.run(until)) for each in traffic]
     for _ in range(_SAMPLES):
@@ -233,9 +249,10 @@ async def soak(
     for channel in channels:
         await channel.close()
     problems = [problem for each in traffic for problem in each.wrong]
-    for name, taken in samples.items():
-        problems += [f"{name}: {problem}" for problem in growth(taken, max_slope)]
     ends = sum((each.ends for each in traffic), collections.Counter[str]())
+    allowed = {"service": max_slope + allowance(ends), "engine": max_slope}
+    for name, taken in samples.items():
+        problems += [f"{name}: {problem}" for problem in growth(taken, allowed[name])]
     return Report(sum(each.calls for each in traffic), ends, problems, samples)
 
 
@@ -244,12 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", default=60.0, type=float)
     parser.add_argument("--callers", default=8, type=int)
     parser.add_argument("--model", default="null")
+    parser.add_argument("--uncancelled", action="store_true", help="leave out what is cancelled")
     arguments = parser.parse_args(argv)
+    kinds = [kind for kind in JOBS if not (arguments.uncancelled and "cancelled" in kind)]
     with (
         tempfile.TemporaryDirectory() as folder,
         Server(Path(folder), "--model", arguments.model) as server,
     ):
-        report = asyncio.run(soak(server, arguments.minutes * 60, callers=arguments.callers))
+        report = asyncio.run(
+            soak(server, arguments.minutes * 60, callers=arguments.callers, kinds=kinds)
+        )
         server.settle()
         for number, end in sorted((n, end) for end, n in report.ends.items()):
             sys.stdout.write(f"{number:9d} {end}\n")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
 from tests.e2e.server import Server
-from tests.faults.soak import Sample, growth, slope, soak
+from tests.faults.soak import LOST_BATCH, Sample, allowance, growth, slope, soak
 
 LEAK = """
 import sys
@@ -44,6 +45,17 @@ def test_noise_is_no_growth():
 def test_a_slow_leak_is_found():
     (problem,) = growth(series(25.0), 10.0)
     assert problem.startswith("memory grows by 2")
+
+
+def test_only_cancelled_calls_may_lose_memory():
+    """As much as gRPC loses with each; the same growth without cancellations is a leak."""
+    calls = Counter(
+        {"query OK": 700, "detect cancelled OK": 100, "malformed INVALID_ARGUMENT": 100}
+    )
+    assert allowance(calls) == 0
+    assert allowance(calls + Counter({"generate cancelled CANCELLED": 100})) == LOST_BATCH / 10
+    assert growth(series(25.0), 10.0 + LOST_BATCH / 10) == []
+    assert growth(series(60.0), 10.0 + LOST_BATCH / 10)
 
 
 def test_descriptors_that_pile_up_are_found():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import re
+import signal
 import subprocess
 
 import pytest
@@ -88,13 +89,28 @@ def test_service_configuration():
 
 def test_tests(server):
     """`go test` passes, and leaves nothing out: this server can do all that its tests need."""
-    # tests/e2e/test_security.py runs the one that needs TLS.
-    words = ("test", "-json", "-count=1", "-skip", "TestSecuredServer", "./...")
+    # tests/e2e/test_security.py runs the one that needs TLS, the next test the other one.
+    words = ("test", "-json", "-count=1", "-skip", "TestSecuredServer|TestLostServer", "./...")
     output = go(*words, LEGATO_SERVER=server.address)
     events = [json.loads(line) for line in output.splitlines()]
     ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
     assert set(ended.values()) == {"pass"}, ended
     assert {"TestHeldImages", "TestSessions"} <= ended.keys()
+
+
+def test_a_stream_outlives_its_server(server, tmp_path):
+    """The Go client goes on with another server where the killed one was."""
+    with Server(tmp_path, "--model", "null", "--null-step-ms", "500") as lost:
+        variables = {
+            "LEGATO_SERVER": server.address,
+            "LEGATO_LOST_SERVER": lost.address,
+            "LEGATO_LOST_PID": str(lost.process.pid),
+        }
+        words = ("test", "-json", "-count=1", "-run", "^TestLostServer$", "./legato")
+        events = [json.loads(line) for line in go(*words, **variables).splitlines()]
+        ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
+        assert ended == {"TestLostServer": "pass"}
+        assert lost.process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

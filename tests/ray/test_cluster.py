@@ -106,15 +106,16 @@ def test_scaling_by_predicted_queues(mesh: Cluster) -> None:
     mesh.wait_for(2)
 
 
-def test_servers_with_a_model(mesh: Cluster) -> None:
-    """Two servers of legato-tiny find what is in an image, while one is killed and replaced."""
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_servers_with_a_model(mesh: Cluster, loss: signal.Signals) -> None:
+    """Two servers of legato-tiny find what is in an image, while one is lost and replaced."""
     scene = two_shapes().file()
     mesh.deploy(serve_options="--threads 1", num_replicas=2)
     before = mesh.wait_for(2)
     with Client(mesh.envoy.address) as client:
         expected = client.detect(scene, "red circle").objects
         assert expected
-        os.kill(processes()[0], signal.SIGKILL)
+        os.kill(processes()[0], loss)
         while not mesh.published() - before:
             assert client.detect(scene, "red circle").objects == expected
     mesh.wait_for(2)

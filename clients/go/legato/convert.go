@@ -89,14 +89,15 @@ func groundingOf(from *legatov1.Grounding) Grounding {
 
 func infoOf(from *legatov1.ResponseInfo) Info {
 	return Info{
-		RequestID: from.GetRequestId(),
-		Model:     from.GetModel(),
-		Finish:    finishOf(from.GetFinishReason()),
-		Usage:     usageOf(from.GetUsage()),
-		Timings:   timingsOf(from.GetTimings()),
-		Image:     imageInfoOf(from.GetImage()),
-		Stamp:     stampOf(from.GetStamp()),
-		Tokens:    all(from.GetTokens(), tokenOf),
+		RequestID:   from.GetRequestId(),
+		Model:       from.GetModel(),
+		Finish:      finishOf(from.GetFinishReason()),
+		Usage:       usageOf(from.GetUsage()),
+		Timings:     timingsOf(from.GetTimings()),
+		Image:       imageInfoOf(from.GetImage()),
+		Stamp:       stampOf(from.GetStamp()),
+		Tokens:      all(from.GetTokens(), tokenOf),
+		Resumptions: int(from.GetResumptions()),
 	}
 }
 

@@ -118,6 +118,8 @@ type Info struct {
 	Stamp FrameStamp
 	// Tokens are all that were sampled, with [WithTokens].
 	Tokens []Token
+	// Resumptions count how often the server lost its engine while it worked on this, and the client its server.
+	Resumptions int
 }
 
 // FinishReason says why a task ended. Servers may send ones that are not listed here.

@@ -30,7 +30,7 @@ def configure(level: str, *, terminal: bool) -> None:
     if not terminal:
         last = [structlog.processors.format_exc_info, _json]
         report = _dropped_json
-        wrapper = type("JsonLogger", (_JsonLogger,), {"threshold": number})
+        wrapper = type("Logger", (JsonLogger,), {"threshold": number})
     sink = LogSink(standard_error(), report)
     structlog.configure(
         processors=[*shared, *last],
@@ -85,7 +85,7 @@ class LogRecord(msgspec.Struct, omit_defaults=True):
     timestamp: str
 
 
-class _JsonLogger(structlog.BoundLoggerBase):
+class JsonLogger(structlog.BoundLoggerBase):
     """Encodes a record in one step; a chain of structlog processors costs several times as much."""
 
     threshold = logging.INFO
@@ -115,7 +115,9 @@ class _JsonLogger(structlog.BoundLoggerBase):
             each for each in records if each.level == "info" or self.threshold <= logging.DEBUG
         ]
         if shown and self.threshold <= logging.INFO:
-            self._logger.later(*map(_encode, shown))
+            # A list: CPython makes a tuple of an iterator at a guessed size, cuts it, and keeps the
+            # pieces, up to 2,000 of each size.
+            self._logger.later(*[_encode(each) for each in shown])
 
     def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
         line = {**self._context, **fields} if self._context else fields
@@ -129,7 +131,7 @@ class _JsonLogger(structlog.BoundLoggerBase):
 
 def write(logger: Any, records: Sequence[LogRecord]) -> None:
     """Together, records cost a JSON logger a fraction of separate calls."""
-    if isinstance(logger, _JsonLogger):
+    if isinstance(logger, JsonLogger):
         logger.write(records)
         return
     for record in records:

@@ -69,14 +69,17 @@ class Dispatcher:
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._registry)
 
-    def take_over(self, key: RequestKey) -> None:
-        """End a Generate of this id, as `RequestRegistry.take_over`."""
-        self._registry.take_over(key)
-
     def admit(
-        self, key: RequestKey, context: CallContext, default_deadline: float
+        self,
+        key: RequestKey,
+        context: CallContext,
+        default_deadline: float,
+        *,
+        resumes: bool = False,
     ) -> ActiveRequest:
         """Return the request, in flight for the length of its `with` block.
+
+        When it `resumes`, a Generate of its id ends, unless this raises.
 
         Raises:
             Draining: the server is shutting down.
@@ -85,7 +88,7 @@ class Dispatcher:
             DeadlineUnreachable: the estimated wait is longer than the time left.
         """
         rpc = call.current()
-        self._registry.check(key)
+        self._registry.check(key, resumes=resumes)
         given = context.time_remaining()
         left = default_deadline if given is None else given
         wait = self._engines.estimated_wait

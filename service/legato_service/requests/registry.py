@@ -122,8 +122,8 @@ class RequestRegistry:
     def closed(self) -> bool:
         return not self._open
 
-    def check(self, key: RequestKey) -> None:
-        """Check that a request of this key can be admitted.
+    def check(self, key: RequestKey, *, resumes: bool = False) -> None:
+        """Check that a request of this key can be admitted; one that `resumes` may find a Generate.
 
         Raises:
             Draining: the server is shutting down.
@@ -131,7 +131,8 @@ class RequestRegistry:
         """
         if not self._open:
             raise Draining("the server is shutting down")
-        if key in self._active:
+        found = self._active.get(key)
+        if found is not None and not (resumes and found.is_generate):
             raise duplicate(key)
 
     def admit(self, key: RequestKey, deadline: float = math.inf) -> ActiveRequest:
@@ -139,18 +140,17 @@ class RequestRegistry:
         return self.enter(key, deadline)
 
     def enter(self, key: RequestKey, deadline: float) -> ActiveRequest:
-        """Enter a key that was just checked."""
+        """Enter a key that was just checked.
+
+        A Generate that has the key ends: its client reads the one that resumes it.
+        """
         if not self._active:
             self._empty.clear()
+        replaced = self._active.get(key)
         active = self._active[key] = ActiveRequest(deadline, self, key)
+        if replaced is not None:
+            replaced.fail(DuplicateRequest("the stream was resumed", resource=key.caller_id))
         return active
-
-    def take_over(self, key: RequestKey) -> None:
-        """Free the key of a Generate, which ends: its client reads the one that resumes it."""
-        active = self._active.get(key)
-        if active is not None and active.is_generate:
-            del self._active[key]
-            active.fail(DuplicateRequest("the stream was resumed", resource=key.caller_id))
 
     def leave(self, key: RequestKey, active: ActiveRequest) -> None:
         if self._active.get(key) is active:  # else another one has taken the key over

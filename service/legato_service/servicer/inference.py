@@ -17,6 +17,7 @@ from legato_engine.errors import InternalError
 from legato_service.convert import checkpoints, requests, responses
 from legato_service.convert.event_stream import EventStream
 from legato_service.convert.response_info import fill_info
+from legato_service.images.intake import CheckedImage
 from legato_service.requests.dispatcher import CallContext, Dispatcher, completed, follow
 from legato_service.requests.idempotency import IdempotencyCache, ReplyT, fingerprint
 from legato_service.rpc import call
@@ -119,18 +120,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
         resumes = request.HasField("resume_from")
+        # What cannot be resumed must not end the stream whose id it names.
+        checked = await self._checked(request, converted) if resumes else None
         if resumes and given:
             self._idempotency_cache.forget_stream(key)
-            self._dispatcher.take_over(key)
         with (
             self._idempotency_cache.exclusive(key) if given else nullcontext(),
-            self._dispatcher.admit(key, context, self._stream_deadline) as active,
+            self._dispatcher.admit(key, context, self._stream_deadline, resumes=resumes) as active,
         ):
             active.is_generate = True
-            model = self._dispatcher.check(converted, "task.")
-            if resumes:
-                converted = checkpoints.resuming(request.resume_from, converted, model)
-            image = await self._dispatcher.images.check(request.image)
+            converted, image = checked or await self._checked(request, converted)
             stream = self._dispatcher.submit(converted, image, active)
             resumptions = request.resume_from.resumptions + 1 if resumes else 0
             call.current().resumptions = resumptions
@@ -140,6 +139,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 async for output in outputs:
                     for event in events.convert(output):
                         yield event
+
+    async def _checked(
+        self, request: pb.GenerateRequest, converted: core.Request
+    ) -> tuple[core.Request, CheckedImage]:
+        """What goes to the engine, from the checkpoint on if there is one."""
+        model = self._dispatcher.check(converted, "task.")
+        if request.HasField("resume_from"):
+            converted = checkpoints.resuming(request.resume_from, converted, model)
+        return converted, await self._dispatcher.images.check(request.image)
 
     def _unary(
         self,

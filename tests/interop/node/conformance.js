@@ -9,6 +9,15 @@ const contract = require('./contract');
 
 const DETAILS = 'grpc-status-details-bin';
 
+// The sum of a stream's checkpoints, as protobuf merges them.
+function checkpointOf(messages) {
+  const whole = {};
+  for (const [name, value] of messages.flatMap(({ checkpoint }) => Object.entries(checkpoint ?? {}))) {
+    whole[name] = Array.isArray(value) ? [...(whole[name] ?? []), ...value] : value;
+  }
+  return whole;
+}
+
 // A message to send: the template with pictures and earlier answers put in.
 function fill(template, pictures, done) {
   if (Array.isArray(template)) return template.map((each) => fill(each, pictures, done));
@@ -17,6 +26,7 @@ function fill(template, pictures, done) {
   if ('$step' in template) {
     return template.at.split('.').reduce((found, name) => found[name], done[template.$step].messages.at(-1));
   }
+  if ('$checkpoint' in template) return checkpointOf(done[template.$checkpoint].messages);
   const filled = Object.entries(template).map(([name, value]) => [name, fill(value, pictures, done)]);
   return Object.fromEntries(filled);
 }

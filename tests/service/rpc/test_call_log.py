@@ -1,8 +1,11 @@
 """Log records of calls, written in batches."""
 
+import random
+import sys
 import time
 
 import structlog
+from legato_service.logs import configuration
 from legato_service.logs.configuration import timestamp
 from legato_service.rpc.call import Call
 from legato_service.rpc.call_log import CallLog
@@ -61,3 +64,23 @@ async def test_health_checks_are_at_debug_level():
         call_log.record(Call(QUERY), "OK")
         call_log.flush()
     assert [line["log_level"] for line in logs] == ["debug", "info"]
+
+
+class Nowhere:
+    """Takes lines and keeps none."""
+
+    def later(self, *lines):
+        """Forget them."""
+
+
+def test_batches_of_any_size_leave_no_memory():
+    """CPython keeps thousands of tuples of each size that were made longer and then cut."""
+    logger = configuration.JsonLogger(Nowhere(), [], {})
+    record = configuration.LogRecord("rpc_ended", "info", "now")
+    chance = random.Random(1)
+    before = 0
+    for number in range(2000):
+        configuration.write(logger, [record] * chance.randint(1, 9))
+        if number == 100:
+            before = sys.getallocatedblocks()
+    assert sys.getallocatedblocks() - before < 200

@@ -172,6 +172,54 @@ async def test_a_resumed_stream_takes_its_id_over():
         assert other.reason == "DUPLICATE_REQUEST", "a new stream needs another id"
 
 
+def without_an_image(request_id):
+    """Resumes with bytes that are no image."""
+    message = request(request_id=request_id, resume_from=checkpoint())
+    message.image.encoded.data = b"no image"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (request(request_id="robot-1", resume_from=WRONG["values[1]"]), "INVALID_FIELD"),
+        (request(request_id="robot-1", resume_from=WRONG["model"]), "INVALID_FIELD"),
+        (request(request_id="robot-1", resume_from=checkpoint(), model="x"), "MODEL_NOT_FOUND"),
+        (without_an_image("robot-1"), "IMAGE_UNDECODABLE"),
+    ],
+    ids=["values", "origin", "model", "image"],
+)
+async def test_what_cannot_be_resumed_ends_no_stream(message, reason):
+    """The stream of this id runs on to its own end."""
+    async with running(FakeEngine(hold)) as server:
+        reading = asyncio.create_task(
+            replay(server.inference.Generate(request(request_id="robot-1")))
+        )
+        await until(lambda: len(server.engine.requests) == 1)
+        assert (await refusal(replay(server.inference.Generate(message)))).reason == reason
+        assert server.engine.aborted == []
+        (stream,) = server.engine.streams.values()
+        in_two_deltas(server.engine, stream)
+        assert (await reading).events[-1].HasField("finished")
+
+
+async def test_a_resumption_that_is_not_admitted_ends_no_stream():
+    """The estimated wait is longer than its deadline."""
+    async with running(FakeEngine(hold)) as server:
+        reading = asyncio.create_task(
+            replay(server.inference.Generate(request(request_id="robot-1")))
+        )
+        await until(lambda: len(server.engine.requests) == 1)
+        message = request(request_id="robot-1", resume_from=checkpoint())
+        server.engine.estimated_wait = 1000.0
+        late = server.inference.Generate(message, timeout=100.0)
+        assert (await refusal(replay(late))).reason == "DEADLINE_UNREACHABLE"
+        assert server.engine.aborted == []
+        (stream,) = server.engine.streams.values()
+        in_two_deltas(server.engine, stream)
+        assert (await reading).events[-1].HasField("finished")
+
+
 async def test_a_unary_call_keeps_its_id():
     """Only a stream can be resumed."""
     async with running() as server:

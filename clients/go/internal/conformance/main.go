@@ -221,6 +221,9 @@ func fill(template any, pictures string, done []seen) (any, error) {
 		if number, ok := template["$step"].(float64); ok {
 			return answer(done[int(number)], template["at"].(string))
 		}
+		if number, ok := template["$checkpoint"].(float64); ok {
+			return checkpointOf(done[int(number)])
+		}
 		filled := map[string]any{}
 		for name, value := range template {
 			var err error
@@ -247,4 +250,25 @@ func answer(step seen, path string) (any, error) {
 		found = members[name]
 	}
 	return found, nil
+}
+
+// checkpointOf is the sum of a stream's checkpoints, as protobuf merges them.
+func checkpointOf(step seen) (any, error) {
+	whole := map[string]any{}
+	for _, text := range step.Messages {
+		var message struct {
+			Checkpoint map[string]any `json:"checkpoint"`
+		}
+		if err := json.Unmarshal(text, &message); err != nil {
+			return nil, err
+		}
+		for name, value := range message.Checkpoint {
+			before, _ := whole[name].([]any)
+			if more, ok := value.([]any); ok {
+				value = append(before, more...)
+			}
+			whole[name] = value
+		}
+	}
+	return whole, nil
 }
