@@ -58,7 +58,7 @@ class AsyncClient(ConfiguredClient):
         cert, key: This client's certificate and its private key, likewise.
         token: Sent with every call: the text, the path of a file (`pathlib.Path`), which is read
             again when it changes, or a function that returns the current one. Default: the
-            environment's `LEGATO_TOKEN`, if any; "" is none.
+            environment's `LEGATO_TOKEN`, if any; "" is none, also from a function.
         credentials: gRPC's own TLS credentials instead of `tls`, `ca`, `cert` and `key`.
         priority: -100 to 100, sent with every call; higher goes first.
         tenant: The tenant that calls are counted for, sent with every call.

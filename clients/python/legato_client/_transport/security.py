@@ -43,10 +43,9 @@ class Security:
         return (("grpc.enable_http_proxy", 0),) if exposed else ()
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """The current token as metadata. Raises as `TokenSource.read`."""
-        if self.token is None:
-            return None
-        return (("authorization", f"Bearer {self.token.read()}"),)
+        """The current token, if any, as metadata. Raises as `TokenSource.read`."""
+        token = "" if self.token is None else self.token.read()
+        return (("authorization", f"Bearer {token}"),) if token else None
 
     def describe(self) -> str:
         """For people: without a secret."""

@@ -51,7 +51,8 @@ class CallMetadata(Generic[MetadataT]):
     def current(self, affinity: str = "") -> MetadataT:
         """Raises as `TokenSource.read`."""
         if self._tokens is not None and (token := self._tokens.read()) != self._token:
-            self._own = (*self._fixed, ("authorization", f"Bearer {token}"))
+            bearer = (("authorization", f"Bearer {token}"),) if token else ()
+            self._own = (*self._fixed, *bearer)
             self._made = self._make(self._own)
             self._token = token
         if affinity:

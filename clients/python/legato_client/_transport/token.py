@@ -11,7 +11,7 @@ from pathlib import Path
 from legato_client._errors import InvalidArgument, Unauthenticated, UnencryptedToken
 
 BearerToken = str | os.PathLike[str] | Callable[[], str]
-"""A token, the path of a file with one, or a function that returns the current one."""
+"""A token, the path of a file with one, or a function that returns the current one ("": none)."""
 
 VARIABLE = "LEGATO_TOKEN"
 """The environment variable with the token of clients that are given none."""
@@ -48,14 +48,15 @@ class TokenSource:
         return f"{type(self).__name__}(...)"
 
     def read(self) -> str:
-        """Return the current token.
+        """Return the current token; "" where a function says that there is none.
 
         Raises:
             Unauthenticated: the file cannot be read.
             InvalidArgument: the text cannot be a token.
         """
         if self._function is not None:
-            return _checked(self._function())
+            current = self._function()
+            return _checked(current) if current else ""
         if self._file:
             self._read_changed(self._file)
         return self._token

@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
         raise CommandError(f"{message} (see {self.prog} --help)", ExitCode.USAGE)
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
+def add_server_options(
+    parser: argparse.ArgumentParser, *, timeout: float = DEFAULT_TIMEOUT
+) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--server",
@@ -42,9 +44,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeout",
         type=positive,
-        default=DEFAULT_TIMEOUT,
+        default=timeout,
         metavar="SECONDS",
-        help="deadline of the call, default %(default)g",
+        help="deadline of a call, default %(default)g",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, errors too")
 

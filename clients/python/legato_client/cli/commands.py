@@ -13,6 +13,7 @@ from legato_client.cli import (
     completion,
     demo,
     forward,
+    http,
     info,
     load,
     metrics,
@@ -24,7 +25,7 @@ from legato_client.cli import (
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, chat, info, metrics, status, load, token, completion)
+_OWN = (demo, tasks, chat, info, metrics, status, load, token, http, completion)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

@@ -1,0 +1,34 @@
+"""`legato http`: a Legato server for clients that speak HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from legato_client.cli import web
+from legato_client.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "http",
+        help="offer a server to clients of OpenAI's and Moondream's HTTP interfaces",
+        description="Answer OpenAI's chat completions and Moondream's own endpoint with a Legato "
+        "server, until SIGINT or SIGTERM.",
+    )
+    web.add_options(parser, "http")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    web.run(args, terminal, _routes)
+
+
+def _routes() -> Sequence[BaseRoute]:
+    from legato_client.web import routes
+
+    return routes.routes()

@@ -1,0 +1,152 @@
+"""What the commands that answer HTTP share: their options, and the process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from legato_client import AsyncClient, Client, LegatoError, Unauthenticated
+from legato_client._transport import token as tokens
+from legato_client.cli import arguments, install
+from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.terminal import Terminal
+from legato_client.web.listen import DEFAULT, Listen
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+_NEEDS = ("msgspec", "starlette", "uvicorn")
+_LONGEST = 600.0  # seconds; what OpenAI's clients wait by default
+_CHECK_TIMEOUT = 10.0  # seconds
+
+
+def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = DEFAULT) -> None:
+    """Those of the process and of its connection to the Legato server."""
+    parser.set_defaults(command=command)
+    group = parser.add_argument_group("HTTP")
+    group.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=listen,
+        help="where to listen, default %(default)s; port 0 takes a free port",
+    )
+    group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
+    group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--require-token",
+        action="store_true",
+        help="refuse requests without a token of their own, which the Legato server checks",
+    )
+    group.add_argument(
+        "--allow-remote",
+        action="store_true",
+        help="listen beyond loopback without TLS or without --require-token",
+    )
+    arguments.add_server_options(parser, timeout=_LONGEST)
+
+
+def run(
+    args: argparse.Namespace,
+    terminal: Terminal,
+    make_routes: Callable[[], Sequence[BaseRoute]],
+) -> None:
+    """Serve these routes until SIGINT or SIGTERM; `make_routes` may import what `web` brings.
+
+    Raises:
+        CommandError: the extra is not installed, or an option is wrong.
+    """
+    require_web(args.command)
+    from legato_client.web import caller, server
+
+    listen = _listen(args)
+    if listen.require_token:
+        _check_that_tokens_matter(args)
+    client = _client(args, terminal, caller.token, lend=not listen.require_token)
+    app = server.make_app(make_routes(), server.Backend(client, args.timeout), listen)
+
+    def ready(url: str) -> None:
+        terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
+        terminal.document({"url": url, "server": args.server})
+
+    try:
+        server.serve(app, listen, ready)
+    except OSError as error:
+        problem = f"cannot listen on {listen.address}: {error.strerror or error}"
+        raise CommandError(problem) from None
+
+
+def require_web(command: str) -> None:
+    """Raise CommandError unless the extra is installed."""
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(f"`legato {command}` needs {', '.join(missing)}: {install.hint('web')}")
+
+
+def _listen(args: argparse.Namespace) -> Listen:
+    listen = Listen(
+        address=args.listen,
+        allow_remote=args.allow_remote,
+        require_token=args.require_token,
+        tls_cert=args.tls_cert or "",
+        tls_key=args.tls_key or "",
+    )
+    with arguments.readable_options():
+        listen.check()
+    return listen
+
+
+def _client(
+    args: argparse.Namespace, terminal: Terminal, token_of_caller: Callable[[], str], *, lend: bool
+) -> AsyncClient:
+    """`lend`: a caller without a token calls with that of this process, if it has one."""
+    with arguments.readable_options():
+        own = tokens.source_of(args.token_file) if lend else None
+        encrypted = bool(args.tls or args.ca or args.cert)
+        if not (encrypted or tokens.is_local(args.server)):
+            if own is not None:
+                tokens.check_target(args.server)
+            terminal.line(f"no token is passed on: {args.server} is reached without TLS")
+            return _connect(args, "")
+        return _connect(args, lambda: token_of_caller() or (own.read() if own else ""))
+
+
+def _connect(args: argparse.Namespace, token: tokens.BearerToken) -> AsyncClient:
+    return AsyncClient(
+        args.server,
+        timeout=args.timeout,
+        stream_timeout=args.timeout,
+        tls=args.tls or None,
+        ca=args.ca,
+        cert=args.cert,
+        key=args.key,
+        token=token,
+    )
+
+
+def _check_that_tokens_matter(args: argparse.Namespace) -> None:
+    """A server without credentials takes any token, so requiring one would protect nothing."""
+    with (
+        arguments.readable_options(),
+        Client(
+            args.server,
+            timeout=_CHECK_TIMEOUT,
+            tls=args.tls or None,
+            ca=args.ca,
+            cert=args.cert,
+            key=args.key,
+            token="",
+        ) as client,
+    ):
+        try:
+            client.server_info()
+        except Unauthenticated:
+            return
+        except LegatoError as error:
+            raise CommandError(
+                f"cannot tell whether {args.server} checks tokens: {error}", ExitCode.UNAVAILABLE
+            ) from None
+    raise CommandError(
+        f"--require-token: {args.server} takes calls without a token", ExitCode.USAGE
+    )

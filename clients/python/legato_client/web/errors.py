@@ -1,0 +1,151 @@
+"""Failures as HTTP answers, in OpenAI's form; one table maps the statuses of gRPC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from legato_client._errors import (
+    InternalError,
+    InvalidArgument,
+    LegatoError,
+    NotFound,
+    PermissionDenied,
+    Preempted,
+    ResourceExhausted,
+    Unauthenticated,
+)
+
+CLIENT_CLOSED_REQUEST = 499
+"""As nginx calls it: nobody reads this answer."""
+
+STATUSES: Mapping[str, int] = {
+    "CANCELLED": CLIENT_CLOSED_REQUEST,
+    "UNKNOWN": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "ALREADY_EXISTS": HTTPStatus.CONFLICT,
+    "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
+    "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
+    "FAILED_PRECONDITION": HTTPStatus.BAD_REQUEST,
+    "ABORTED": HTTPStatus.CONFLICT,
+    "OUT_OF_RANGE": HTTPStatus.BAD_REQUEST,
+    "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
+    "INTERNAL": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "DATA_LOSS": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+}
+"""By gRPC's status, as google.rpc.Code maps them."""
+
+REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
+"""Where the reason says more than the status."""
+
+_KINDS: tuple[tuple[type[LegatoError], str], ...] = (
+    (Unauthenticated, "authentication_error"),
+    (PermissionDenied, "permission_error"),
+    (NotFound, "not_found_error"),
+    (ResourceExhausted, "rate_limit_error"),
+    (InvalidArgument, "invalid_request_error"),
+)
+
+
+class Refused(Exception):
+    """A request that is not passed on. `field` names the member of the body that is wrong."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        status: int = HTTPStatus.BAD_REQUEST,
+        code: str = "invalid_field",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+
+def status_of(error: LegatoError) -> int:
+    return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def document_of(error: LegatoError | Refused) -> dict[str, Any]:
+    """The body of the answer, also sent inside a stream that has begun."""
+    if isinstance(error, Refused):
+        return _document(error.message, _kind_of_status(error.status), error.field, error.code)
+    fields = error.field_violations
+    kind = next((name for cls, name in _KINDS if isinstance(error, cls)), "")
+    return _document(
+        error.message,
+        kind or _kind_of_status(status_of(error)),
+        fields[0].field if fields else None,
+        (error.reason or error.code).lower(),
+    )
+
+
+def response_of(error: LegatoError | Refused) -> JSONResponse:
+    status = error.status if isinstance(error, Refused) else status_of(error)
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after))
+    if isinstance(error, LegatoError):
+        if error.request_id:
+            headers["x-request-id"] = error.request_id
+        if not _may_be_repeated(error):
+            headers["x-should-retry"] = "false"
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(document_of(error), status, headers)
+
+
+async def on_legato_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, LegatoError | Refused)
+    response = response_of(error)
+    if "x-request-id" not in response.headers and (named := request.headers.get("x-request-id")):
+        response.headers["x-request-id"] = named
+    return response
+
+
+async def on_http_exception(_request: Request, error: Exception) -> JSONResponse:
+    """What the router itself refuses: an unknown path, another method."""
+    assert isinstance(error, HTTPException)
+    kind = _kind_of_status(error.status_code)
+    document = _document(error.detail, kind, None, HTTPStatus(error.status_code).name.lower())
+    return JSONResponse(document, error.status_code, error.headers)
+
+
+async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
+    """The details are in the log of this process."""
+    document = _document("a bug of this HTTP server", "server_error", None, "internal")
+    return JSONResponse(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
+
+
+def _may_be_repeated(error: LegatoError) -> bool:
+    """OpenAI's clients repeat 408, 409, 429 and all of 5xx by themselves unless they are told.
+
+    A request that ends engines must not be sent again, and one that an operator stopped, too.
+    """
+    never = isinstance(error, InternalError | Preempted)
+    return not never and error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
+
+
+def _document(message: str, kind: str, field: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def _kind_of_status(status: int) -> str:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return "authentication_error" if status == HTTPStatus.UNAUTHORIZED else "invalid_request_error"

@@ -1,0 +1,90 @@
+"""Where a web process listens, and who may reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import socket
+from pathlib import Path
+
+DEFAULT = "127.0.0.1:8080"
+BACKLOG = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listen:
+    """An address, HOST:PORT with an IPv6 host in brackets, and its protection.
+
+    `require_token`: a request without a token of its own is refused.
+    """
+
+    address: str = DEFAULT
+    allow_remote: bool = False
+    require_token: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    @property
+    def host(self) -> str:
+        """Without brackets."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """0: any that is free."""
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine can reach the address."""
+        if self.host.lower() == "localhost":
+            return True
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
+
+    def check(self) -> None:
+        """Check the address and what protects it.
+
+        Raises:
+            ValueError: it has no valid form, or lacks protection.
+            OSError: a file of TLS cannot be read.
+        """
+        host, _, port = self.address.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+            raise ValueError(f"--listen takes HOST:PORT, not {self.address!r}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert and --tls-key need each other")
+        for file in filter(None, (self.tls_cert, self.tls_key)):
+            Path(file).read_bytes()
+        protected = self.tls_cert and self.require_token
+        if not (self.is_local or protected or self.allow_remote):
+            raise ValueError(
+                f"others can reach {self.address}: protect it with --tls-cert, --tls-key and "
+                "--require-token, or allow it with --allow-remote"
+            )
+
+    def bind(self) -> socket.socket:
+        """A listening socket.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        family, kind, protocol, _, name = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(name)
+            bound.listen(BACKLOG)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+
+    def url(self, bound: socket.socket) -> str:
+        """With the real port."""
+        scheme = "https" if self.tls_cert else "http"
+        return f"{scheme}://{self.address.rpartition(':')[0]}:{bound.getsockname()[1]}"
