@@ -17,13 +17,22 @@ from legato_client.web.listen import DEFAULT, Listen
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
-_NEEDS = ("msgspec", "starlette", "uvicorn")
+_NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
 _LONGEST = 600.0  # seconds; what OpenAI's clients wait by default
 _CHECK_TIMEOUT = 10.0  # seconds
 
 
-def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = DEFAULT) -> None:
-    """Those of the process and of its connection to the Legato server."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    command: str,
+    *,
+    listen: str = DEFAULT,
+    offer_require_token: bool = True,
+) -> None:
+    """Those of the process and of its connection to the Legato server.
+
+    `offer_require_token` is False for a page, which sends no token.
+    """
     parser.set_defaults(command=command)
     group = parser.add_argument_group("HTTP")
     group.add_argument(
@@ -34,11 +43,13 @@ def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = 
     )
     group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
     group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
-    group.add_argument(
-        "--require-token",
-        action="store_true",
-        help="refuse requests without a token of their own, which the Legato server checks",
-    )
+    parser.set_defaults(require_token=False)
+    if offer_require_token:
+        group.add_argument(
+            "--require-token",
+            action="store_true",
+            help="refuse requests without a token of their own, which the Legato server checks",
+        )
     group.add_argument(
         "--allow-remote",
         action="store_true",

@@ -42,7 +42,7 @@ _CLOSED_NORMALLY = 1000
 async def session(websocket: WebSocket) -> None:
     """Serve one session, from the page's `open` until either side ends it."""
     await websocket.accept()
-    client: AsyncClient = websocket.app.state.client
+    client = websocket.state.backend.client
     try:
         opening = bodies.json_object(await websocket.receive_text())
         async with _open(client, opening) as running:

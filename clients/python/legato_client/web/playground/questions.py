@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -14,35 +14,32 @@ from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client._images.sources import CachedImage
 from legato_client._values.tasks import Options, Task
+from legato_client.web.errors import status_of
 from legato_client.web.playground import answers, bodies, tasks
 from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.server import backend_of
 
 PICTURE_TTL = 600.0
 """Seconds that the server is asked to hold a picture; the page sends it again when it is gone."""
 
-_HTTP_STATUS = {
-    "INVALID_ARGUMENT": 400,
-    "UNAUTHENTICATED": 401,
-    "PERMISSION_DENIED": 403,
-    "NOT_FOUND": 404,
-    "ALREADY_EXISTS": 409,
-    "RESOURCE_EXHAUSTED": 429,
-    "UNIMPLEMENTED": 501,
-    "UNAVAILABLE": 503,
-    "DEADLINE_EXCEEDED": 504,
-}
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-async def failed(request: Request, error: Exception) -> Response:
-    """Any failure of the server or of the request, as the page shows it."""
-    assert isinstance(error, LegatoError), "registered for this type only"
-    return JSONResponse(answers.failure(error), _HTTP_STATUS.get(error.code, 500))
+def told(handler: Handler) -> Handler:
+    """A handler whose failures the page is told as it is told those of a stream."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except LegatoError as error:
+            return JSONResponse(answers.failure(error), status_of(error))
+
+    return handle
 
 
-async def describe(request: Request) -> Response:
+async def describe(request: Request, connection: Connection) -> Response:
     """What the server is, serves and allows, and where it is."""
-    client: AsyncClient = request.app.state.client
-    connection: Connection = request.app.state.connection
+    client = backend_of(request).client
     info, models = await client.server_info(), await client.models()
     return JSONResponse(
         {
@@ -56,7 +53,7 @@ async def describe(request: Request) -> Response:
 
 async def upload(request: Request) -> Response:
     """Hand a picture to the server, which decodes it; the answer names it in later requests."""
-    client: AsyncClient = request.app.state.client
+    client = backend_of(request).client
     data = await bodies.read(request, bodies.MAX_PICTURE_BYTES)
     held = await client.put_image(data, ttl=PICTURE_TTL)
     return JSONResponse({"image_id": held.image_id, "width": held.width, "height": held.height})
@@ -64,17 +61,17 @@ async def upload(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     """Stream the events of one task as JSON lines; leaving cancels the work on the server."""
-    client: AsyncClient = request.app.state.client
+    client = backend_of(request).client
     image_id, task, options = _question(await bodies.read_object(request), "image_id")
     image = None if image_id is None else CachedImage(image_id)
     lines = _lines(client, image, task, options)
     return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
-async def snippets(request: Request) -> Response:
+async def snippets(request: Request, connection: Connection) -> Response:
     """The programs that make a request."""
     picture, task, options = _question(await bodies.read_object(request), "picture")
-    made = code(request.app.state.connection, picture, task, options)
+    made = code(connection, picture, task, options)
     return JSONResponse(dataclasses.asdict(made))
 
 

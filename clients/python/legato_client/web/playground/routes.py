@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from importlib import resources
+import functools
 from pathlib import Path
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
+from legato_client.web import routes as http
 from legato_client.web.playground import live, questions
+from legato_client.web.playground.guard import Guard
+from legato_client.web.playground.snippets import Connection
 
-STATIC = Path(str(resources.files("legato_client.web") / "static"))
+STATIC = Path(__file__).parents[1] / "static"
 
 
-def routes() -> list[BaseRoute]:
-    """The page, its files, and what it asks for.
+def routes(connection: Connection) -> list[BaseRoute]:
+    """The page, its files, what it asks for, and all of `legato http`, for this page only.
 
-    The application's state holds the `client` and the `connection` that snippets name.
+    `connection` is how the programs that the page shows reach the server.
     """
-    return [
+    describe = functools.partial(questions.describe, connection=connection)
+    snippets = functools.partial(questions.snippets, connection=connection)
+    own = [
         Route("/", _page),
-        Route("/playground/server", questions.describe),
-        Route("/playground/pictures", questions.upload, methods=["POST"]),
-        Route("/playground/generate", questions.generate, methods=["POST"]),
-        Route("/playground/code", questions.snippets, methods=["POST"]),
-        WebSocketRoute("/playground/session", live.session),
         Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/playground/server", questions.told(describe)),
+        Route("/playground/pictures", questions.told(questions.upload), methods=["POST"]),
+        Route("/playground/generate", questions.told(questions.generate), methods=["POST"]),
+        Route("/playground/code", questions.told(snippets), methods=["POST"]),
+        WebSocketRoute("/playground/session", live.session),
     ]
+    return [Mount("", routes=[*own, *http.routes()], middleware=[Middleware(Guard)])]
 
 
 async def _page(request: Request) -> Response:

@@ -92,7 +92,9 @@ def _task(task: Task) -> str:
 
 
 def _messages(messages: tuple[Message, ...]) -> str:
-    lines = "".join(f"\t\tlegato.{_ROLES[each.role]}({_string(_text(each))}),\n" for each in messages)
+    lines = "".join(
+        f"\t\tlegato.{_ROLES[each.role]}({_string(_text(each))}),\n" for each in messages
+    )
     return f"[]legato.Message{{\n{lines}\t}}"
 
 
@@ -116,8 +118,8 @@ def _task_options(task: Task) -> Iterator[str]:
 def _place(place: SpatialRef) -> str:
     if isinstance(place, Point):
         return f"legato.Point{{X: {place.x:g}, Y: {place.y:g}}}"
-    edges = f"XMin: {place.x_min:g}, YMin: {place.y_min:g}, XMax: {place.x_max:g}, YMax: {place.y_max:g}"
-    return f"legato.Box{{{edges}}}"
+    low = f"XMin: {place.x_min:g}, YMin: {place.y_min:g}"
+    return f"legato.Box{{{low}, XMax: {place.x_max:g}, YMax: {place.y_max:g}}}"
 
 
 def _sampling(sampling: Sampling) -> Iterator[str]:

@@ -1,0 +1,46 @@
+"""`legato playground`: a page to try a Legato server with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from legato_client.cli import web
+from legato_client.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+_LISTEN = "127.0.0.1:8090"
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "playground",
+        help="try a server in a browser",
+        description="Serve one page that asks a Legato server about pictures, clips and a webcam, "
+        "until SIGINT or SIGTERM. Whoever can reach the page asks with the credential of this "
+        "process, which the page never sees.",
+    )
+    web.add_options(parser, "playground", listen=_LISTEN, offer_require_token=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    web.run(args, terminal, lambda: _routes(args))
+
+
+def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
+    from legato_client._transport import token
+    from legato_client.web.playground.routes import routes
+    from legato_client.web.playground.snippets import Connection
+
+    connection = Connection(
+        target=args.server,
+        encrypted=bool(args.tls or args.ca or args.cert),
+        authorities=bool(args.ca),
+        certificate=bool(args.cert),
+        token=token.source_of(args.token_file) is not None,
+    )
+    return routes(connection)
