@@ -10,6 +10,7 @@ from legato_client.cli import web
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    from starlette.middleware import Middleware
     from starlette.routing import BaseRoute
 
 _LISTEN = "127.0.0.1:8090"
@@ -28,7 +29,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    web.run(args, terminal, lambda: _routes(args))
+    web.run(args, terminal, lambda: _routes(args), make_middleware=_middleware)
 
 
 def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
@@ -44,3 +45,11 @@ def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
         token=token.source_of(args.token_file) is not None,
     )
     return routes(connection)
+
+
+def _middleware() -> Sequence[Middleware]:
+    from starlette.middleware import Middleware
+
+    from legato_client.web.playground.guard import Guard
+
+    return [Middleware(Guard)]

@@ -15,6 +15,7 @@ from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import DEFAULT, Listen
 
 if TYPE_CHECKING:
+    from starlette.middleware import Middleware
     from starlette.routing import BaseRoute
 
 _NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
@@ -62,8 +63,12 @@ def run(
     args: argparse.Namespace,
     terminal: Terminal,
     make_routes: Callable[[], Sequence[BaseRoute]],
+    *,
+    make_middleware: Callable[[], Sequence[Middleware]] = tuple,
 ) -> None:
-    """Serve these routes until SIGINT or SIGTERM; `make_routes` may import what `web` brings.
+    """Serve these routes until SIGINT or SIGTERM; the functions may import what `web` brings.
+
+    The middleware is around everything else.
 
     Raises:
         CommandError: the extra is not installed, or an option is wrong.
@@ -75,7 +80,8 @@ def run(
     if listen.require_token:
         _check_that_tokens_matter(args)
     client = _client(args, terminal, caller.token, lend=not listen.require_token)
-    app = server.make_app(make_routes(), server.Backend(client, args.timeout), listen)
+    backend = server.Backend(client, args.timeout)
+    app = server.make_app(make_routes(), backend, listen, make_middleware())
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")

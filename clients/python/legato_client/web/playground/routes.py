@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
@@ -13,14 +12,13 @@ from starlette.staticfiles import StaticFiles
 
 from legato_client.web import routes as http
 from legato_client.web.playground import live, questions
-from legato_client.web.playground.guard import Guard
 from legato_client.web.playground.snippets import Connection
 
 STATIC = Path(__file__).parents[1] / "static"
 
 
 def routes(connection: Connection) -> list[BaseRoute]:
-    """The page, its files, what it asks for, and all of `legato http`, for this page only.
+    """The page, its files, what it asks for, and all of `legato http`; to be served with `Guard`.
 
     `connection` is how the programs that the page shows reach the server.
     """
@@ -35,7 +33,7 @@ def routes(connection: Connection) -> list[BaseRoute]:
         Route("/playground/code", questions.told(snippets), methods=["POST"]),
         WebSocketRoute("/playground/session", live.session),
     ]
-    return [Mount("", routes=[*own, *http.routes()], middleware=[Middleware(Guard)])]
+    return [*own, *http.routes()]
 
 
 async def _page(request: Request) -> Response:

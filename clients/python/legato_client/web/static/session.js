@@ -1,7 +1,6 @@
 // The tab "Session": frames of a clip through one session, up to 30 a second. The newest frame wins
 // here too: a frame is sent only when the one before has left, and the server drops what is late.
 
-import { told } from "./api.js";
 import { byId, el, failureView } from "./dom.js";
 import { openSource } from "./frames.js";
 import { AgeChart, Figures } from "./session-view.js";
@@ -32,7 +31,7 @@ class SessionTab {
     this.file = el("input", { type: "file", accept: "video/*", ariaLabel: "Video file", hidden: true });
     this.nouns = el("input", { value: NOUNS.join(", "), autocomplete: "off" });
     this.policy = el("select", {}, option("latest_wins", "newest frame wins"), option("preempt", "newest frame stops older work"), option("every_frame", "every frame"));
-    this.age = el("input", { value: "0.5", inputMode: "decimal", autocomplete: "off" });
+    this.age = el("input", { value: "2", inputMode: "decimal", autocomplete: "off" });
     this.rate = el("input", { type: "range", min: 1, max: 30, value: 30, ariaLabel: "Frames a second" });
     this.rateText = el("output", {}, "30");
     this.start = el("button", { type: "submit", className: "primary" }, "Start");
@@ -121,7 +120,7 @@ class SessionTab {
   complain(failure) {
     this.stop();
     this.toggle(false);
-    this.state.replaceChildren(failureView(told({ message: failure.message, ...failure }).code ? failure : told(failure)));
+    this.state.replaceChildren(failureView(failure));
   }
 
   toggle(running) {
@@ -138,7 +137,7 @@ class SessionTab {
     requestAnimationFrame((later) => this.tick(later));
     if (now < running.next) return;
     const period = 1000 / Number(this.rate.value);
-    running.next = Math.max(running.next + period, now - period) || now + period;
+    running.next = Math.max(running.next + period, now - period);
     const { canvas } = this;
     running.source.draw(canvas.getContext("2d"), canvas.width, canvas.height);
     if (running.live.isOpen) this.sendFrame(running);
@@ -180,6 +179,7 @@ class SessionTab {
       this.state.replaceChildren(failureView(outcome));
       return;
     }
+    if (this.state.querySelector(".failure")) this.state.textContent = "answering again";
     for (const object of outcome.objects ?? []) layer?.box(object.box, labelOf(object));
     if (!last) return;
     this.figures.age(age);
