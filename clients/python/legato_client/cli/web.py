@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,14 @@ def add_options(
         action="store_true",
         help="listen beyond loopback without TLS or without --require-token",
     )
+    group.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="a further name of a model, for clients that insist on one; NAME= is the default "
+        "model; may be repeated",
+    )
     arguments.add_server_options(parser, timeout=_LONGEST)
 
 
@@ -80,18 +89,20 @@ def run(
     if listen.require_token:
         _check_that_tokens_matter(args)
     client = _client(args, terminal, caller.token, lend=not listen.require_token)
-    backend = server.Backend(client, args.timeout)
+    backend = server.Backend(client, args.timeout, _aliases(args.alias))
     app = server.make_app(make_routes(), backend, listen, make_middleware())
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")
         terminal.document({"url": url, "server": args.server})
+        sys.stdout.flush()
 
     try:
-        server.serve(app, listen, ready)
+        http_server = server.HttpServer(app, listen, ready)
     except OSError as error:
         problem = f"cannot listen on {listen.address}: {error.strerror or error}"
         raise CommandError(problem) from None
+    http_server.serve_forever()
 
 
 def require_web(command: str) -> None:
@@ -112,6 +123,14 @@ def _listen(args: argparse.Namespace) -> Listen:
     with arguments.readable_options():
         listen.check()
     return listen
+
+
+def _aliases(given: Sequence[str]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in given]
+    for name, separator, model in pairs:
+        if not (name and separator):
+            raise CommandError(f"--alias takes NAME=MODEL, not {name + model!r}", ExitCode.USAGE)
+    return {name: model for name, _, model in pairs}
 
 
 def _client(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from legato_client._errors import DeadlineExceeded, LegatoError, Unavailable
@@ -22,7 +22,7 @@ async def healthz(_request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-async def readyz(request: Request) -> JSONResponse:
+async def readyz(request: Request) -> Response:
     """The Legato server answers; that it refuses this caller is an answer, too."""
     try:
         await backend_of(request).client.server_info(timeout=_READY_TIMEOUT)

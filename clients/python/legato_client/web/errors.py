@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from legato_client._errors import (
     InternalError,
@@ -57,6 +57,25 @@ _KINDS: tuple[tuple[type[LegatoError], str], ...] = (
 )
 
 
+class ReaderLeft(Exception):
+    """The HTTP client closed its connection, and the work for it was cancelled."""
+
+
+class ErrorDetails(msgspec.Struct):
+    """`param`: the member of the body that is wrong. `code`: the reason, else gRPC's status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorDocument(msgspec.Struct):
+    """What every request that fails is answered with."""
+
+    error: ErrorDetails
+
+
 class Refused(Exception):
     """A request that is not passed on. `field` names the member of the body that is wrong."""
 
@@ -81,7 +100,7 @@ def status_of(error: LegatoError) -> int:
     return REASONS.get(error.reason) or STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def document_of(error: LegatoError | Refused) -> dict[str, Any]:
+def document_of(error: LegatoError | Refused) -> ErrorDocument:
     """The body of the answer, also sent inside a stream that has begun."""
     if isinstance(error, Refused):
         return _document(error.message, _kind_of_status(error.status), error.field, error.code)
@@ -95,7 +114,7 @@ def document_of(error: LegatoError | Refused) -> dict[str, Any]:
     )
 
 
-def response_of(error: LegatoError | Refused) -> JSONResponse:
+def response_of(error: LegatoError | Refused) -> Response:
     status = error.status if isinstance(error, Refused) else status_of(error)
     headers: dict[str, str] = {}
     if error.retry_after is not None:
@@ -107,10 +126,10 @@ def response_of(error: LegatoError | Refused) -> JSONResponse:
             headers["x-should-retry"] = "false"
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(document_of(error), status, headers)
+    return _response(document_of(error), status, headers)
 
 
-async def on_legato_error(request: Request, error: Exception) -> JSONResponse:
+async def on_legato_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, LegatoError | Refused)
     response = response_of(error)
     if "x-request-id" not in response.headers and (named := request.headers.get("x-request-id")):
@@ -118,18 +137,23 @@ async def on_legato_error(request: Request, error: Exception) -> JSONResponse:
     return response
 
 
-async def on_http_exception(_request: Request, error: Exception) -> JSONResponse:
+async def on_http_exception(_request: Request, error: Exception) -> Response:
     """What the router itself refuses: an unknown path, another method."""
     assert isinstance(error, HTTPException)
     kind = _kind_of_status(error.status_code)
     document = _document(error.detail, kind, None, HTTPStatus(error.status_code).name.lower())
-    return JSONResponse(document, error.status_code, error.headers)
+    return _response(document, error.status_code, error.headers)
 
 
-async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
+async def on_reader_left(_request: Request, _error: Exception) -> Response:
+    """For the log of a proxy: nobody reads it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def on_bug(_request: Request, _error: Exception) -> Response:
     """The details are in the log of this process."""
     document = _document("a bug of this HTTP server", "server_error", None, "internal")
-    return JSONResponse(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
+    return _response(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
 
 
 def _may_be_repeated(error: LegatoError) -> bool:
@@ -141,8 +165,12 @@ def _may_be_repeated(error: LegatoError) -> bool:
     return not never and error.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
 
 
-def _document(message: str, kind: str, field: str | None, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+def _document(message: str, kind: str, field: str | None, code: str) -> ErrorDocument:
+    return ErrorDocument(ErrorDetails(message, kind, field, code))
+
+
+def _response(document: ErrorDocument, status: int, headers: Mapping[str, str] | None) -> Response:
+    return Response(msgspec.json.encode(document), status, headers, "application/json")
 
 
 def _kind_of_status(status: int) -> str:

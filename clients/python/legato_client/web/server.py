@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import FrameType
 from typing import TypedDict
 
@@ -15,12 +15,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute
 
 from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client.web import errors
+from legato_client.web.bodies import Bodies
 from legato_client.web.caller import CallerMiddleware
 from legato_client.web.listen import Listen
 
@@ -34,11 +35,14 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 class Backend:
     """The Legato server behind the routes: `request.state.backend`.
 
-    `timeout` is the longest time in seconds that a call may take.
+    `timeout` is the longest time in seconds that a call may take. `aliases`: names of models that
+    callers may use, with those that the server knows.
     """
 
     client: AsyncClient
     timeout: float
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bodies: Bodies = dataclasses.field(default_factory=Bodies)
 
 
 class State(TypedDict):
@@ -80,23 +84,26 @@ def make_app(
         exception_handlers={
             LegatoError: errors.on_legato_error,
             errors.Refused: errors.on_legato_error,
+            errors.ReaderLeft: errors.on_reader_left,
+            ClientDisconnect: errors.on_reader_left,
             HTTPException: errors.on_http_exception,
             Exception: errors.on_bug,
         },
     )
 
 
-def serve(
-    app: Starlette, listen: Listen, ready: Callable[[str], None], *, grace: float = 10.0
-) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish within `grace` seconds.
+class HttpServer(uvicorn.Server):
+    """Serves `app` in this thread; `ready` is told the URL once connections are accepted.
 
-    A second signal does not wait. `ready` is told the URL once connections are accepted.
+    `grace`: seconds that running requests have after a signal. A second signal does not wait.
 
     Raises:
-        OSError: the address cannot be bound, or a file of TLS cannot be read.
+        OSError: from the constructor: the address cannot be bound, or TLS cannot be set up.
     """
-    with contextlib.closing(listen.bind()) as bound:
+
+    def __init__(
+        self, app: Starlette, listen: Listen, ready: Callable[[str], None], *, grace: float = 10.0
+    ) -> None:
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -109,18 +116,22 @@ def serve(
             ssl_keyfile=listen.tls_key or None,
         )
         config.load()
-        server = _Server(config, lambda: ready(listen.url(bound)))
-        asyncio.run(server.serve([bound]))
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self._socket = listen.bind()
+        self.url = listen.url(self._socket)
         self._ready = ready
+
+    def serve_forever(self) -> None:
+        """Serve until SIGINT or SIGTERM, or until `stop`, which another thread may call."""
+        with contextlib.closing(self._socket):
+            asyncio.run(self.serve([self._socket]))
+
+    def stop(self) -> None:
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self._ready(self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn's, not raised once more at the end: to be told to stop is no failure."""

@@ -1,0 +1,158 @@
+"""What OpenAI's chat completions take: what is understood, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from legato_client.web.errors import Refused
+from legato_client.web.operations import MAX_COUNT
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Stop = str | list[str] | None
+
+
+class ImageUrl(Struct):
+    """A data URL; `detail` is left to the model."""
+
+    url: str
+    detail: str | None = None
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """Words."""
+
+    text: str
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    """A picture."""
+
+    image_url: ImageUrl
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    """What an assistant of OpenAI's said instead of an answer."""
+
+    refusal: str
+
+
+class Message(Struct):
+    """One message. Fields that an answer of this API has may be sent back with it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart | ImagePart | RefusalPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`include_obfuscation` is for OpenAI's own network."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """Only `text` is served."""
+
+    type: str
+
+
+class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Of `/v1/chat/completions`. `reasoning` and `top_k` are additions of Moondream and Legato."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Stop = None
+    logprobs: bool | None = None
+    reasoning: bool | None = None
+
+    # Served where they ask for nothing.
+    n: int | None = None
+    top_logprobs: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    web_search_options: Any = None
+    store: bool | None = None
+
+    # Of no effect on the answer.
+    metadata: Any = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    verbosity: str | None = None
+
+    def check(self) -> None:
+        """Raise Refused for what would change the answer and is not served."""
+        harmless: dict[str, tuple[object, ...]] = {
+            "n": (None, 1),
+            "top_logprobs": (None, 0),
+            "frequency_penalty": (None, 0),
+            "presence_penalty": (None, 0),
+            "logit_bias": (None, {}),
+            "response_format": (None, ResponseFormat("text")),
+            "tools": (None, []),
+            "tool_choice": (None, "none", "auto"),
+            "functions": (None, []),
+            "function_call": (None, "none", "auto"),
+            "audio": (None,),
+            "modalities": (None, ["text"]),
+            "prediction": (None,),
+            "reasoning_effort": (None, "none"),
+            "web_search_options": (None,),
+            "store": (None, False),
+            "verbosity": (None, "medium"),
+        }
+        for name, values in harmless.items():
+            if getattr(self, name) not in values:
+                hint = _INSTEAD.get(name, "leave it out")
+                raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise Refused("max_tokens and max_completion_tokens differ", field="max_tokens")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether the stream ends with an event of its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+_INSTEAD = {
+    "n": "ask once for each answer",
+    "reasoning_effort": "reasoning=true thinks first, without degrees",
+    "top_logprobs": "logprobs=true tells the chosen tokens",
+}

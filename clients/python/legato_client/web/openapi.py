@@ -1,0 +1,107 @@
+"""The OpenAPI document, made from the operations' types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import UnionType
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Route
+
+from legato_client._version import version
+from legato_client.web.errors import ErrorDocument
+from legato_client.web.operations import TIMEOUT, Operation, OperationRoute
+
+Kind = type | UnionType
+
+_REFERENCES = "#/components/schemas/{name}"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_HEADERS = {
+    "X-Request-Id": "names the request in logs; the answer has it, too",
+    TIMEOUT.title(): "seconds that the caller waits",
+}
+
+
+def route(described: Sequence[BaseRoute]) -> Route:
+    """`/openapi.json`, which describes these routes."""
+    document = make_document(each for each in described if isinstance(each, OperationRoute))
+
+    async def answer(_request: Request) -> JSONResponse:
+        return JSONResponse(document)
+
+    return Route("/openapi.json", answer)
+
+
+def make_document(routes: Iterable[OperationRoute]) -> dict[str, Any]:
+    served = list(routes)
+    kinds: dict[Kind, None] = {
+        kind: None for each in served for kind in _kinds(each.operation)
+    }  # in order, once
+    kinds[ErrorDocument] = None
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCES)
+    by_kind = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for each in served:
+        paths.setdefault(each.path_format, {})[each.operation.method.lower()] = _entry(
+            each, by_kind
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Legato over HTTP", "version": version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "moondream": {"type": "apiKey", "in": "header", "name": "X-Moondream-Auth"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"moondream": []}],
+    }
+
+
+def _kinds(operation: Operation) -> list[Kind]:
+    return [kind for kind in (operation.body, operation.answer, operation.event) if kind]
+
+
+def _entry(route: OperationRoute, schemas: dict[Kind, dict[str, Any]]) -> dict[str, Any]:
+    operation = route.operation
+    answer = {_JSON: {"schema": schemas[operation.answer]}}
+    if operation.event is not None:
+        answer[_EVENTS] = {"schema": schemas[operation.event]}
+    entry: dict[str, Any] = {
+        "tags": [operation.tag],
+        "summary": route.summary,
+        "operationId": route.name,
+        "parameters": [*_in_path(route), *_in_headers()],
+        "responses": {
+            "200": {"description": "The answer", "content": answer},
+            "default": {
+                "description": "A failure",
+                "content": {_JSON: {"schema": schemas[ErrorDocument]}},
+            },
+        },
+    }
+    if operation.body is not None:
+        content = {_JSON: {"schema": schemas[operation.body]}}
+        entry["requestBody"] = {"required": True, "content": content}
+    return entry
+
+
+def _in_path(route: OperationRoute) -> list[dict[str, Any]]:
+    names = route.param_convertors
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+
+
+def _in_headers() -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+        for name, text in _HEADERS.items()
+    ]

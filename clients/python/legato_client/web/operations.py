@@ -1,0 +1,77 @@
+"""Routes that know the types of what they take and give, for the OpenAPI document."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable
+from types import UnionType
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from legato_client.web.errors import Refused
+from legato_client.web.server import backend_of
+
+TIMEOUT = "legato-timeout"
+"""The header with the seconds that a caller waits."""
+
+MAX_COUNT = 2**32 - 1
+"""The contract carries counts in 32 bits."""
+
+_OPENAI_TIMEOUT = "x-stainless-read-timeout"  # of OpenAI's clients: seconds between two bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What a path does: the types of its body, of its answer and of each event of its stream.
+
+    The summary is the first line of the handler's docstring.
+    """
+
+    method: str
+    path: str
+    tag: str
+    answer: type
+    body: type | None = None
+    event: type | UnionType | None = None
+
+
+class OperationRoute(Route):
+    """A route with its operation."""
+
+    def __init__(
+        self, operation: Operation, handler: Callable[[Request], Awaitable[ASGIApp]]
+    ) -> None:
+        super().__init__(operation.path, handler, methods=[operation.method])
+        self.operation = operation
+        self.summary = (handler.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+def answered(value: msgspec.Struct, request_id: str = "") -> Response:
+    headers = {"x-request-id": request_id} if request_id else None
+    return Response(msgspec.json.encode(value), 200, headers, "application/json")
+
+
+def timeout_of(request: Request, *, streaming: bool) -> float:
+    """Seconds for the call: what the caller waits, at most what this process allows.
+
+    Raises:
+        Refused: the header is no positive number.
+    """
+    longest = backend_of(request).timeout
+    given = request.headers.get(TIMEOUT)
+    if given is None and not streaming:
+        given = request.headers.get(_OPENAI_TIMEOUT)
+    if given is None:
+        return longest
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise Refused(f"{TIMEOUT} takes seconds above 0, not {given!r}", field=TIMEOUT)
+    return min(seconds, longest)

@@ -1,0 +1,110 @@
+"""Answers that end when their reader leaves, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from legato_client._errors import LegatoError
+from legato_client._values.events import Event, Queued, Started
+from legato_client.web.errors import ReaderLeft, document_of
+
+ValueT = TypeVar("ValueT")
+
+
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ReaderLeft: it did. The body must have been read before.
+    """
+    task = asyncio.create_task(work)
+    left = asyncio.create_task(_wait_until_left(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ReaderLeft
+        return task.result()
+    finally:
+        task.cancel()
+        left.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def begin(
+    receive: Receive, events: AsyncGenerator[Event, None]
+) -> tuple[str, AsyncGenerator[Event, None]]:
+    """The request's id, and the events from the first after the queue on.
+
+    Returns when that one is there, so that a refusal still has an HTTP status.
+    """
+    try:
+        first = await unless_left(receive, _first(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    request_id = first.request_id if isinstance(first, Started) else ""
+    return request_id, _continued(first, events)
+
+
+class EventStream:
+    """Server-sent events, each the bytes of one document.
+
+    A failure is the last event, and cuts the connection: a client that looks for answers only does
+    not take the part for the whole.
+    """
+
+    def __init__(self, documents: AsyncGenerator[bytes, None], request_id: str) -> None:
+        self._documents = documents
+        self._headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would collect the events
+            *([(b"x-request-id", request_id.encode())] if request_id else []),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._documents):
+            with contextlib.suppress(ReaderLeft):
+                await unless_left(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        try:
+            async for document in self._documents:
+                await _send(send, document)
+        except LegatoError as error:
+            await _send(send, msgspec.json.encode(document_of(error)))
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send(send: Send, document: bytes) -> None:
+    line = b"data: " + document + b"\n\n"
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+async def _first(events: AsyncIterator[Event]) -> Event:
+    async for event in events:
+        if not isinstance(event, Queued):
+            return event
+    raise AssertionError("a stream ends with Finished or raises")
+
+
+async def _continued(
+    first: Event, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    async with contextlib.aclosing(events):
+        yield first
+        async for event in events:
+            yield event
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

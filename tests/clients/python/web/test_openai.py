@@ -1,0 +1,245 @@
+"""OpenAI's own client in front of a Legato server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from legato.v1 import inference_pb2, task_pb2
+
+from tests.clients.python.fake_server import events
+from tests.clients.python.web.serving import CHAT, DATA_URL, HELLO, PICTURE
+
+
+def ask(client, messages=HELLO, **more):
+    """A chat completion."""
+    return client.chat.completions.create(model="fake", messages=messages, **more)
+
+
+@pytest.mark.usefixtures("web")
+def test_an_answer_has_what_the_client_reads(client):
+    """Text, finish reason, usage, model and the request's id arrive where OpenAI's client looks."""
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "two cats")
+    assert (choice.finish_reason, answer.model, choice.logprobs) == ("stop", "fake", None)
+    used = answer.usage
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (7, 3, 10)
+    assert (answer.id, answer._request_id) == ("chatcmpl-r-1", "r-1")
+
+
+def test_parameters_arrive(web, client):
+    """Each parameter that is served reaches the contract's field of the same meaning."""
+    ask(
+        client,
+        temperature=0.5,
+        top_p=0.25,
+        max_completion_tokens=9,
+        seed=3,
+        stop=["\n", "end"],
+        n=1,
+        user="somebody",
+        frequency_penalty=0,
+        extra_body={"top_k": 4, "reasoning": True},
+        extra_headers={"X-Request-Id": "mine"},
+    )
+    asked = web.fake.last("Query")
+    assert asked.sampling == task_pb2.Sampling(
+        temperature=0.5, top_p=0.25, top_k=4, max_tokens=9, seed=3, stop=["\n", "end"]
+    )
+    assert (asked.reasoning, asked.options.model, asked.options.request_id) == (
+        True,
+        "fake",
+        "mine",
+    )
+    ask(client, max_tokens=8, stop="end")
+    assert web.fake.last("Query").sampling == task_pb2.Sampling(max_tokens=8, stop=["end"])
+
+
+def test_a_conversation_about_a_picture(web, client):
+    """Roles and texts are kept, and the picture of the first question stands before its words."""
+    picture = {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "high"}}
+    first = ask(client).choices[0].message
+    ask(
+        client,
+        [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "what is it?"}, picture]},
+            first,
+            {"role": "user", "content": [{"type": "text", "text": "how "}] * 2},
+        ],
+    )
+    asked = web.fake.last("Query")
+    assert asked.image.encoded.data == PICTURE
+    said = [(each.role, [part.text for part in each.parts]) for each in asked.messages]
+    assert said == [
+        (task_pb2.CHAT_ROLE_SYSTEM, ["be brief"]),
+        (task_pb2.CHAT_ROLE_USER, ["", "what is it?"]),
+        (task_pb2.CHAT_ROLE_ASSISTANT, ["two cats"]),
+        (task_pb2.CHAT_ROLE_USER, ["how ", "how "]),
+    ]
+    assert asked.messages[1].parts[0].WhichOneof("part") == "image"
+
+
+@pytest.mark.usefixtures("web")
+def test_a_stream_is_in_order(client):
+    """The role first, then thoughts and text as they are made, the reason, the usage last."""
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    *told, usage = chunks
+    deltas = [chunk.choices[0].delta for chunk in told]
+    assert [each.role for each in deltas] == ["assistant", *[None] * 4]
+    assert [each.content for each in deltas] == ["", None, "two ", "cats", None]
+    assert deltas[1].reasoning == "hm"
+    assert [chunk.choices[0].finish_reason for chunk in told] == [*[None] * 4, "length"]
+    assert [chunk.usage for chunk in told] == [None] * 5
+    assert (usage.choices, usage.usage.total_tokens) == ([], 10)
+    assert {(each.id, each.model) for each in chunks} == {("chatcmpl-r-1", "fake")}
+
+
+def test_a_stream_tells_no_usage_unasked(web):
+    """Without stream_options no event has a usage, and the stream ends with [DONE]."""
+    reply = web.post(CHAT, {"messages": HELLO, "stream": True})
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert reply.headers["x-request-id"] == "r-1"
+    assert not [each for each in reply.events if "usage" in each]
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+def _tokens(*texts: str) -> list[inference_pb2.Token]:
+    return [inference_pb2.Token(token_id=1, text=each, logprob=-0.5) for each in texts]
+
+
+def _stream_with_tokens():
+    return events(
+        ("reasoning", inference_pb2.ReasoningDelta(text="hm", tokens=_tokens("hm"))),
+        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
+        ("text", inference_pb2.TextDelta(text="é", tokens=_tokens("é"))),
+        ("text", inference_pb2.TextDelta(text="ab", tokens=_tokens("a", "b"))),
+        ("tokens", inference_pb2.TokensDelta(tokens=_tokens(""))),
+        finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="éab")),
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(web, client, stream):
+    """The answer's tokens are told with parts of characters, without thoughts and the last one."""
+    web.fake.script["Generate"].append(_stream_with_tokens())
+    answer = ask(client, logprobs=True, top_logprobs=0, stream=stream)
+    if stream:
+        told = [chunk.choices[0].logprobs for chunk in answer]
+        tokens = [token for each in told if each is not None for token in each.content]
+    else:
+        assert answer.choices[0].message.content == "éab"
+        tokens = answer.choices[0].logprobs.content
+    assert [token.token for token in tokens] == ["", "é", "a", "b"]
+    assert tokens[1].bytes == list("é".encode())
+    assert {token.logprob for token in tokens} == {-0.5}
+    assert web.fake.last("Generate").options.HasField("top_logprobs")
+
+
+async def test_the_asyncio_client(web):
+    """OpenAI's other client does the same, streaming and not."""
+    async with openai.AsyncOpenAI(base_url=f"{web.url}/v1", api_key="x", max_retries=0) as client:
+        answer = await client.chat.completions.create(model="fake", messages=HELLO)
+        assert answer.choices[0].message.content == "two cats"
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        texts = [chunk.choices[0].delta.content async for chunk in stream]
+    assert "".join(text for text in texts if text) == "two cats"
+
+
+@pytest.mark.usefixtures("web")
+def test_models(client):
+    """All pages of the served models are listed, and each is found by its name."""
+    assert [model.id for model in client.models.list()] == ["first", "second"]
+    assert client.models.retrieve("second").context_length == 2048
+    with pytest.raises(openai.NotFoundError, match="third"):
+        client.models.retrieve("third")
+
+
+REFUSED = {
+    "n": 2,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "response_format": {"type": "json_object"},
+    "logit_bias": {"1": 5},
+    "presence_penalty": 0.5,
+    "reasoning_effort": "high",
+    "top_logprobs": 3,
+    "modalities": ["text", "audio"],
+    "store": True,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_answer_is_refused(web, client, name):
+    """A parameter that is not served is a 400 that names it; nothing is asked."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, extra_body={name: REFUSED[name]})
+    assert (caught.value.param, caught.value.code) == (name, "unsupported")
+    assert not web.fake.requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temprature": 1},
+        {"temperature": "hot"},
+        {"max_tokens": 0},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        {"seed": 2**64},
+        {"max_tokens": 1, "max_completion_tokens": 2},
+    ],
+)
+def test_malformed_bodies_are_refused(web, body):
+    """A body of another form is a 400 whose message names the field."""
+    reply = web.post(CHAT, {"messages": HELLO, **body})
+    assert reply.status == 400
+    assert next(iter(body)) in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+    assert not web.fake.requests
+
+
+HI = {"role": "assistant", "content": "hi"}
+
+
+def _shown(url: str = DATA_URL) -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"role": "user", "content": [_shown(), _shown()]}], "messages[0].content[1]"),
+        (
+            [
+                *HELLO,
+                {"role": "assistant", "content": "hi"},
+                {"role": "user", "content": [_shown()]},
+            ],
+            "messages[2].content[0]",
+        ),
+        (
+            [{"role": "user", "content": [_shown("https://a.example/a.jpg")]}],
+            "messages[0].content[0]",
+        ),
+        (
+            [{"role": "user", "content": [_shown("data:image/png;base64,***")]}],
+            "messages[0].content[0]",
+        ),
+        ([{"role": "user", "content": [_shown("file:///etc/passwd")]}], "messages[0].content[0]"),
+        ([*HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
+    ],
+)
+def test_pictures_that_are_refused(web, messages, field):
+    """A second or later picture, a URL, bad base64 or a call of a tool is a 400 with its place."""
+    reply = web.post(CHAT, {"messages": messages})
+    assert reply.status == 400
+    assert reply.error["param"].startswith(field)
+    assert not web.fake.requests
+
+
+def test_a_text_that_is_no_unicode(web):
+    """Half of a surrogate pair is the caller's fault, not a bug."""
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    reply = web.send("POST", CHAT, body, {"content-type": "application/json"})
+    assert reply.status == 400
