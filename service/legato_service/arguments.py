@@ -217,6 +217,11 @@ def _add_model(
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
     add(
+        "--depth-switch",
+        action="store_true",
+        help="an operator may change --pipeline-depth while it serves",
+    )
+    add(
         "--speculation",
         type=_speculation,
         default=engine.speculation,

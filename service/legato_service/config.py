@@ -48,6 +48,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes: int = 1
     devices: str = ""  # of the engines, with commas between, or "all"; empty: one, on engine.device
     affinity: bool = True  # prefer the engine that holds what a request needs
+    depth_switch: bool = False  # an operator may set the pipeline's depth
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
     max_image_bytes: int = 64 * 1024 * 1024  # of an uploaded or shared image

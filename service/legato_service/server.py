@@ -127,6 +127,7 @@ class Server:
             abort_elsewhere=None if peers is None else peers.abort,
             default_grace=config.drain_grace,
             scrape=self.metrics.exposition,
+            sets_depth=config.depth_switch,
         )
         self._add_services(admin)
         engines.subscribe(self._health.update)

@@ -92,7 +92,7 @@ def test_reading_rpcs_have_no_side_effects_and_repeatable_ones_say_so() -> None:
     repeatable = {name for name, level in levels.items() if level == "IDEMPOTENT"}
     reading = {"GetServerInfo", "ListModels", "GetLoad", "GetMetrics", "WatchTimeline"}
     assert safe == {*SKILLS, "RunTasks", *reading}
-    assert repeatable == {"DeleteImage", "Abort", "Drain"}
+    assert repeatable == {"DeleteImage", "Abort", "Drain", "SetPipelineDepth"}
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class FakeEngine:
         self.pid = self.restarts = self.resumptions = self.num_poisoned = 0
         self.watched: list[bool] = []  # what the engine was asked
         self.timeline = TimelineWatch(self.watched.append)
+        self.depths: list[int] = []  # that the engine was told to have
         self.step = 0
         self.estimated_wait = 0.0
         self.blobs = BlobStore(new_namespace())
@@ -111,6 +112,10 @@ class FakeEngine:
     def drain(self) -> None:
         """Refuse new requests, as the real one does."""
         self.become(EngineState.DRAINING)
+
+    def set_pipeline_depth(self, depth: int) -> None:
+        """Keep it."""
+        self.depths.append(depth)
 
     def expect(self) -> None:
         """Count expected requests."""

@@ -91,6 +91,7 @@ class AsyncClient(ConfiguredClient):
     abort = _async(ClientMethods.abort)
     drain = _async(ClientMethods.drain)
     metrics = _async(ClientMethods.metrics)
+    set_pipeline_depth = _async(ClientMethods.set_pipeline_depth)
     watch_timeline = _async(ClientMethods.watch_timeline)
 
     async def __aenter__(self) -> AsyncClient:

@@ -83,6 +83,7 @@ class Client(ConfiguredClient):
     abort = _blocking(ClientMethods.abort)
     drain = _blocking(ClientMethods.drain)
     metrics = _blocking(ClientMethods.metrics)
+    set_pipeline_depth = _blocking(ClientMethods.set_pipeline_depth)
     watch_timeline = _iterating(ClientMethods.watch_timeline)
 
     def __enter__(self) -> Client:

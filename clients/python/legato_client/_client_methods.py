@@ -269,6 +269,15 @@ class ClientMethods(BaseClient):
         request = admin_pb2.GetMetricsRequest(accept=accept)
         return await self._unary(methods.GET_METRICS, request, timeout)
 
+    async def set_pipeline_depth(self, depth: int, *, timeout: float | None = None) -> None:
+        """Have every engine keep at most `depth` launches in flight: 1 blocks, 2 pipelines.
+
+        Results stay the same. The engines follow at their next step. A server without the
+        capability `pipeline_depth` raises Unimplemented.
+        """
+        request = admin_pb2.SetPipelineDepthRequest(depth=depth)
+        await self._unary(methods.SET_PIPELINE_DEPTH, request, timeout)
+
     async def watch_timeline(
         self, seconds: float | None = None, *, timeout: float | None = None
     ) -> AsyncGenerator[admin.TimelineUpdate, None]:

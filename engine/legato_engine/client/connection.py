@@ -41,6 +41,7 @@ from legato_engine.ipc.messages import (
     Queued,
     Ready,
     RunningAlone,
+    SetPipelineDepth,
     Started,
     Stop,
     StopElsewhere,
@@ -213,6 +214,10 @@ class EngineConnection(EngineMonitor):
         key = self._own(command.request_id)
         self._check_open(key)
         await self._commands.call(msgspec.structs.replace(command, request_id=key))
+
+    def set_pipeline_depth(self, depth: int) -> None:
+        """From the engine's next step on, until this engine ends."""
+        self._send(SetPipelineDepth(depth=depth))
 
     async def stop_elsewhere(self, target: RequestKey | None = None) -> int:
         """Stop matching requests of other service processes, or all; return how many.

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
 
 from legato_engine.ipc.messages import TimelineBatch
 
 MAX_UNREAD = 64
 """Batches that a watcher may leave unread; beyond it the oldest are dropped."""
+
+
+class Watched(NamedTuple):
+    """A batch, and how many launches are missing between the one before and it."""
+
+    batch: TimelineBatch
+    lost: int
 
 
 class _Watcher:
@@ -18,6 +26,19 @@ class _Watcher:
     def __init__(self) -> None:
         self.batches: collections.deque[TimelineBatch] = collections.deque(maxlen=MAX_UNREAD)
         self.arrived = asyncio.Event()
+        self._engine: int | None = None  # that of the last batch read, by its start
+        self._next_launch = 0
+
+    def read(self) -> Watched:
+        """Launches of an engine are numbered in a row, whoever lost those that are missing."""
+        batch = self.batches.popleft()
+        lost = 0
+        if batch.spans:
+            first, last = batch.spans[0].launch, batch.spans[-1].launch
+            if batch.started == self._engine:
+                lost = max(0, first - self._next_launch)
+            self._engine, self._next_launch = batch.started, last + 1
+        return Watched(batch, lost)
 
 
 class TimelineWatch:
@@ -39,7 +60,7 @@ class TimelineWatch:
             watcher.batches.append(batch)
             watcher.arrived.set()
 
-    async def batches(self, seconds: float | None = None) -> AsyncGenerator[TimelineBatch, None]:
+    async def batches(self, seconds: float | None = None) -> AsyncGenerator[Watched, None]:
         """Yield the batches of so many seconds, or until the generator is closed."""
         until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         watcher = _Watcher()
@@ -48,7 +69,7 @@ class TimelineWatch:
         try:
             while True:
                 while watcher.batches:
-                    yield watcher.batches.popleft()
+                    yield watcher.read()
                 watcher.arrived.clear()
                 try:
                     async with asyncio.timeout_at(until):

@@ -122,6 +122,9 @@ class EngineCore:
     def drop(self, command: DropImage) -> None:
         self._leases.drop(command)
 
+    def set_pipeline_depth(self, depth: int) -> None:
+        self._scheduler.set_depth(depth)
+
     # ------------------------------------------------------------ state
 
     @property

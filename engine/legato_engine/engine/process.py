@@ -42,6 +42,7 @@ from legato_engine.ipc.messages import (
     Loading,
     ModelInfo,
     Ready,
+    SetPipelineDepth,
     Shutdown,
     Stop,
     Submit,
@@ -166,7 +167,9 @@ def _open(
     recorder: Recorder | None,
 ) -> tuple[Core, ModelInfo]:
     if config.model == engine.NAME:
-        core = engine.NullEngine(config, blobs=blobs, send=connections.post)
+        core = engine.NullEngine(
+            config, blobs=blobs, send=connections.post, timeline=telemetry.stream
+        )
         return core, engine.info(config)
     from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
 
@@ -296,6 +299,8 @@ def _apply(core: Core, command: Command) -> None:
             core.hold(command)
         case DropImage():
             core.drop(command)
+        case SetPipelineDepth(depth=depth):
+            core.set_pipeline_depth(depth)
 
 
 def _timeout_ms(deadline: float) -> int | None:

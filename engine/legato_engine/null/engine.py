@@ -41,6 +41,7 @@ from legato_engine.ipc.messages import (
     ModelInfo,
     Queued,
     Started,
+    TimelineSpan,
 )
 from legato_engine.models.budget import (
     SamplingDefaults,
@@ -55,6 +56,7 @@ from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.telemetry.timeline_stream import TimelineStream
 
 NAME = "null"
 _NAMES = ("", NAME)
@@ -85,12 +87,18 @@ class NullEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, blobs: BlobReader, send: Callable[[EngineOutput], None]
+        self,
+        config: EngineConfig,
+        *,
+        blobs: BlobReader,
+        send: Callable[[EngineOutput], None],
+        timeline: TimelineStream | None = None,
     ) -> None:
         self._period = config.null_step_ms / 1000
         self._max_context = config.max_context or _MAX_CONTEXT
         self._num_objects = config.null_objects
         self._send = send
+        self._timeline = timeline
         self._images = NullImages(config, blobs)
         self._requests: dict[RequestKey, NullRequest] = {}  # waiting or running
         self._running: dict[RequestKey, NullRequest] = {}
@@ -190,6 +198,9 @@ class NullEngine:
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
 
+    def set_pipeline_depth(self, depth: int) -> None:
+        """Nothing changes: there is no pipeline."""
+
     # ------------------------------------------------------------ state
 
     @property
@@ -234,12 +245,30 @@ class NullEngine:
             self._admit(now)
         if not self._running or now < self._next_step:
             return
-        self.steps_committed += 1
         self._next_step = now + self._period
-        for request in list(self._running.values()):
-            self._advance(request, now)
+        if self._timeline is not None and self._timeline.watched:
+            self._advance_watched(self._timeline, now)
+        else:
+            for request in list(self._running.values()):
+                self._advance(request, now)
+        self.steps_committed += 1
         if len(self._queue):
             self._admit(now)
+
+    def _advance_watched(self, timeline: TimelineStream, now: float) -> None:
+        """Without a device, a step is the host's commit alone."""
+        start, tokens = time.perf_counter_ns(), 0
+        running = list(self._running.values())
+        for request in running:
+            before = request.num_tokens
+            self._advance(request, now)
+            tokens += request.num_tokens - before
+        end = time.perf_counter_ns()
+        number, rows = self.steps_committed, len(running)
+        span = TimelineSpan(
+            "cpu commit", "commit", start, end - start, number, "decode", rows, 0, 0, tokens
+        )
+        timeline.add_spans((span,), end)
 
     def _advance(self, running: NullRequest, now: float) -> None:
         request, output = running.request, running.output

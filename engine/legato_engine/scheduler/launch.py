@@ -128,9 +128,10 @@ ALONE = BatchLimits()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Launch:
-    """A plan in flight."""
+    """A plan in flight; `depth` is the pipeline's when it was launched."""
 
     launch_id: int
     slot: int
     plan: Plan
+    depth: int = 2
     phase: Phase = Phase.FORWARD

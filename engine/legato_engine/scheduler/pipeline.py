@@ -11,21 +11,24 @@ NUM_SLOTS = 2
 
 
 class Pipeline:
-    """Launches in flight, first in, first out, at most `depth`.
+    """Launches in flight, first in, first out, at most `depth`, which `resize` changes.
 
     A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
     one is not sampled yet.
     """
 
     def __init__(self, depth: int) -> None:
-        assert 1 <= depth <= NUM_SLOTS, f"depth {depth} is not 1 (blocking) or 2 (pipelined)"
-        self.depth = depth
+        self.depth = _checked(depth)
         self._free_slots = deque(range(NUM_SLOTS))
         self._inflight: deque[Launch] = deque()
         self._num_launched = 0
 
     def __len__(self) -> int:
         return len(self._inflight)
+
+    def resize(self, depth: int) -> None:
+        assert len(self) < _checked(depth), f"depth {depth} leaves no slot beside {len(self)}"
+        self.depth = depth
 
     def can_launch(self) -> bool:
         return len(self._inflight) < self.depth and self.unsampled() is None
@@ -34,7 +37,7 @@ class Pipeline:
         assert self.can_launch(), f"{len(self)} of {self.depth} in flight, or unsampled"
         used = NUM_SLOTS - len(self._free_slots)
         assert used == len(self._inflight), f"{used} slots used by {len(self._inflight)} launches"
-        launch = Launch(self._num_launched, self._free_slots.popleft(), plan)
+        launch = Launch(self._num_launched, self._free_slots.popleft(), plan, self.depth)
         self._num_launched += 1
         self._inflight.append(launch)
         for row in plan.rows:
@@ -74,3 +77,8 @@ class Pipeline:
             if sequence.inflight_refs == 0 and (sequence.finalized or sequence.preempted):
                 releasable.append(sequence)
         return releasable
+
+
+def _checked(depth: int) -> int:
+    assert 1 <= depth <= NUM_SLOTS, f"depth {depth} is not 1 (blocking) or 2 (pipelined)"
+    return depth

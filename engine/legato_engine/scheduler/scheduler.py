@@ -150,6 +150,16 @@ class Scheduler:
             self._finalize(sequence)
             self._sink.done(sequence, FinishReason.CANCELLED)
 
+    def set_depth(self, depth: int) -> None:
+        """Have at most `depth` launches in flight, 1 or 2. Call it between steps.
+
+        A step leaves a slot free for the next launch, so what would fill the smaller pipeline is
+        committed first, which waits for the device.
+        """
+        while len(self._pipeline) >= depth and (oldest := self._pipeline.oldest()) is not None:
+            self._commit(oldest)
+        self._pipeline.resize(depth)
+
     def refine(self, refinement: Refinement) -> None:
         """No request can abort it."""
         self._planner.refine(refinement)
@@ -193,6 +203,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._prefill),
             inflight=len(self._pipeline),
+            pipeline_depth=self._pipeline.depth,
             rows_used=self._manager.rows_used,
             pages_used=self._manager.pages_used,
             prefix_pages=self._manager.prefix_pages,

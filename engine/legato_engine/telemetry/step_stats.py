@@ -74,11 +74,14 @@ class StepStats:
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """A prefill counts only by its tokens."""
+        """A prefill counts only by its tokens; figures are of one depth of the pipeline."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
         previous, self._previous = self._previous, step
+        if previous is not None and previous.record.launch.depth != record.launch.depth:
+            self._ring.clear()
+            return
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return
         counts = (len(rows), record.zombies, record.tokens, record.drafted, record.accepted)

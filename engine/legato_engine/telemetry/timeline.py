@@ -134,6 +134,7 @@ class SpanMaker:
             len(launch.plan.rows),
             launch.plan.num_mixed_decodes,
             record.zombies,
+            record.tokens,
         )
         return [
             TimelineSpan(lane, name, start, end - start, *common)

@@ -39,6 +39,7 @@ _NEEDS: dict[str, Mapping[str, Need]] = {
         "Drain": Need.ADMIN,
         "GetMetrics": Need.ADMIN,
         "WatchTimeline": Need.ADMIN,
+        "SetPipelineDepth": Need.ADMIN,
     },
     # Load balancers probe without credentials, and learn no more than that the server serves.
     "grpc.health.v1.Health": {

@@ -138,9 +138,16 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
     )
 
 
-def timeline(batch: TimelineBatch, engine: int = 0) -> admin_pb2.WatchTimelineResponse:
+def timeline(
+    batch: TimelineBatch, engine: int = 0, lost: int = 0, *, depth_switch: bool = False
+) -> admin_pb2.WatchTimelineResponse:
     response = admin_pb2.WatchTimelineResponse(
-        spans=map(_timeline_span, batch.spans), engine=engine
+        spans=map(_timeline_span, batch.spans),
+        engine=engine,
+        engine_started_ns=batch.started,
+        lost_launches=lost,
+        pipeline_depth=batch.pipeline_depth,
+        depth_switch=depth_switch,
     )
     if batch.decode_steps is not None:
         response.decode_steps.CopyFrom(decode_steps(batch.decode_steps))
@@ -158,6 +165,7 @@ def _timeline_span(span: TimelineSpan) -> admin_pb2.TimelineSpan:
         rows=span.rows,
         riding=span.riding,
         zombies=span.zombies,
+        tokens=span.tokens,
     )
 
 

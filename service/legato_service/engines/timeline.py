@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.ipc.messages import TimelineBatch
+from legato_engine.client.timeline_watch import TimelineWatch, Watched
 
 
 async def batches(
     timelines: Sequence[TimelineWatch], seconds: float | None = None
-) -> AsyncGenerator[tuple[int, TimelineBatch], None]:
+) -> AsyncGenerator[tuple[int, Watched], None]:
     """Yield the batches of so many seconds, or until the generator is closed, with the engine.
 
     A reader that lags leaves them in each engine's `TimelineWatch`, which drops the oldest.
     """
-    merged: asyncio.Queue[tuple[int, TimelineBatch] | None] = asyncio.Queue(maxsize=1)
+    merged: asyncio.Queue[tuple[int, Watched] | None] = asyncio.Queue(maxsize=1)
     readers = [
         asyncio.create_task(_read(number, each, seconds, merged))
         for number, each in enumerate(timelines)
@@ -40,7 +39,7 @@ async def _read(
     number: int,
     timeline: TimelineWatch,
     seconds: float | None,
-    merged: asyncio.Queue[tuple[int, TimelineBatch] | None],
+    merged: asyncio.Queue[tuple[int, Watched] | None],
 ) -> None:
     async with aclosing(timeline.batches(seconds)) as batches:
         async for batch in batches:

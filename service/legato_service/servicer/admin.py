@@ -18,6 +18,7 @@ from legato_service.convert.response_info import duration
 from legato_service.engine import Engine
 from legato_service.engines import timeline
 from legato_service.engines.group import EngineGroup
+from legato_service.errors import MethodUnknown
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
@@ -51,6 +52,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
     returns their count. `scrape` returns the metrics of all processes and their format.
+    `sets_depth`: the operator may set the pipeline's depth.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         default_grace: float,
         abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
         scrape: Callable[[str], Awaitable[tuple[bytes, str]]],
+        sets_depth: bool = False,
     ) -> None:
         self._engines = engines
         self._registry = registry
@@ -71,6 +74,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._default_grace = default_grace
         self._abort_elsewhere = abort_elsewhere
         self._scrape = scrape
+        self._sets_depth = sets_depth
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         load = self._engines.load
@@ -138,13 +142,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             seconds = request.duration.ToNanoseconds() / 1e9
             if seconds <= 0:
                 raise InvalidField("must be positive", field="duration")
-        yield responses.timeline(
-            TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
-        )
+        empty = TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
+        yield responses.timeline(empty, depth_switch=self._sets_depth)
         watches = [each.timeline for each in self._engines.members]
         async with aclosing(timeline.batches(watches, seconds)) as batches:
-            async for number, batch in batches:
-                yield responses.timeline(batch, number)
+            async for number, (batch, lost) in batches:
+                yield responses.timeline(batch, number, lost, depth_switch=self._sets_depth)
+
+    async def SetPipelineDepth(
+        self, request: pb.SetPipelineDepthRequest, context: Context
+    ) -> pb.SetPipelineDepthResponse:
+        if not self._sets_depth:
+            raise MethodUnknown("this server does not allow it (--depth-switch)")
+        if request.depth not in (1, 2):
+            raise InvalidField("must be 1 or 2", field="depth")
+        for each in self._engines.members:
+            each.set_pipeline_depth(request.depth)
+        return pb.SetPipelineDepthResponse()
 
     async def _elsewhere(self, target: RequestKey | None) -> int:
         return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
@@ -162,6 +176,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             kv_used_ratio=_kv_used_ratio(load),
             step=engine.step,
             restarts=engine.restarts,
+            pipeline_depth=load.pipeline_depth,
         )
         if engine.state is EngineState.READY:
             response.estimated_wait.CopyFrom(duration(engine.estimated_wait))

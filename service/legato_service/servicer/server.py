@@ -38,7 +38,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     ) -> None:
         self._config = config
         shared = ("shared_images",) if config.shared_images else ()
-        self._capabilities = (*CAPABILITIES, *shared, *capabilities)
+        depth = ("pipeline_depth",) if config.depth_switch else ()
+        self._capabilities = (*CAPABILITIES, *shared, *depth, *capabilities)
         self._engines = engines
         self._instance_id = str(uuid.uuid4())
         self._namespace = shm_namespace() if config.shared_images else ""

@@ -41,11 +41,22 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 
     def WatchTimeline(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
-        span = admin_pb2.TimelineSpan(lane="slot 0", name="held", start_ns=5_000_000_000)
+        span = admin_pb2.TimelineSpan(
+            lane="slot 0", name="held", start_ns=5_000_000_000, tokens=6
+        )
         yield admin_pb2.WatchTimelineResponse(spans=[span])
         yield admin_pb2.WatchTimelineResponse(
-            decode_steps=admin_pb2.DecodeSteps(steps=3, observed_gain=0.5)
+            decode_steps=admin_pb2.DecodeSteps(steps=3, observed_gain=0.5),
+            engine=1,
+            engine_started_ns=2_500_000_000,
+            lost_launches=4,
+            pipeline_depth=2,
+            depth_switch=True,
         )
+
+    def SetPipelineDepth(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self.requests.append(request)
+        return admin_pb2.SetPipelineDepthResponse()
 
 
 @pytest.fixture
@@ -111,5 +122,15 @@ def test_watch_timeline(operator, admin):
     first, second = operator.watch_timeline(2.5)
     assert admin.requests[0].duration.ToMilliseconds() == 2500
     assert (first.spans[0].lane, first.spans[0].start) == ("slot 0", 5.0)
-    assert first.decode_steps is None
+    assert (first.spans[0].tokens, first.decode_steps) == (6, None)
+    assert (first.engine_started, first.lost_launches, first.pipeline_depth) == (0, 0, 0)
+    assert (second.engine, second.engine_started) == (1, 2.5)
+    assert (second.lost_launches, second.pipeline_depth) == (4, 2)
+    assert (first.depth_switch, second.depth_switch) == (False, True)
     assert (second.spans, second.decode_steps.observed_gain) == ((), 0.5)
+
+
+def test_set_pipeline_depth(operator, admin):
+    """The depth arrives, and there is nothing to tell."""
+    assert operator.set_pipeline_depth(1) is None
+    assert admin.requests == [admin_pb2.SetPipelineDepthRequest(depth=1)]

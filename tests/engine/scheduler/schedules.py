@@ -37,6 +37,7 @@ class Totals:
     cached: int = 0
     preemptions: int = 0
     together: int = 0  # launches that computed several images
+    switches: int = 0
     drafts: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -53,6 +54,7 @@ class Totals:
         self.cached += sum(s.pages.cached_tokens for s in world.sequences)
         self.preemptions += stats.preemptions
         self.together += world.runner.num_together
+        self.switches += world.num_switches
         self.drafts += world.num_drafts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -68,9 +70,10 @@ class Schedule:
     """One random schedule, run and checked by `run`.
 
     Every fourth seed submits bursts of many images without streams, which may share launches.
+    With `switches` the pipeline's depth changes between steps, too.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, switches: bool = False) -> None:
         self.bursts = seed % 4 == 0
         draw = self.draw = random.Random(seed)
         self.break_rate = draw.choice((0.0, 0.0, 0.0, 0.01))
@@ -95,6 +98,9 @@ class Schedule:
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
         )
+        # Draws of its own: the others stay those of the seed.
+        self.switch = random.Random(~seed) if switches else None
+        self.num_switches = 0  # with a launch in flight
         self.sequences: list[EngineSequence] = []
         self.aborted: set[RequestKey] = set()
         self.num_drafts = 0
@@ -215,7 +221,19 @@ class Schedule:
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
 
+    def _set_depth(self, switch: random.Random) -> None:
+        before = self.scheduler.load()
+        depth = switch.choice((1, 2))
+        self.scheduler.set_depth(depth)
+        assert self.scheduler.load().inflight < depth
+        self.num_switches += before.inflight > 0 and before.pipeline_depth != depth
+
     def _step(self) -> None:
+        if self.switch is not None and self.switch.random() < 0.3:
+            self._set_depth(self.switch)
+            self.manager.check()
+            if self.scheduler.idle:  # the last launch is committed
+                return
         progressed = self.scheduler.step()
         assert progressed or self.scheduler.idle, "live sequences, and none runs"
         self.manager.check()
@@ -238,11 +256,11 @@ class Schedule:
                 assert isinstance(end, NumericError)
 
 
-def run_all(seeds: Iterable[int]) -> Totals:
+def run_all(seeds: Iterable[int], *, switches: bool = False) -> Totals:
     """Run schedules by their seeds; a failure names its seed."""
     totals = Totals()
     for seed in seeds:
-        schedule = Schedule(seed)
+        schedule = Schedule(seed, switches=switches)
         try:
             schedule.run()
         except AssertionError as error:

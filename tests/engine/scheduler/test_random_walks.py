@@ -186,13 +186,24 @@ class Walk(RuleBasedStateMachine):
             check_counts(self.world)
 
 
+class SwitchingWalk(Walk):
+    """The same walk with changes of the depth between its steps."""
+
+    @rule(depth=st.sampled_from((1, 2)))
+    def set_depth(self, depth: int) -> None:
+        """Nothing in flight stands in the way of the next launch."""
+        self.world.scheduler.set_depth(depth)
+        assert len(self.world.pipeline) < depth
+        assert self.world.scheduler.load().pipeline_depth == depth
+
+
 class BlockingWalk(Walk):
     """The same walk at depth 1."""
 
     depth = 1
 
 
-@pytest.mark.parametrize("walk", [Walk, BlockingWalk])
+@pytest.mark.parametrize("walk", [Walk, BlockingWalk, SwitchingWalk])
 def test_any_walk_keeps_the_invariants(walk: type[Walk]) -> None:
     """No order of submits, steps, aborts, stops and deadlines breaks an invariant."""
     run_state_machine_as_test(

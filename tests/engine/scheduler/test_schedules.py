@@ -24,6 +24,14 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert min(totals.accepted, totals.rejected) > PART
 
 
+def test_changes_of_the_depth_change_no_answer() -> None:
+    """Whenever the pipeline becomes longer or shorter, launches in flight included."""
+    totals = run_all(range(250), switches=True)
+    assert totals.whole > 750
+    assert totals.switches > 250
+    assert min(totals.preemptions, totals.accepted, totals.rejected) > 12
+
+
 def test_defects_found_by_a_soak_stay_fixed() -> None:
     """They are too rare for the schedules above."""
     assert run_all(FOUND).requests > 0

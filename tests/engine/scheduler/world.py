@@ -247,7 +247,12 @@ class World:
         """Assert the invariants at rest."""
         load = self.scheduler.load()
         assert self.scheduler.idle
-        rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total, kv=load.kv)
+        rest = Load(
+            pipeline_depth=self.pipeline.depth,
+            prefix_pages=load.prefix_pages,
+            pages_total=load.pages_total,
+            kv=load.kv,
+        )
         assert load == rest, f"resources are in use: {load}"
         assert len(self.refined) == len(self.refinements), "a refinement is lost"
         ended = set(self.sink.ended)

@@ -115,3 +115,17 @@ def test_snapshots_are_rare_unless_fresh():
     last = stats.latest(101.0, fresh=False)
     assert last.num_steps == 3
     assert stats.latest(999.0, fresh=True) is last
+
+
+def test_figures_are_of_one_depth():
+    """Steps before a change of the depth count no more, except by their tokens."""
+    steps = [make_step(i) for i in range(8)]
+    for step in steps[5:]:
+        step.record.launch.depth = 1
+    stats = fed(steps[:5])
+    assert stats.snapshot().num_steps == 4
+    stats.add(steps[5])
+    assert stats.snapshot() is None
+    for step in steps[6:]:
+        stats.add(step)
+    assert (stats.snapshot().num_steps, stats.snapshot().num_tokens) == (2, 16)

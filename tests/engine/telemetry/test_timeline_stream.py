@@ -42,6 +42,9 @@ def test_batches_hold_a_period_of_launches_and_lose_none():
     forwards = [(s.start, s.duration) for s in spans if s.name == "forward"]
     assert forwards == [(step.times.forward_start, 6 * MS) for step in steps]
     assert watchers.batches[-1].decode_steps.num_steps == 23
+    assert {span.tokens for span in spans} == {2}
+    assert {batch.pipeline_depth for batch in watchers.batches} == {2}
+    assert len({batch.started for batch in watchers.batches}) == 1
 
 
 def test_nothing_is_made_while_nothing_watches():

@@ -2,13 +2,15 @@
 
 import asyncio
 
+import grpc
+import msgspec
 from google.protobuf import duration_pb2
-from legato.v1 import admin_pb2
+from legato.v1 import admin_pb2, server_pb2
 from legato_engine.ipc.messages import Load, PipelineStats, TimelineBatch, TimelineSpan
 
 from tests.service.harness import refusal, running, until
 
-SPAN = TimelineSpan("device compute", "forward", 5_000_000_000, 2_000, 7, "decode", 3, 1, 2)
+SPAN = TimelineSpan("device compute", "forward", 5_000_000_000, 2_000, 7, "decode", 3, 1, 2, 4)
 STEPS = PipelineStats(
     num_steps=9,
     num_tokens=20,
@@ -47,11 +49,57 @@ async def test_spans_and_gains_arrive_while_a_caller_watches():
             rows=3,
             riding=1,
             zombies=2,
+            tokens=4,
         )
         assert message.decode_steps.predicted_gain == 0.25
         assert message.decode_steps.observed_gain == 0.125
         call.cancel()
         await until(lambda: server.engine.watched == [True, False])
+
+
+async def test_a_watcher_learns_what_it_lost_and_whose_launches_come():
+    """Launches are numbered in a row; those of an engine that follows a lost one count anew."""
+    async with running() as server:
+        call = server.admin.WatchTimeline(admin_pb2.WatchTimelineRequest())
+        first = await call.read()
+        assert (first.engine_started_ns, first.lost_launches, first.pipeline_depth) == (0, 0, 0)
+        await until(lambda: server.engine.watched == [True])
+        for number, started in ((7, 100), (10, 100), (0, 200)):
+            span = msgspec.structs.replace(SPAN, launch=number)
+            server.engine.timeline.deliver(
+                TimelineBatch(spans=(span,), started=started, pipeline_depth=2)
+            )
+        found = [await call.read() for _ in range(3)]
+        assert [each.lost_launches for each in found] == [0, 2, 0]
+        assert [each.engine_started_ns for each in found] == [100, 100, 200]
+        assert {each.pipeline_depth for each in found} == {2}
+        call.cancel()
+
+
+async def test_the_depth_is_set_on_every_engine():
+    """Where the server allows it, and only 1 and 2."""
+    async with running(depth_switch=True) as server:
+        await server.admin.SetPipelineDepth(admin_pb2.SetPipelineDepthRequest(depth=1))
+        assert server.engine.depths == [1]
+        for wrong in (0, 3):
+            request = admin_pb2.SetPipelineDepthRequest(depth=wrong)
+            found = await refusal(server.admin.SetPipelineDepth(request))
+            assert found.reason == "INVALID_FIELD"
+            assert found.details["BadRequest"].field_violations[0].field == "depth"
+        assert server.engine.depths == [1]
+        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+        assert "pipeline_depth" in info.capabilities
+
+
+async def test_the_depth_is_the_servers_own_unless_it_allows_changes():
+    """By default there is no such method."""
+    async with running() as server:
+        request = admin_pb2.SetPipelineDepthRequest(depth=1)
+        found = await refusal(server.admin.SetPipelineDepth(request))
+        assert found.code is grpc.StatusCode.UNIMPLEMENTED
+        assert server.engine.depths == []
+        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+        assert "pipeline_depth" not in info.capabilities
 
 
 async def test_the_duration_ends_the_call():

@@ -198,7 +198,9 @@ type EngineLoad struct {
 	// What its decode step costs. Absent: none has been measured since it started.
 	DecodeSteps *DecodeSteps `protobuf:"bytes,8,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
 	// Engines that followed a lost one there. 0 from a service process other than the first.
-	Restarts      uint32 `protobuf:"varint,9,opt,name=restarts,proto3" json:"restarts,omitempty"`
+	Restarts uint32 `protobuf:"varint,9,opt,name=restarts,proto3" json:"restarts,omitempty"`
+	// Launches that it may have in flight: 1 blocks, 2 pipelines. 0: not known yet, or an engine without a pipeline.
+	PipelineDepth uint32 `protobuf:"varint,10,opt,name=pipeline_depth,json=pipelineDepth,proto3" json:"pipeline_depth,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -292,6 +294,13 @@ func (x *EngineLoad) GetDecodeSteps() *DecodeSteps {
 func (x *EngineLoad) GetRestarts() uint32 {
 	if x != nil {
 		return x.Restarts
+	}
+	return 0
+}
+
+func (x *EngineLoad) GetPipelineDepth() uint32 {
+	if x != nil {
+		return x.PipelineDepth
 	}
 	return 0
 }
@@ -876,7 +885,18 @@ type WatchTimelineResponse struct {
 	// What a decode step costs, with its gains. Absent: none has been measured since the engine started.
 	DecodeSteps *DecodeSteps `protobuf:"bytes,2,opt,name=decode_steps,json=decodeSteps,proto3" json:"decode_steps,omitempty"`
 	// The engine that did it: its index in GetLoadResponse.engines.
-	Engine        uint32 `protobuf:"varint,3,opt,name=engine,proto3" json:"engine,omitempty"`
+	Engine uint32 `protobuf:"varint,3,opt,name=engine,proto3" json:"engine,omitempty"`
+	// When this engine started, in nanoseconds of the server's monotonic clock: another value than before is another
+	// engine, which follows a lost one and counts its launches anew. 0 in the first response.
+	EngineStartedNs uint64 `protobuf:"varint,4,opt,name=engine_started_ns,json=engineStartedNs,proto3" json:"engine_started_ns,omitempty"`
+	// Launches missing before these, since the response before: the caller or its service process read too slowly, and
+	// the engine waits for nobody.
+	LostLaunches uint64 `protobuf:"varint,5,opt,name=lost_launches,json=lostLaunches,proto3" json:"lost_launches,omitempty"`
+	// Launches that the engine may have in flight, as of the last one here: 1 blocks, 2 pipelines. 0 in the first
+	// response, and of an engine without a pipeline.
+	PipelineDepth uint32 `protobuf:"varint,6,opt,name=pipeline_depth,json=pipelineDepth,proto3" json:"pipeline_depth,omitempty"`
+	// Whether this server allows SetPipelineDepth.
+	DepthSwitch   bool `protobuf:"varint,7,opt,name=depth_switch,json=depthSwitch,proto3" json:"depth_switch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -932,6 +952,34 @@ func (x *WatchTimelineResponse) GetEngine() uint32 {
 	return 0
 }
 
+func (x *WatchTimelineResponse) GetEngineStartedNs() uint64 {
+	if x != nil {
+		return x.EngineStartedNs
+	}
+	return 0
+}
+
+func (x *WatchTimelineResponse) GetLostLaunches() uint64 {
+	if x != nil {
+		return x.LostLaunches
+	}
+	return 0
+}
+
+func (x *WatchTimelineResponse) GetPipelineDepth() uint32 {
+	if x != nil {
+		return x.PipelineDepth
+	}
+	return 0
+}
+
+func (x *WatchTimelineResponse) GetDepthSwitch() bool {
+	if x != nil {
+		return x.DepthSwitch
+	}
+	return false
+}
+
 // Something that a lane did for one launch. Spans of one lane do not overlap.
 type TimelineSpan struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -953,7 +1001,9 @@ type TimelineSpan struct {
 	// Of them, decodes that ride along in a prefill.
 	Riding uint32 `protobuf:"varint,8,opt,name=riding,proto3" json:"riding,omitempty"`
 	// Of them, tasks that had ended before.
-	Zombies       uint32 `protobuf:"varint,9,opt,name=zombies,proto3" json:"zombies,omitempty"`
+	Zombies uint32 `protobuf:"varint,9,opt,name=zombies,proto3" json:"zombies,omitempty"`
+	// Tokens that the launch generated.
+	Tokens        uint32 `protobuf:"varint,10,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1051,6 +1101,96 @@ func (x *TimelineSpan) GetZombies() uint32 {
 	return 0
 }
 
+func (x *TimelineSpan) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+// Asks SetPipelineDepth.
+type SetPipelineDepthRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Launches in flight: 1 blocks, 2 pipelines. Required.
+	Depth         uint32 `protobuf:"varint,1,opt,name=depth,proto3" json:"depth,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetPipelineDepthRequest) Reset() {
+	*x = SetPipelineDepthRequest{}
+	mi := &file_legato_v1_admin_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetPipelineDepthRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetPipelineDepthRequest) ProtoMessage() {}
+
+func (x *SetPipelineDepthRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetPipelineDepthRequest.ProtoReflect.Descriptor instead.
+func (*SetPipelineDepthRequest) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *SetPipelineDepthRequest) GetDepth() uint32 {
+	if x != nil {
+		return x.Depth
+	}
+	return 0
+}
+
+// Answers SetPipelineDepth.
+type SetPipelineDepthResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetPipelineDepthResponse) Reset() {
+	*x = SetPipelineDepthResponse{}
+	mi := &file_legato_v1_admin_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetPipelineDepthResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetPipelineDepthResponse) ProtoMessage() {}
+
+func (x *SetPipelineDepthResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_admin_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetPipelineDepthResponse.ProtoReflect.Descriptor instead.
+func (*SetPipelineDepthResponse) Descriptor() ([]byte, []int) {
+	return file_legato_v1_admin_proto_rawDescGZIP(), []int{14}
+}
+
 var File_legato_v1_admin_proto protoreflect.FileDescriptor
 
 const file_legato_v1_admin_proto_rawDesc = "" +
@@ -1067,7 +1207,7 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\vengine_step\x18\a \x01(\x04R\n" +
 	"engineStep\x129\n" +
 	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12/\n" +
-	"\aengines\x18\t \x03(\v2\x15.legato.v1.EngineLoadR\aengines\"\xbf\x02\n" +
+	"\aengines\x18\t \x03(\v2\x15.legato.v1.EngineLoadR\aengines\"\xe6\x02\n" +
 	"\n" +
 	"EngineLoad\x12\x16\n" +
 	"\x06device\x18\x01 \x01(\tR\x06device\x12\x14\n" +
@@ -1078,7 +1218,9 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x0eestimated_wait\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\restimatedWait\x12\x12\n" +
 	"\x04step\x18\a \x01(\x04R\x04step\x129\n" +
 	"\fdecode_steps\x18\b \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x1a\n" +
-	"\brestarts\x18\t \x01(\rR\brestarts\"\x91\x03\n" +
+	"\brestarts\x18\t \x01(\rR\brestarts\x12%\n" +
+	"\x0epipeline_depth\x18\n" +
+	" \x01(\rR\rpipelineDepth\"\x91\x03\n" +
 	"\vDecodeSteps\x12\x14\n" +
 	"\x05steps\x18\x01 \x01(\rR\x05steps\x12\x16\n" +
 	"\x06tokens\x18\x02 \x01(\x04R\x06tokens\x12\x12\n" +
@@ -1119,11 +1261,15 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12!\n" +
 	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\"M\n" +
 	"\x14WatchTimelineRequest\x125\n" +
-	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\x99\x01\n" +
+	"\bduration\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\bduration\"\xb4\x02\n" +
 	"\x15WatchTimelineResponse\x12-\n" +
 	"\x05spans\x18\x01 \x03(\v2\x17.legato.v1.TimelineSpanR\x05spans\x129\n" +
 	"\fdecode_steps\x18\x02 \x01(\v2\x16.legato.v1.DecodeStepsR\vdecodeSteps\x12\x16\n" +
-	"\x06engine\x18\x03 \x01(\rR\x06engine\"\xe4\x01\n" +
+	"\x06engine\x18\x03 \x01(\rR\x06engine\x12*\n" +
+	"\x11engine_started_ns\x18\x04 \x01(\x04R\x0fengineStartedNs\x12#\n" +
+	"\rlost_launches\x18\x05 \x01(\x04R\flostLaunches\x12%\n" +
+	"\x0epipeline_depth\x18\x06 \x01(\rR\rpipelineDepth\x12!\n" +
+	"\fdepth_switch\x18\a \x01(\bR\vdepthSwitch\"\xfc\x01\n" +
 	"\fTimelineSpan\x12\x12\n" +
 	"\x04lane\x18\x01 \x01(\tR\x04lane\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
@@ -1134,14 +1280,20 @@ const file_legato_v1_admin_proto_rawDesc = "" +
 	"\x04kind\x18\x06 \x01(\tR\x04kind\x12\x12\n" +
 	"\x04rows\x18\a \x01(\rR\x04rows\x12\x16\n" +
 	"\x06riding\x18\b \x01(\rR\x06riding\x12\x18\n" +
-	"\azombies\x18\t \x01(\rR\azombies2\x82\x03\n" +
+	"\azombies\x18\t \x01(\rR\azombies\x12\x16\n" +
+	"\x06tokens\x18\n" +
+	" \x01(\rR\x06tokens\"/\n" +
+	"\x17SetPipelineDepthRequest\x12\x14\n" +
+	"\x05depth\x18\x01 \x01(\rR\x05depth\"\x1a\n" +
+	"\x18SetPipelineDepthResponse2\xe4\x03\n" +
 	"\fAdminService\x12E\n" +
 	"\aGetLoad\x12\x19.legato.v1.GetLoadRequest\x1a\x1a.legato.v1.GetLoadResponse\"\x03\x90\x02\x01\x12?\n" +
 	"\x05Abort\x12\x17.legato.v1.AbortRequest\x1a\x18.legato.v1.AbortResponse\"\x03\x90\x02\x02\x12?\n" +
 	"\x05Drain\x12\x17.legato.v1.DrainRequest\x1a\x18.legato.v1.DrainResponse\"\x03\x90\x02\x02\x12N\n" +
 	"\n" +
 	"GetMetrics\x12\x1c.legato.v1.GetMetricsRequest\x1a\x1d.legato.v1.GetMetricsResponse\"\x03\x90\x02\x01\x12Y\n" +
-	"\rWatchTimeline\x12\x1f.legato.v1.WatchTimelineRequest\x1a .legato.v1.WatchTimelineResponse\"\x03\x90\x02\x010\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
+	"\rWatchTimeline\x12\x1f.legato.v1.WatchTimelineRequest\x1a .legato.v1.WatchTimelineResponse\"\x03\x90\x02\x010\x01\x12`\n" +
+	"\x10SetPipelineDepth\x12\".legato.v1.SetPipelineDepthRequest\x1a#.legato.v1.SetPipelineDepthResponse\"\x03\x90\x02\x02B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 
 var (
 	file_legato_v1_admin_proto_rawDescOnce sync.Once
@@ -1155,31 +1307,33 @@ func file_legato_v1_admin_proto_rawDescGZIP() []byte {
 	return file_legato_v1_admin_proto_rawDescData
 }
 
-var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_legato_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_legato_v1_admin_proto_goTypes = []any{
-	(*GetLoadRequest)(nil),        // 0: legato.v1.GetLoadRequest
-	(*GetLoadResponse)(nil),       // 1: legato.v1.GetLoadResponse
-	(*EngineLoad)(nil),            // 2: legato.v1.EngineLoad
-	(*DecodeSteps)(nil),           // 3: legato.v1.DecodeSteps
-	(*AbortRequest)(nil),          // 4: legato.v1.AbortRequest
-	(*AbortResponse)(nil),         // 5: legato.v1.AbortResponse
-	(*DrainRequest)(nil),          // 6: legato.v1.DrainRequest
-	(*DrainResponse)(nil),         // 7: legato.v1.DrainResponse
-	(*GetMetricsRequest)(nil),     // 8: legato.v1.GetMetricsRequest
-	(*GetMetricsResponse)(nil),    // 9: legato.v1.GetMetricsResponse
-	(*WatchTimelineRequest)(nil),  // 10: legato.v1.WatchTimelineRequest
-	(*WatchTimelineResponse)(nil), // 11: legato.v1.WatchTimelineResponse
-	(*TimelineSpan)(nil),          // 12: legato.v1.TimelineSpan
-	(*durationpb.Duration)(nil),   // 13: google.protobuf.Duration
+	(*GetLoadRequest)(nil),           // 0: legato.v1.GetLoadRequest
+	(*GetLoadResponse)(nil),          // 1: legato.v1.GetLoadResponse
+	(*EngineLoad)(nil),               // 2: legato.v1.EngineLoad
+	(*DecodeSteps)(nil),              // 3: legato.v1.DecodeSteps
+	(*AbortRequest)(nil),             // 4: legato.v1.AbortRequest
+	(*AbortResponse)(nil),            // 5: legato.v1.AbortResponse
+	(*DrainRequest)(nil),             // 6: legato.v1.DrainRequest
+	(*DrainResponse)(nil),            // 7: legato.v1.DrainResponse
+	(*GetMetricsRequest)(nil),        // 8: legato.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),       // 9: legato.v1.GetMetricsResponse
+	(*WatchTimelineRequest)(nil),     // 10: legato.v1.WatchTimelineRequest
+	(*WatchTimelineResponse)(nil),    // 11: legato.v1.WatchTimelineResponse
+	(*TimelineSpan)(nil),             // 12: legato.v1.TimelineSpan
+	(*SetPipelineDepthRequest)(nil),  // 13: legato.v1.SetPipelineDepthRequest
+	(*SetPipelineDepthResponse)(nil), // 14: legato.v1.SetPipelineDepthResponse
+	(*durationpb.Duration)(nil),      // 15: google.protobuf.Duration
 }
 var file_legato_v1_admin_proto_depIdxs = []int32{
-	13, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
+	15, // 0: legato.v1.GetLoadResponse.estimated_wait:type_name -> google.protobuf.Duration
 	3,  // 1: legato.v1.GetLoadResponse.decode_steps:type_name -> legato.v1.DecodeSteps
 	2,  // 2: legato.v1.GetLoadResponse.engines:type_name -> legato.v1.EngineLoad
-	13, // 3: legato.v1.EngineLoad.estimated_wait:type_name -> google.protobuf.Duration
+	15, // 3: legato.v1.EngineLoad.estimated_wait:type_name -> google.protobuf.Duration
 	3,  // 4: legato.v1.EngineLoad.decode_steps:type_name -> legato.v1.DecodeSteps
-	13, // 5: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	13, // 6: legato.v1.WatchTimelineRequest.duration:type_name -> google.protobuf.Duration
+	15, // 5: legato.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	15, // 6: legato.v1.WatchTimelineRequest.duration:type_name -> google.protobuf.Duration
 	12, // 7: legato.v1.WatchTimelineResponse.spans:type_name -> legato.v1.TimelineSpan
 	3,  // 8: legato.v1.WatchTimelineResponse.decode_steps:type_name -> legato.v1.DecodeSteps
 	0,  // 9: legato.v1.AdminService.GetLoad:input_type -> legato.v1.GetLoadRequest
@@ -1187,13 +1341,15 @@ var file_legato_v1_admin_proto_depIdxs = []int32{
 	6,  // 11: legato.v1.AdminService.Drain:input_type -> legato.v1.DrainRequest
 	8,  // 12: legato.v1.AdminService.GetMetrics:input_type -> legato.v1.GetMetricsRequest
 	10, // 13: legato.v1.AdminService.WatchTimeline:input_type -> legato.v1.WatchTimelineRequest
-	1,  // 14: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
-	5,  // 15: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
-	7,  // 16: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
-	9,  // 17: legato.v1.AdminService.GetMetrics:output_type -> legato.v1.GetMetricsResponse
-	11, // 18: legato.v1.AdminService.WatchTimeline:output_type -> legato.v1.WatchTimelineResponse
-	14, // [14:19] is the sub-list for method output_type
-	9,  // [9:14] is the sub-list for method input_type
+	13, // 14: legato.v1.AdminService.SetPipelineDepth:input_type -> legato.v1.SetPipelineDepthRequest
+	1,  // 15: legato.v1.AdminService.GetLoad:output_type -> legato.v1.GetLoadResponse
+	5,  // 16: legato.v1.AdminService.Abort:output_type -> legato.v1.AbortResponse
+	7,  // 17: legato.v1.AdminService.Drain:output_type -> legato.v1.DrainResponse
+	9,  // 18: legato.v1.AdminService.GetMetrics:output_type -> legato.v1.GetMetricsResponse
+	11, // 19: legato.v1.AdminService.WatchTimeline:output_type -> legato.v1.WatchTimelineResponse
+	14, // 20: legato.v1.AdminService.SetPipelineDepth:output_type -> legato.v1.SetPipelineDepthResponse
+	15, // [15:21] is the sub-list for method output_type
+	9,  // [9:15] is the sub-list for method input_type
 	9,  // [9:9] is the sub-list for extension type_name
 	9,  // [9:9] is the sub-list for extension extendee
 	0,  // [0:9] is the sub-list for field type_name
@@ -1215,7 +1371,7 @@ func file_legato_v1_admin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_admin_proto_rawDesc), len(file_legato_v1_admin_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   13,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,11 +19,12 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	AdminService_GetLoad_FullMethodName       = "/legato.v1.AdminService/GetLoad"
-	AdminService_Abort_FullMethodName         = "/legato.v1.AdminService/Abort"
-	AdminService_Drain_FullMethodName         = "/legato.v1.AdminService/Drain"
-	AdminService_GetMetrics_FullMethodName    = "/legato.v1.AdminService/GetMetrics"
-	AdminService_WatchTimeline_FullMethodName = "/legato.v1.AdminService/WatchTimeline"
+	AdminService_GetLoad_FullMethodName          = "/legato.v1.AdminService/GetLoad"
+	AdminService_Abort_FullMethodName            = "/legato.v1.AdminService/Abort"
+	AdminService_Drain_FullMethodName            = "/legato.v1.AdminService/Drain"
+	AdminService_GetMetrics_FullMethodName       = "/legato.v1.AdminService/GetMetrics"
+	AdminService_WatchTimeline_FullMethodName    = "/legato.v1.AdminService/WatchTimeline"
+	AdminService_SetPipelineDepth_FullMethodName = "/legato.v1.AdminService/SetPipelineDepth"
 )
 
 // AdminServiceClient is the client API for AdminService service.
@@ -51,6 +52,11 @@ type AdminServiceClient interface {
 	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
 	// Ends after the duration; a lost engine leaves a gap.
 	WatchTimeline(ctx context.Context, in *WatchTimelineRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchTimelineResponse], error)
+	// Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+	// Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+	// that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+	// capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
+	SetPipelineDepth(ctx context.Context, in *SetPipelineDepthRequest, opts ...grpc.CallOption) (*SetPipelineDepthResponse, error)
 }
 
 type adminServiceClient struct {
@@ -120,6 +126,16 @@ func (c *adminServiceClient) WatchTimeline(ctx context.Context, in *WatchTimelin
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type AdminService_WatchTimelineClient = grpc.ServerStreamingClient[WatchTimelineResponse]
 
+func (c *adminServiceClient) SetPipelineDepth(ctx context.Context, in *SetPipelineDepthRequest, opts ...grpc.CallOption) (*SetPipelineDepthResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SetPipelineDepthResponse)
+	err := c.cc.Invoke(ctx, AdminService_SetPipelineDepth_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AdminServiceServer is the server API for AdminService service.
 // All implementations must embed UnimplementedAdminServiceServer
 // for forward compatibility.
@@ -145,6 +161,11 @@ type AdminServiceServer interface {
 	// nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
 	// Ends after the duration; a lost engine leaves a gap.
 	WatchTimeline(*WatchTimelineRequest, grpc.ServerStreamingServer[WatchTimelineResponse]) error
+	// Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+	// Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+	// that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+	// capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
+	SetPipelineDepth(context.Context, *SetPipelineDepthRequest) (*SetPipelineDepthResponse, error)
 	mustEmbedUnimplementedAdminServiceServer()
 }
 
@@ -169,6 +190,9 @@ func (UnimplementedAdminServiceServer) GetMetrics(context.Context, *GetMetricsRe
 }
 func (UnimplementedAdminServiceServer) WatchTimeline(*WatchTimelineRequest, grpc.ServerStreamingServer[WatchTimelineResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchTimeline not implemented")
+}
+func (UnimplementedAdminServiceServer) SetPipelineDepth(context.Context, *SetPipelineDepthRequest) (*SetPipelineDepthResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetPipelineDepth not implemented")
 }
 func (UnimplementedAdminServiceServer) mustEmbedUnimplementedAdminServiceServer() {}
 func (UnimplementedAdminServiceServer) testEmbeddedByValue()                      {}
@@ -274,6 +298,24 @@ func _AdminService_WatchTimeline_Handler(srv interface{}, stream grpc.ServerStre
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type AdminService_WatchTimelineServer = grpc.ServerStreamingServer[WatchTimelineResponse]
 
+func _AdminService_SetPipelineDepth_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetPipelineDepthRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).SetPipelineDepth(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: AdminService_SetPipelineDepth_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).SetPipelineDepth(ctx, req.(*SetPipelineDepthRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // AdminService_ServiceDesc is the grpc.ServiceDesc for AdminService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -296,6 +338,10 @@ var AdminService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetMetrics",
 			Handler:    _AdminService_GetMetrics_Handler,
+		},
+		{
+			MethodName: "SetPipelineDepth",
+			Handler:    _AdminService_SetPipelineDepth_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

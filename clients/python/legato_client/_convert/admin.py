@@ -37,6 +37,7 @@ def _engine(engine: admin_pb2.EngineLoad) -> admin.EngineLoad:
         step=engine.step,
         restarts=engine.restarts,
         decode_steps=None if steps is None else _steps(steps),
+        pipeline_depth=engine.pipeline_depth,
     )
 
 
@@ -57,7 +58,16 @@ def timeline(response: admin_pb2.WatchTimelineResponse) -> admin.TimelineUpdate:
     return admin.TimelineUpdate(
         spans=tuple(_span(each, response.engine) for each in response.spans),
         decode_steps=None if steps is None else _steps(steps),
+        engine=response.engine,
+        engine_started=response.engine_started_ns / 1e9,
+        lost_launches=response.lost_launches,
+        pipeline_depth=response.pipeline_depth,
+        depth_switch=response.depth_switch,
     )
+
+
+def nothing(response: admin_pb2.SetPipelineDepthResponse) -> None:
+    pass
 
 
 def _span(span: admin_pb2.TimelineSpan, engine: int) -> admin.TimelineSpan:
@@ -72,6 +82,7 @@ def _span(span: admin_pb2.TimelineSpan, engine: int) -> admin.TimelineSpan:
         riding=span.riding,
         zombies=span.zombies,
         engine=engine,
+        tokens=span.tokens,
     )
 
 

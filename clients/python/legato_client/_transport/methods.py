@@ -48,4 +48,7 @@ GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, admin.load)
 ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, admin.abort_count)
 GET_METRICS = Method(_ADMIN + "GetMetrics", admin_pb2.GetMetricsResponse, admin.metrics)
 WATCH_TIMELINE = Method(_ADMIN + "WatchTimeline", admin_pb2.WatchTimelineResponse, admin.timeline)
+SET_PIPELINE_DEPTH = Method(
+    _ADMIN + "SetPipelineDepth", admin_pb2.SetPipelineDepthResponse, admin.nothing
+)
 DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)

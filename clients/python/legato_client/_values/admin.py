@@ -28,7 +28,8 @@ class DecodeSteps:
 class EngineLoad:
     """What one engine of the server holds; the fields are those of `Load`.
 
-    `restarts` counts the engines that followed a lost one on its device.
+    `restarts` counts the engines that followed a lost one on its device. `pipeline_depth` is how
+    many launches it may have in flight, 0 where it has no pipeline or the server does not tell.
     """
 
     device: str
@@ -40,6 +41,7 @@ class EngineLoad:
     step: int
     restarts: int
     decode_steps: DecodeSteps | None
+    pipeline_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class TimelineSpan:
     """What a lane of the server's engine did for one launch.
 
     `start` and `duration` are in seconds, of the server's monotonic clock. `kind` is that of the
-    launch. `riding` decodes share a prefill; `zombies` are tasks that had ended before. `engine` is
-    the engine's index in `Load.engines`.
+    launch, which has `rows` tasks and generated `tokens`. `riding` decodes share a prefill;
+    `zombies` are tasks that had ended before. `engine` is the engine's index in `Load.engines`.
     """
 
     lane: str
@@ -99,11 +101,24 @@ class TimelineSpan:
     riding: int
     zombies: int
     engine: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineUpdate:
-    """The launches that ended since the update before, and what decode steps cost."""
+    """The launches that one engine ended since its update before, and what its decode steps cost.
+
+    `engine_started` is in seconds of the server's monotonic clock; another value than before is an
+    engine that follows a lost one. `lost_launches` are missing before these spans, because this
+    client read too slowly. `pipeline_depth` is 1 for blocking and 2 for pipelined decoding, 0
+    without a pipeline; `depth_switch` tells whether `set_pipeline_depth` is allowed. The first
+    update has no spans, and 0 for the engine's start and depth.
+    """
 
     spans: tuple[TimelineSpan, ...]
     decode_steps: DecodeSteps | None
+    engine: int = 0
+    engine_started: float = 0.0
+    lost_launches: int = 0
+    pipeline_depth: int = 0
+    depth_switch: bool = False

@@ -113,6 +113,7 @@ class EngineLoad(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
+    PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Its device, as `--devices` or `--device` names it."""
     state: _builtins.str
@@ -127,6 +128,8 @@ class EngineLoad(_message.Message):
     """Steps it finished since it started."""
     restarts: _builtins.int
     """Engines that followed a lost one there. 0 from a service process other than the first."""
+    pipeline_depth: _builtins.int
+    """Launches that it may have in flight: 1 blocks, 2 pipelines. 0: not known yet, or an engine without a pipeline."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
         """How long a request arriving there now would wait. Absent: not known."""
@@ -147,10 +150,11 @@ class EngineLoad(_message.Message):
         step: _builtins.int = ...,
         decode_steps: Global___DecodeSteps | None = ...,
         restarts: _builtins.int = ...,
+        pipeline_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "estimated_wait", b"estimated_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "device", b"device", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "restarts", b"restarts", "running", b"running", "state", b"state", "step", b"step", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "device", b"device", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "pipeline_depth", b"pipeline_depth", "restarts", b"restarts", "running", b"running", "state", b"state", "step", b"step", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -423,8 +427,26 @@ class WatchTimelineResponse(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     DECODE_STEPS_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINE_STARTED_NS_FIELD_NUMBER: _builtins.int
+    LOST_LAUNCHES_FIELD_NUMBER: _builtins.int
+    PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
+    DEPTH_SWITCH_FIELD_NUMBER: _builtins.int
     engine: _builtins.int
     """The engine that did it: its index in GetLoadResponse.engines."""
+    engine_started_ns: _builtins.int
+    """When this engine started, in nanoseconds of the server's monotonic clock: another value than before is another
+    engine, which follows a lost one and counts its launches anew. 0 in the first response.
+    """
+    lost_launches: _builtins.int
+    """Launches missing before these, since the response before: the caller or its service process read too slowly, and
+    the engine waits for nobody.
+    """
+    pipeline_depth: _builtins.int
+    """Launches that the engine may have in flight, as of the last one here: 1 blocks, 2 pipelines. 0 in the first
+    response, and of an engine without a pipeline.
+    """
+    depth_switch: _builtins.bool
+    """Whether this server allows SetPipelineDepth."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineSpan]:
         """What was done, each launch's parts together."""
@@ -439,10 +461,14 @@ class WatchTimelineResponse(_message.Message):
         spans: _abc.Iterable[Global___TimelineSpan] | None = ...,
         decode_steps: Global___DecodeSteps | None = ...,
         engine: _builtins.int = ...,
+        engine_started_ns: _builtins.int = ...,
+        lost_launches: _builtins.int = ...,
+        pipeline_depth: _builtins.int = ...,
+        depth_switch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine", b"engine", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "depth_switch", b"depth_switch", "engine", b"engine", "engine_started_ns", b"engine_started_ns", "lost_launches", b"lost_launches", "pipeline_depth", b"pipeline_depth", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,6 +489,7 @@ class TimelineSpan(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     RIDING_FIELD_NUMBER: _builtins.int
     ZOMBIES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     lane: _builtins.str
     """`cpu plan`, `cpu launch`, `cpu wait`, `cpu commit` and `cpu finalize` are the host's; `device compute`,
     `device copy` and `device idle` are the device's; `slot 0` and `slot 1` are the pipeline's. More may be added.
@@ -483,6 +510,8 @@ class TimelineSpan(_message.Message):
     """Of them, decodes that ride along in a prefill."""
     zombies: _builtins.int
     """Of them, tasks that had ended before."""
+    tokens: _builtins.int
+    """Tokens that the launch generated."""
     def __init__(
         self,
         *,
@@ -495,11 +524,51 @@ class TimelineSpan(_message.Message):
         rows: _builtins.int = ...,
         riding: _builtins.int = ...,
         zombies: _builtins.int = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "kind", b"kind", "lane", b"lane", "launch", b"launch", "name", b"name", "riding", b"riding", "rows", b"rows", "start_ns", b"start_ns", "zombies", b"zombies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "kind", b"kind", "lane", b"lane", "launch", b"launch", "name", b"name", "riding", b"riding", "rows", b"rows", "start_ns", b"start_ns", "tokens", b"tokens", "zombies", b"zombies"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TimelineSpan: _TypeAlias = TimelineSpan  # noqa: Y015
+
+@_typing.final
+class SetPipelineDepthRequest(_message.Message):
+    """Asks SetPipelineDepth."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPTH_FIELD_NUMBER: _builtins.int
+    depth: _builtins.int
+    """Launches in flight: 1 blocks, 2 pipelines. Required."""
+    def __init__(
+        self,
+        *,
+        depth: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPipelineDepthRequest: _TypeAlias = SetPipelineDepthRequest  # noqa: Y015
+
+@_typing.final
+class SetPipelineDepthResponse(_message.Message):
+    """Answers SetPipelineDepth."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPipelineDepthResponse: _TypeAlias = SetPipelineDepthResponse  # noqa: Y015

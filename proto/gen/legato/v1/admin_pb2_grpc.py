@@ -61,6 +61,11 @@ class AdminServiceStub:
                 request_serializer=legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.SerializeToString,
                 response_deserializer=legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.FromString,
                 _registered_method=True)
+        self.SetPipelineDepth = channel.unary_unary(
+                '/legato.v1.AdminService/SetPipelineDepth',
+                request_serializer=legato_dot_v1_dot_admin__pb2.SetPipelineDepthRequest.SerializeToString,
+                response_deserializer=legato_dot_v1_dot_admin__pb2.SetPipelineDepthResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -111,6 +116,16 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPipelineDepth(self, request, context):
+        """Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+        Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+        that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+        capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -138,6 +153,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchTimeline,
                     request_deserializer=legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.FromString,
                     response_serializer=legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.SerializeToString,
+            ),
+            'SetPipelineDepth': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPipelineDepth,
+                    request_deserializer=legato_dot_v1_dot_admin__pb2.SetPipelineDepthRequest.FromString,
+                    response_serializer=legato_dot_v1_dot_admin__pb2.SetPipelineDepthResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,6 +297,33 @@ class AdminService:
             '/legato.v1.AdminService/WatchTimeline',
             legato_dot_v1_dot_admin__pb2.WatchTimelineRequest.SerializeToString,
             legato_dot_v1_dot_admin__pb2.WatchTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPipelineDepth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/legato.v1.AdminService/SetPipelineDepth',
+            legato_dot_v1_dot_admin__pb2.SetPipelineDepthRequest.SerializeToString,
+            legato_dot_v1_dot_admin__pb2.SetPipelineDepthResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,12 @@ class AdminServiceStub:
     nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
     Ends after the duration; a lost engine leaves a gap.
     """
+    SetPipelineDepth: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPipelineDepthRequest, _admin_pb2.SetPipelineDepthResponse]
+    """Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+    Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+    that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+    capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -86,6 +92,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
     nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
     Ends after the duration; a lost engine leaves a gap.
+    """
+    SetPipelineDepth: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPipelineDepthRequest, _admin_pb2.SetPipelineDepthResponse]  # type: ignore[assignment]
+    """Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+    Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+    that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+    capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +155,18 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells what the engine's host and device do, launch by launch, while they do it. Costs the engine nothing while
         nothing watches. The first response comes at once, without spans; then nothing comes while the engine is idle.
         Ends after the duration; a lost engine leaves a gap.
+        """
+
+    @_abc_1.abstractmethod
+    def SetPipelineDepth(
+        self,
+        request: _admin_pb2.SetPipelineDepthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetPipelineDepthResponse, _abc.Awaitable[_admin_pb2.SetPipelineDepthResponse]]:
+        """Sets how many launches every engine has in flight, to compare pipelined with blocking decoding while it serves.
+        Results stay the same. Returns at once; the engines follow at their next step, and GetLoad tells when. An engine
+        that is started again has the server's own depth. UNIMPLEMENTED on a server that does not allow it (its
+        capabilities lack `pipeline_depth`); INVALID_ARGUMENT INVALID_FIELD for another depth than 1 or 2.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

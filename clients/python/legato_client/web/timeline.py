@@ -1,0 +1,199 @@
+"""The live timeline of the engines as server-sent events, and the switch of the pipeline's depth."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from legato_client._async_client import AsyncClient
+from legato_client._errors import InvalidArgument, LegatoError
+from legato_client._values.admin import TimelineSpan, TimelineUpdate
+from legato_client.web.server import backend_of
+
+NAMES = (
+    "plan",
+    "launch",
+    "finalize",
+    "wait",
+    "commit",
+    "forward",
+    "sample",
+    "copy",
+    "idle",
+    "held",
+)
+"""The names of spans, which events give as indices. timeline-store.js has the same list."""
+
+_WATCH = 600.0  # seconds; then the page asks again
+SILENCE = 15.0
+"""Seconds without an update before a comment, by which a page that left is noticed."""
+
+QUIET = b": quiet\n\n"
+_MAX_BODY = 1024
+_JSON = "application/json"
+_US = 1e6
+
+
+def routes(operator: Callable[[], str] | None = None, *, switch: bool = True) -> list[BaseRoute]:
+    """`GET /timeline/events` and, with `switch`, `POST /timeline/depth`.
+
+    `operator` returns the target of AdminService where it is a socket of its own; "", as None, is
+    where the other routes ask. The application maps a `LegatoError` to its answer.
+    """
+    timeline = _Timeline(operator, switch)
+    depth = [Route("/timeline/depth", timeline.set_depth, methods=["POST"])] if switch else []
+    return [Route("/timeline/events", timeline.events), *depth]
+
+
+class _Timeline:
+    def __init__(self, operator: Callable[[], str] | None, switch: bool) -> None:
+        self._operator = operator
+        self._switch = switch
+
+    async def events(self, request: Request) -> Response:
+        """A refusal is an answer of its own, because it comes before the first event."""
+        events = self._events(request)
+        try:
+            first = await anext(events)
+        except BaseException:
+            await events.aclose()
+            raise
+        return StreamingResponse(
+            _chained(first, events),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    async def set_depth(self, request: Request) -> Response:
+        """The body is `{"depth": 1}`, of a type that a form of another page cannot send."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != _JSON:
+            raise InvalidArgument(f"the body must be {_JSON}")
+        depth = _depth_of(await _body(request))
+        async with self._client(request) as client:
+            await client.set_pipeline_depth(depth)
+        return JSONResponse({"depth": depth})
+
+    @contextlib.asynccontextmanager
+    async def _client(self, request: Request) -> AsyncIterator[AsyncClient]:
+        target = self._operator() if self._operator else ""
+        if not target:
+            yield backend_of(request).client
+            return
+        async with AsyncClient(target, token="") as client:
+            yield client
+
+    async def _events(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """Until the server or the page ends them; a failure after the first is the last event."""
+        begun = False
+        async with self._client(request) as client:
+            updates = client.watch_timeline(_WATCH)
+            async with contextlib.aclosing(updates), contextlib.aclosing(_heard(updates)) as heard:
+                try:
+                    async for update in heard:
+                        begun = True
+                        yield QUIET if update is None else event(document(update, self._switch))
+                except LegatoError as error:
+                    if not begun:
+                        raise
+                    yield event({"error": {"message": error.message, "code": error.code}})
+
+
+async def _chained(
+    first: bytes, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        yield first
+        async for each in events:
+            yield each
+
+
+async def _heard(
+    updates: AsyncGenerator[TimelineUpdate, None],
+) -> AsyncGenerator[TimelineUpdate | None, None]:
+    """None while no update comes, every `SILENCE` seconds."""
+    pending: asyncio.Task[TimelineUpdate] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(_next(updates))
+            done, _ = await asyncio.wait({pending}, timeout=SILENCE)
+            if done:
+                update, pending = pending.result(), None
+                yield update
+            else:
+                yield None
+    except StopAsyncIteration:
+        return
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
+
+
+async def _next(updates: AsyncGenerator[TimelineUpdate, None]) -> TimelineUpdate:
+    return await anext(updates)
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise InvalidArgument("the body is too long")
+    return body
+
+
+def _depth_of(body: bytes) -> int:
+    try:
+        depth = json.loads(body)["depth"]
+    except (ValueError, TypeError, KeyError):
+        raise InvalidArgument("the body must be a JSON object with `depth`") from None
+    if type(depth) is not int or depth not in (1, 2):
+        raise InvalidArgument("depth must be 1 or 2")
+    return depth
+
+
+def document(update: TimelineUpdate, switch: bool = True) -> dict[str, Any]:
+    """What the page is told, as JSON; times in microseconds of the server's monotonic clock.
+
+    A launch is `[number, kind, slot, rows, riding, zombies, tokens, start, spans]`, with slot -1
+    where it had none; its spans are triples in a row: index in `NAMES`, start after the launch's,
+    and length.
+    """
+    steps = update.decode_steps
+    return {
+        "engine": update.engine,
+        "started": round(update.engine_started * _US),
+        "lost": update.lost_launches,
+        "depth": update.pipeline_depth,
+        "switch": update.depth_switch and switch,
+        "steps": None if steps is None else dataclasses.asdict(steps),
+        "launches": list(_launches(update.spans)),
+    }
+
+
+def _launches(spans: tuple[TimelineSpan, ...]) -> Iterator[list[Any]]:
+    for _, group in itertools.groupby(spans, key=lambda span: span.launch):
+        own = list(group)
+        first, start = own[0], min(span.start for span in own)
+        slot, flat = -1, list[float]()
+        for span in own:
+            if span.lane.startswith("slot "):
+                slot = int(span.lane.removeprefix("slot "))
+            if span.name in NAMES:  # a newer server may have more
+                offset, length = (span.start - start) * _US, span.duration * _US
+                flat += (NAMES.index(span.name), round(offset, 1), round(length, 1))
+        counts = (first.rows, first.riding, first.zombies, first.tokens)
+        yield [first.launch, first.kind, slot, *counts, round(start * _US, 1), flat]
+
+
+def event(value: object) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
