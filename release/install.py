@@ -16,7 +16,16 @@ WEIGHTS = (".safetensors", ".pt", ".bin", ".npz")
 
 # What each wheel must have besides its modules.
 CONTENTS = {
-    CLIENT: ("legato/v1/descriptor.binpb", "legato_client/py.typed", "licenses/LICENSE"),
+    CLIENT: (
+        "legato/v1/descriptor.binpb",
+        "legato_client/py.typed",
+        "legato_client/web/static/index.html",
+        "legato_client/web/static/app.js",
+        "legato_client/web/static/timeline.js",
+        "legato_client/web/static/samples/scene.jpg",
+        "legato_client/web/static/drawings/LICENSE-fluent-emoji",
+        "licenses/LICENSE",
+    ),
     SERVER: (
         "legato_service/__main__.py",
         "legato_engine/kernels/cuda/sources/layer_maps.cu",

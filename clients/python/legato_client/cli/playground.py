@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from legato_client.cli import web
+from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.terminal import Terminal
+from legato_client.web.listen import Listen
 
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
@@ -44,7 +46,21 @@ def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
         certificate=bool(args.cert),
         token=token.source_of(args.token_file) is not None,
     )
-    return routes(connection)
+    return routes(connection, _operator(args))
+
+
+def _operator(args: argparse.Namespace) -> Callable[[], str] | None:
+    """A page that only this host can reach acts as this host's operator."""
+    if not Listen(args.listen).is_local:
+        return None
+    if args.token_file or args.cert:
+        return lambda: ""
+
+    def target() -> str:
+        found = admin_target(args.server)
+        return "" if found == args.server else found
+
+    return target
 
 
 def _middleware() -> Sequence[Middleware]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -11,16 +12,19 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
 from legato_client.web import routes as http
+from legato_client.web import timeline
 from legato_client.web.playground import live, questions
 from legato_client.web.playground.snippets import Connection
 
 STATIC = Path(__file__).parents[1] / "static"
 
 
-def routes(connection: Connection) -> list[BaseRoute]:
+def routes(connection: Connection, operator: Callable[[], str] | None = None) -> list[BaseRoute]:
     """The page, its files, what it asks for, and all of `legato http`; to be served with `Guard`.
 
-    `connection` is how the programs that the page shows reach the server.
+    `connection` is how the programs that the page shows reach the server. `operator` returns the
+    target of AdminService, "" where it is the server's own; None keeps the page from changing the
+    pipeline's depth.
     """
     describe = functools.partial(questions.describe, connection=connection)
     snippets = functools.partial(questions.snippets, connection=connection)
@@ -33,7 +37,7 @@ def routes(connection: Connection) -> list[BaseRoute]:
         Route("/playground/code", questions.told(snippets), methods=["POST"]),
         WebSocketRoute("/playground/session", live.session),
     ]
-    return [*own, *http.routes()]
+    return [*own, *timeline.routes(operator, switch=operator is not None), *http.routes()]
 
 
 async def _page(request: Request) -> Response:

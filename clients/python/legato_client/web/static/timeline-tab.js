@@ -1,4 +1,4 @@
-// The tab "Timeline". Its module and its endpoint may be absent, so it is loaded when it is shown.
+// The tab "Timeline", whose module is loaded when it is shown first. That tells itself what the endpoint says.
 
 import { byId, el } from "./dom.js";
 
@@ -12,10 +12,10 @@ export async function startTimeline() {
     el("p", { className: "help" }, "Launch by launch, as it happens."), place));
   try {
     const { mountTimeline } = await import("./timeline.js");
-    await mountTimeline(place, { url: URL });
+    mountTimeline(place, { url: URL });
   } catch {
     place.replaceChildren(el("p", { className: "notice", role: "status" },
-      "The live timeline is not available in this playground: its module or its endpoint is missing. ",
+      "The live timeline is not available in this playground: its module is missing. ",
       el("code", {}, "legato trace --server"), " records the same into a file."));
   }
 }
