@@ -7,6 +7,7 @@ import struct
 import time
 
 import pytest
+from legato_client.web.playground import live
 from websockets.sync.client import connect
 
 from tests.e2e.server import until
@@ -87,6 +88,7 @@ def test_a_bad_picture_fails_its_frame_only(session):
         {"tasks": [{}]},
         {"tasks": OPENING["tasks"] * 2},
         OPENING | {"policy": "oldest_wins"},
+        OPENING | {"policy": ["latest_wins"]},
         OPENING | {"max_frame_age": -1},
         OPENING | {"max_frame_age": "soon"},
         OPENING | {"tempo": 3},
@@ -101,7 +103,15 @@ def test_a_wrong_opening_is_refused(session, opening):
 
 
 @pytest.mark.parametrize(
-    "message", [b"short", frame(0), frame(1, captured=-1.0), frame(1, captured=float("nan")), "{}"]
+    "message",
+    [
+        b"short",
+        bytes(live.MAX_FRAME_BYTES + 1),
+        frame(0),
+        frame(1, captured=-1.0),
+        frame(1, captured=float("nan")),
+        "{}",
+    ],
 )
 def test_a_wrong_message_ends_the_session(session, message):
     """It says what was wrong."""

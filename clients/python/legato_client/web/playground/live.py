@@ -13,18 +13,19 @@ import contextlib
 import dataclasses
 import math
 import struct
-from typing import Any
+from typing import Any, cast
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from legato_client._async_client import AsyncClient
 from legato_client._errors import InvalidArgument, LegatoError
 from legato_client._session.async_session import AsyncSession
-from legato_client._values.results import FrameStamp
+from legato_client._values.results import FrameStamp, Result
 from legato_client._values.session import (
     Answer,
     FrameDelta,
     FrameDropped,
+    FramePolicy,
     FrameResult,
     GoAway,
     SessionStats,
@@ -44,7 +45,7 @@ async def session(websocket: WebSocket) -> None:
     await websocket.accept()
     client = websocket.state.backend.client
     try:
-        opening = bodies.json_object(await websocket.receive_text())
+        opening = await _receive(websocket)
         async with _open(client, opening) as running:
             await _serve(websocket, running)
         await websocket.close(_CLOSED_NORMALLY)
@@ -56,8 +57,19 @@ async def session(websocket: WebSocket) -> None:
         return
 
 
-def _open(client: AsyncClient, opening: dict[str, Any]) -> AsyncSession:
+async def _receive(websocket: WebSocket) -> bytes | dict[str, Any]:
+    """A frame, or a JSON object; raises InvalidArgument, and WebSocketDisconnect at the end."""
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
+    data: bytes | None = message.get("bytes")
+    return bodies.json_object(message.get("text") or "") if data is None else data
+
+
+def _open(client: AsyncClient, opening: bytes | dict[str, Any]) -> AsyncSession:
     """Raises InvalidArgument."""
+    if isinstance(opening, bytes):
+        raise tasks.invalid("message", "must open the session")
     if unknown := opening.keys() - set(_SETTINGS):
         raise tasks.invalid(min(unknown), "is no setting of a session")
     wanted = opening.get("tasks")
@@ -69,7 +81,7 @@ def _open(client: AsyncClient, opening: dict[str, Any]) -> AsyncSession:
     try:
         return client.session(
             [tasks.read_task(each) for each in wanted],
-            policy=opening.get("policy", "latest_wins"),
+            policy=cast(FramePolicy, bodies.text_of(opening, "policy") or "latest_wins"),
             max_frame_age=age,
             model=bodies.text_of(opening, "model") or "",
             when_full="drop",
@@ -98,21 +110,19 @@ async def _serve(websocket: WebSocket, running: AsyncSession) -> None:
 async def _read_page(websocket: WebSocket, running: AsyncSession) -> None:
     """Returns once the page has said that it is finished."""
     while True:
-        message = await websocket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", _CLOSED_NORMALLY))
-        data = message.get("bytes")
-        if data is None:
-            if bodies.json_object(message.get("text") or "") != {"finish": True}:
-                raise tasks.invalid("message", "must be a frame, or finish")
-            await running.finish()
-            return
-        await _send_frame(websocket, running, data)
+        message = await _receive(websocket)
+        if isinstance(message, bytes):
+            await _send_frame(websocket, running, message)
+            continue
+        if message != {"finish": True}:
+            raise tasks.invalid("message", "must be a frame, or finish")
+        await running.finish()
+        return
 
 
 async def _send_frame(websocket: WebSocket, running: AsyncSession, data: bytes) -> None:
-    if len(data) <= _HEAD.size:
-        raise tasks.invalid("frame", "is too short")
+    if not _HEAD.size < len(data) <= MAX_FRAME_BYTES:
+        raise tasks.invalid("frame", f"must have {_HEAD.size + 1} to {MAX_FRAME_BYTES} bytes")
     captured, sequence = _HEAD.unpack_from(data)
     if not 0 <= captured < 1e14 or sequence == 0:
         raise tasks.invalid("frame", "has no time of capture, or no sequence")
@@ -139,14 +149,12 @@ def answer_of(answer: Answer) -> Json:
     """What a session says of a frame, as the page reads it."""
     match answer:
         case FrameResult():
-            outcome = answer.outcome
-            failed = isinstance(outcome, LegatoError)
             return {
                 "type": "result",
                 "sequence": answer.sequence,
                 "task_id": answer.task_id,
                 "last": answer.last_for_frame,
-                "outcome": answers.failure(outcome) if failed else answers.result(outcome),
+                "outcome": _outcome(answer.outcome),
             }
         case FrameDropped():
             return {"type": "dropped", **dataclasses.asdict(answer)}
@@ -157,3 +165,9 @@ def answer_of(answer: Answer) -> Json:
         case GoAway():
             reason = answers.failure(answer.reason) if answer.reason else None
             return {"type": "go_away", "time_left": answer.time_left, "reason": reason}
+
+
+def _outcome(outcome: Result | LegatoError) -> Json:
+    if isinstance(outcome, LegatoError):
+        return answers.failure(outcome)
+    return answers.result(outcome)

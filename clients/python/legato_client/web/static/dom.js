@@ -5,8 +5,8 @@ export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name === "data") Object.assign(made.dataset, value);
-    else if (name in made && name !== "list") made[name] = value;
-    else made.setAttribute(name, value);
+    else if (name in made) made[name] = value;
+    else made.setAttribute(name.replace(/^aria(?=[A-Z])/, "aria-").toLowerCase(), value);
   }
   made.append(...children.filter((child) => child !== null && child !== undefined));
   return made;
