@@ -102,17 +102,17 @@ def test_a_wrong_opening_is_refused(session, opening):
     assert (failure["type"], failure["code"]) == ("failed", "INVALID_ARGUMENT")
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"short",
-        bytes(live.MAX_FRAME_BYTES + 1),
-        frame(0),
-        frame(1, captured=-1.0),
-        frame(1, captured=float("nan")),
-        "{}",
-    ],
-)
+WRONG = {
+    "short": b"short",
+    "long": bytes(live.MAX_FRAME_BYTES + 1),
+    "unnumbered": frame(0),
+    "before 1970": frame(1, captured=-1.0),
+    "at no time": frame(1, captured=float("nan")),
+    "unknown": "{}",
+}
+
+
+@pytest.mark.parametrize("message", WRONG.values(), ids=WRONG)
 def test_a_wrong_message_ends_the_session(session, message):
     """It says what was wrong."""
     session.send(json.dumps(OPENING))
