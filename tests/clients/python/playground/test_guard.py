@@ -8,7 +8,7 @@ from legato_client.web.playground.guard import CONTENT_SECURITY_POLICY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-POSTS = ("/playground/pictures", "/playground/generate", "/playground/code", "/v1/query")
+POSTS = ("/playground/generate", "/timeline/depth", "/v1/query")
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -17,6 +17,7 @@ POSTS = ("/playground/pictures", "/playground/generate", "/playground/code", "/v
     [
         {"origin": "https://elsewhere.example"},
         {"origin": "null"},
+        {"origin": "http://["},
         {"origin": "http://127.0.0.1:1"},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
@@ -43,9 +44,12 @@ def test_a_name_that_was_pointed_here_is_refused(site):
 
 
 def test_the_page_may_be_opened_by_a_link_elsewhere(site):
-    """It only shows itself."""
-    response = httpx.get(f"http://{site}/", headers={"sec-fetch-site": "cross-site"})
-    assert response.status_code == 200
+    """But not be a part of another page, nor be asked by its scripts."""
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert httpx.get(f"http://{site}/", headers=link).status_code == 200
+    for path in ("/", "/static/app.js", "/playground/server", "/timeline/events"):
+        part = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        assert httpx.get(f"http://{site}{path}", headers=part).status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/playground/server", "/nowhere"])

@@ -36,13 +36,14 @@ _HEADERS = {
 }
 _SAFE_METHODS = ("GET", "HEAD")
 _OWN_SITES = ("same-origin", "none")
+_FOREIGN = "requests of other sites are refused"
 
 
 class Guard:
     """Refuses requests of other sites, and adds the page's policies to every answer.
 
-    Browsers tell the site that a request comes from; programs do not. What is not a GET, and every
-    websocket, must come from this host or from a program.
+    Browsers tell the site that a request comes from; programs do not. All but a link that is
+    followed must come from this host or from a program.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -71,16 +72,27 @@ class Guard:
 def _problem(scope: Scope) -> str:
     """Why a request is refused; empty for one that is not."""
     headers = Headers(scope=scope)
-    origin, host = headers.get("origin"), headers.get("host", "")
-    is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
-    if is_foreign or (headers.get("sec-fetch-site", "none") not in _OWN_SITES and _acts(scope)):
-        return "requests of other sites are refused"
-    return ""
+    origin = headers.get("origin")
+    if origin is not None and _host_of(origin) != headers.get("host", "").lower():
+        return _FOREIGN
+    if headers.get("sec-fetch-site", "none") in _OWN_SITES or _is_followed_link(scope, headers):
+        return ""
+    return _FOREIGN
 
 
-def _acts(scope: Scope) -> bool:
-    """Whether a request does more than show the page, which a link elsewhere may."""
-    return scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS
+def _is_followed_link(scope: Scope, headers: Headers) -> bool:
+    """Of another site to the page, which then is shown to its own user only."""
+    if scope["type"] == "websocket":
+        return False
+    return scope["method"] in _SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
+
+
+def _host_of(origin: str) -> str:
+    """Empty for what is no origin, as `null`."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 async def _refuse(problem: str, scope: Scope, receive: Receive, send: Send) -> None:
