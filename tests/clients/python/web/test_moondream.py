@@ -25,7 +25,7 @@ PIECES = ("M 0 0 ", "L 1 0 L 1 1 z")
 
 needs_moondream = pytest.mark.skipif(
     importlib.util.find_spec("moondream") is None,
-    reason="the package moondream brings 700 MB of CUDA kernels: pip install --no-deps moondream",
+    reason="needs the package moondream, without the kernels that it brings: make tools",
 )
 
 

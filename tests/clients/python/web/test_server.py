@@ -1,0 +1,118 @@
+"""The HTTP process: where it listens, as whom it calls, how healthy it is."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from legato_client import AsyncClient
+from legato_client._transport.token import TokenSource
+from legato_client.web import caller
+from legato_client.web.listen import Listen
+
+from tests.clients.python.failures import failure
+from tests.clients.python.web.serving import CHAT, HELLO, serving
+
+QUERY = {"question": "why?"}
+PROTECTED = {"tls_cert": __file__, "tls_key": __file__, "require_token": True}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:80", "[::1]:80", "127.9.9.9:1"])
+def test_loopback_needs_no_protection(address):
+    """Addresses that no other machine can reach are taken as they are."""
+    Listen(address).check()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "a.example:80", "10.0.0.1:0"])
+def test_others_need_protection(address):
+    """Any other address needs TLS and tokens, both, or to be allowed."""
+    Listen(address, **PROTECTED).check()
+    Listen(address, allow_remote=True).check()
+    for missing, value in PROTECTED.items():
+        with pytest.raises(ValueError, match=r"tls|others can reach"):
+            Listen(address, **{**PROTECTED, missing: type(value)()}).check()
+
+
+@pytest.mark.parametrize("address", ["", "8080", ":8080", "127.0.0.1", "127.0.0.1:65536", "h:p"])
+def test_malformed_addresses(address):
+    """What is not HOST:PORT is refused."""
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Listen(address).check()
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent"),
+    [
+        ({"Authorization": "Bearer legato_a_b"}, "Bearer legato_a_b"),
+        ({"authorization": "bearer  legato_a_b "}, "Bearer legato_a_b"),
+        ({"X-Moondream-Auth": "legato_c_d"}, "Bearer legato_c_d"),
+        ({"Authorization": "Bearer x", "X-Moondream-Auth": "y"}, "Bearer x"),
+        ({"Authorization": "Bearer "}, None),
+        ({"Authorization": "Basic dXNlcjpwYXNz"}, None),
+        ({}, None),
+    ],
+)
+def test_the_callers_token_is_passed_on(web, headers, sent):
+    """Each request calls with its own token, whoever called before it."""
+    web.post("/v1/query", QUERY, {"Authorization": "Bearer of-another-caller"})
+    assert web.post("/v1/query", QUERY, headers).status == 200
+    _, _, metadata = web.fake.requests[-1]
+    assert metadata.get("authorization") == sent
+
+
+@pytest.mark.parametrize("token", ["a b", "a\tb", "é", "x" * 8193])
+def test_a_malformed_token_is_not_taken_for_none(web, token):
+    """A token that cannot be one is refused, so that no other credential is used instead."""
+    headers = {"Authorization": f"Bearer {token}".encode("latin-1").decode("latin-1")}
+    reply = web.post("/v1/query", QUERY, headers)
+    assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+    assert token not in reply.error["message"]
+    assert not web.fake.requests
+
+
+async def test_a_function_may_have_no_token():
+    """A client whose function has no token now sends none, and not that of the call before."""
+    tokens = iter(["legato_a_b", "", ""])
+    source = TokenSource(lambda: next(tokens))
+    assert [source.read(), source.read(), source.credential] == ["legato_a_b", "", ""]
+    assert caller.token() == ""
+    async with AsyncClient("127.0.0.1:1", token=caller.token) as client:
+        assert not [key for key, _ in client._connection.metadata() if key == "authorization"]
+
+
+def test_pages_of_other_names_are_refused(web):
+    """On loopback a Host that is no name of this host is refused: a browser's page can send it."""
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:8080"):
+        assert web.send("GET", "/healthz", b"", {"host": host}).status == 400
+    for host in ("localhost", "localhost:1", "127.0.0.1", "[::1]:80"):
+        assert web.send("GET", "/healthz", b"", {"host": host}).status == 200
+
+
+def test_tokens_may_be_required():
+    """With --require-token a request without a token of its own asks nothing of the server."""
+    with serving(listen=Listen("127.0.0.1:0", require_token=True)) as web:
+        for path, body in ((CHAT, {"messages": HELLO}), ("/v1/query", QUERY)):
+            assert web.post(path, body).status == 401
+            assert web.post(path, body, {"Authorization": "Bearer "}).status == 401
+        assert not web.fake.requests
+        assert web.post("/v1/query", QUERY, {"Authorization": "Bearer t"}).status == 200
+        assert web.get("/healthz").status == web.get("/openapi.json").status == 200
+
+
+def test_aliases():
+    """An alias of a model stands for its model, or for the default one."""
+    with serving(aliases={"gpt": "fake/cups@1", "any": ""}) as web:
+        for name, model, adapter in (("gpt", "fake", "cups@1"), ("any", "", ""), ("m", "m", "")):
+            web.post("/v1/query", {**QUERY, "model": name})
+            options = web.fake.last("Query").options
+            assert (options.model, options.adapter) == (model, adapter)
+
+
+def test_health(web):
+    """The process is healthy by itself, and ready while its server answers, a refusal too."""
+    assert web.get("/healthz").json == web.get("/readyz").json == {"status": "ok"}
+    refusal = failure(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    web.fake.script["GetServerInfo"].append(refusal)
+    assert web.get("/readyz").status == 200
+    web.fake.script["GetServerInfo"].extend([failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")] * 10)
+    assert web.get("/readyz").status == 503
+    assert web.get("/healthz").status == 200
