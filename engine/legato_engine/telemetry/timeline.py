@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from legato_engine.ipc.messages import TimelineSpan
-from legato_engine.scheduler.launch import Launch
+from legato_engine.scheduler.launch import Launch, LaunchKind
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.step_record import StepRecord
 
@@ -107,13 +107,18 @@ class SpanMaker:
     def spans(self, step: Step) -> list[TimelineSpan]:
         """Return a span per part, and one per gap of the device while the host had work for it."""
         record, times = step.record, step.times
+        launch = record.launch
         previous, self._previous = self._previous, step
+        if previous is not None and launch.launch_id != previous.record.launch.launch_id + 1:
+            previous = None  # others were not seen
         # The copy stream runs in order: a copy starts after its sampling and the copy before it.
         copy_start = times.sample_end
         gaps = [(times.forward_end, times.sample_start)]
         if previous is not None:
             copy_start = max(copy_start, previous.times.copy_end)
-            if record.plan_start <= previous.record.commit_end:  # else nothing was in flight
+            # Else nothing was in flight, and only a decode had work to follow at once.
+            in_flight = record.plan_start <= previous.record.commit_end
+            if in_flight or launch.plan.kind is LaunchKind.DECODE:
                 gaps.insert(0, (previous.times.sample_end, times.forward_start))
         parts = (
             ("cpu plan", "plan", record.plan_start, record.plan_end),
@@ -125,9 +130,8 @@ class SpanMaker:
             ("device compute", "sample", times.sample_start, times.sample_end),
             ("device copy", "copy", copy_start, max(copy_start, times.copy_end)),
             *(("device idle", "idle", start, end) for start, end in gaps if end > start),
-            (f"slot {record.launch.slot}", "held", record.plan_end, record.commit_end),
+            (f"slot {launch.slot}", "held", record.plan_end, record.commit_end),
         )
-        launch = record.launch
         common = (
             launch.launch_id,
             launch.plan.kind.value,

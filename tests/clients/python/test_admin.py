@@ -41,9 +41,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 
     def WatchTimeline(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
-        span = admin_pb2.TimelineSpan(
-            lane="slot 0", name="held", start_ns=5_000_000_000, tokens=6
-        )
+        span = admin_pb2.TimelineSpan(lane="slot 0", name="held", start_ns=5_000_000_000, tokens=6)
         yield admin_pb2.WatchTimelineResponse(spans=[span])
         yield admin_pb2.WatchTimelineResponse(
             decode_steps=admin_pb2.DecodeSteps(steps=3, observed_gain=0.5),

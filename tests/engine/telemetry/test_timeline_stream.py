@@ -1,7 +1,8 @@
 """The timeline as it happens."""
 
+from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.telemetry.step_stats import StepStats
-from legato_engine.telemetry.timeline import LANES
+from legato_engine.telemetry.timeline import LANES, SpanMaker
 from legato_engine.telemetry.timeline_stream import PERIOD, TimelineStream
 
 from tests.engine.telemetry.steps import MS, make_step
@@ -63,3 +64,22 @@ def test_idle_spans_are_the_gaps_of_the_device():
     idle = [s for batch in watchers.batches for s in batch.spans if s.lane == "device idle"]
     assert [s.duration for s in idle if s.launch == 1] == [2 * MS, MS]
     assert [s.duration for s in idle if s.launch == 0] == [MS]
+
+
+def test_a_blocking_loop_leaves_the_device_idle_between_decodes():
+    """A decode has work from the commit before on; a prefill may have come after a pause."""
+    for kind, gaps in ((LaunchKind.DECODE, [2, 1]), (LaunchKind.PREFILL, [1])):
+        maker = SpanMaker()
+        for index in range(2):
+            step = make_step(index, kind=kind)
+            step.record.commit_end = step.record.plan_start  # before the next one is planned
+            spans = maker.spans(step)
+        assert [s.duration // MS for s in spans if s.lane == "device idle"] == gaps
+
+
+def test_nothing_is_known_of_launches_that_were_not_watched():
+    """After a break the device was not idle for as long."""
+    maker = SpanMaker()
+    maker.spans(make_step(0))
+    idle = [s.duration for s in maker.spans(make_step(500)) if s.lane == "device idle"]
+    assert idle == [MS]

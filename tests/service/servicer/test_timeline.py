@@ -6,6 +6,7 @@ import grpc
 import msgspec
 from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2, server_pb2
+from legato_engine.client.timeline_watch import MAX_UNREAD
 from legato_engine.ipc.messages import Load, PipelineStats, TimelineBatch, TimelineSpan
 
 from tests.service.harness import refusal, running, until
@@ -73,6 +74,28 @@ async def test_a_watcher_learns_what_it_lost_and_whose_launches_come():
         assert [each.lost_launches for each in found] == [0, 2, 0]
         assert [each.engine_started_ns for each in found] == [100, 100, 200]
         assert {each.pipeline_depth for each in found} == {2}
+        call.cancel()
+
+
+async def test_a_slow_watcher_is_told_what_it_lost():
+    """What it reads and what it lost are all launches; the newest are never among the lost."""
+    count = 3 * MAX_UNREAD
+    async with running(channel_options=[("grpc.http2.lookahead_bytes", 0)]) as server:
+        call = server.admin.WatchTimeline(admin_pb2.WatchTimelineRequest())
+        await call.read()
+        await until(lambda: server.engine.watched == [True])
+        for number in range(count):
+            span = msgspec.structs.replace(SPAN, launch=number, kind="decode" * 20_000)
+            server.engine.timeline.deliver(TimelineBatch(spans=(span,), started=1))
+            await asyncio.sleep(0)
+        found, lost = [], 0
+        while not found or found[-1] != count - 1:
+            message = await call.read()
+            found += [each.launch for each in message.spans]
+            lost += message.lost_launches
+        assert found == sorted(set(found))
+        assert found[0] + len(found) + lost == count
+        assert lost > 0
         call.cancel()
 
 

@@ -1,4 +1,4 @@
-"""The live timeline of the engines as server-sent events, and the switch of the pipeline's depth."""
+"""The live timeline of the engines as server-sent events, and the switch of their pipeline."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ function figures(engine, store) {
   const { steps, depth, lost } = store;
   if (!steps) return [`${engine}`, depth ? `${depth}` : "–", "–", "–", "–", "–", "–", "–", `${lost}`];
   return [
-    `${engine}`, `${depth}`, `${steps.step_ms.toPrecision(3)} ms`, steps.rows.toFixed(1), gain(steps.predicted_gain),
-    gain(steps.observed_gain), measured(store), `${(100 * steps.idle_ms / steps.step_ms).toFixed(1)} %`, `${lost}`,
+    `${engine}`, `${depth}`, `${steps.step_ms.toPrecision(3)} ms`, steps.rows.toFixed(1),
+    pipelined(depth, steps.predicted_gain), pipelined(depth, steps.observed_gain), measured(store), `${(100 * steps.idle_ms / steps.step_ms).toFixed(1)} %`, `${lost}`,
   ];
 }
 
@@ -53,5 +53,8 @@ function measured({ byDepth }) {
   if (!blocking || !pipelined || Math.abs(blocking.rows / pipelined.rows - 1) > 0.1) return "–";
   return gain(blocking.step_ms / pipelined.step_ms * (1 - pipelined.zombie_ratio) - 1);
 }
+
+/** A loop that blocks has no gain over itself. */
+const pipelined = (depth, ratio) => (depth === 1 ? "–" : gain(ratio));
 
 const gain = (ratio) => `${ratio < 0 ? "−" : "+"}${Math.abs(100 * ratio).toFixed(1)} %`;
