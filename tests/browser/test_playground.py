@@ -193,7 +193,7 @@ def test_everything_is_done_with_the_keyboard_alone(site, open_page):
     code = page.get_by_role("button", name="Code: Detect strawberry")
     tab_to(page, code)
     page.keyboard.press("Enter")
-    expect(page.locator("#code pre")).to_contain_text("DetectTask('strawberry')")
+    expect(page.locator("#code pre")).to_contain_text('DetectTask("strawberry")')
     page.keyboard.press("Escape")
     expect(page.locator("#code")).not_to_be_visible()
     expect(code).to_be_focused()

@@ -134,7 +134,7 @@ def test_a_file_name_that_needs_quotes_is_replaced(name):
     """It would be another file's name in one language or the other."""
     made = code(Connection("h:1"), name, CaptionTask(), Options())
     assert "base64 -w0 picture.jpg" in made.grpcurl
-    assert "'picture.jpg'" in made.python
+    assert '"picture.jpg"' in made.python
 
 
 def test_the_page_gets_the_programs(page, server):
@@ -142,4 +142,4 @@ def test_the_page_gets_the_programs(page, server):
     request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
     made = page.post("/playground/code", json=request).json()
     assert made["python"].startswith("from legato_client import Client, DetectTask\n")
-    assert f"with Client({server.address!r}) as client" in made["python"]
+    assert f'with Client("{server.address}") as client' in made["python"]

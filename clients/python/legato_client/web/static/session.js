@@ -1,7 +1,7 @@
 // The tab "Session": frames of a clip through one session, up to 30 a second. The newest frame wins
 // here too: a frame is sent only when the one before has left, and the server drops what is late.
 
-import { byId, el, failureView } from "./dom.js";
+import { byId, el, failureView, ms } from "./dom.js";
 import { openSource } from "./frames.js";
 import { AgeChart, Figures } from "./session-view.js";
 import { labelOf, Overlay } from "./overlay.js";
@@ -10,6 +10,7 @@ import { NOUNS } from "./scene.js";
 
 const WIDTH = 480; // pixels of a frame that is sent
 const QUALITY = 0.8; // of its JPEG file
+const OLD = 150; // milliseconds from which a label tells its age, as the clip has moved on
 
 export function startSession() {
   new SessionTab();
@@ -164,7 +165,7 @@ class SessionTab {
     if (!this.running) return;
     this.figures.take(message);
     if (message.type === "opened") {
-      this.state.textContent = `session ${message.session_id} of ${message.model}, ${message.max_in_flight} frames at a time`;
+      this.state.textContent = `session ${message.session_id} of ${message.model}, ${message.max_in_flight} at a time`;
     } else if (message.type === "go_away") {
       this.state.textContent = `the server ends this session in ${message.time_left} s`;
     } else if (message.type === "result") {
@@ -180,7 +181,8 @@ class SessionTab {
       return;
     }
     if (this.state.querySelector(".failure")) this.state.textContent = "answering again";
-    for (const object of outcome.objects ?? []) layer?.box(object.box, labelOf(object));
+    const late = age > OLD ? `, ${ms(age)} old` : "";
+    for (const object of outcome.objects ?? []) layer?.box(object.box, labelOf(object) + late);
     if (!last) return;
     this.figures.age(age);
     this.chart.add(age);

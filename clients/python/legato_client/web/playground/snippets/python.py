@@ -14,7 +14,7 @@ _WIDTH = 88
 def program(connection: Connection, picture: str | None, task: Task, options: Options) -> str:
     """Prints every event of one task as it comes."""
     names = sorted({"Client", *_names(task), *_names(options)} - _unused(options))
-    asked = [repr(picture), "task"]
+    asked = [expression(picture), "task"]
     if options != Options():
         asked.append(f"options={expression(options)}")
     lines = [
@@ -34,6 +34,8 @@ def expression(value: object, indent: int = 0) -> str:
     if isinstance(value, tuple):
         items = [expression(each, indent + 4) for each in value]
         return _call("(", items, ",)" if len(items) == 1 else ")", indent)
+    if isinstance(value, str):
+        return _text(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     arguments, by_name = [], False
@@ -45,6 +47,14 @@ def expression(value: object, indent: int = 0) -> str:
         shown = expression(given, indent + 4)
         arguments.append(f"{field.name}={shown}" if by_name else shown)
     return _call(f"{type(value).__name__}(", arguments, ")", indent)
+
+
+def _text(value: str) -> str:
+    """With double quotes, unless it has some."""
+    shown = repr(value)
+    if shown[0] == '"' or '"' in shown:
+        return shown
+    return f'"{shown[1:-1]}"'
 
 
 def _call(head: str, items: list[str], tail: str, indent: int) -> str:
@@ -72,7 +82,7 @@ def _unused(options: Options) -> set[str]:
 
 
 def _arguments(connection: Connection) -> Iterator[str]:
-    yield repr(connection.target)
+    yield _text(connection.target)
     if connection.authorities:
         yield 'ca="ca.pem"'
     if connection.certificate:
