@@ -90,7 +90,7 @@ class Watched:
         self.strangers: list[str] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", self._note)
-        self.page.on("request", lambda request: self._check(request.url, url))
+        self.page.on("request", lambda request: self._check(request.url, url.partition("#")[0]))
         self.page.goto(url)
         self.page.wait_for_selector('#server[data-state="up"]', timeout=TIMEOUT)
 

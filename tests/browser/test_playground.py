@@ -37,7 +37,7 @@ def ask(page, *tasks):
             row.get_by_label("Length").select_option(text)
         else:
             row.locator(".inputs > input").first.fill(text)
-    page.click("#ask button[type=submit]")
+    page.click("#questions button[type=submit]")
     return page.locator(".answer")
 
 
@@ -157,7 +157,7 @@ def test_a_session_answers_frames(site, open_page):
     start = page.locator("#panel-session button[type=submit]")
     page.get_by_label("Oldest frame answered, seconds").fill("")
     for clip in ("scene", "camera"):
-        page.get_by_label("Clip").first.select_option(clip)
+        page.locator("#panel-session select").first.select_option(clip)
         start.click()
         figure = page.locator('[data-figure="answered"] dd')
         expect(figure).not_to_have_text("–")
@@ -175,8 +175,8 @@ def test_the_timeline_lives(site, open_page):
     page = open_page(site)
     choose(page, "scene.jpg")
     page.click("#tab-timeline")
-    expect(page.locator("#timeline canvas")).to_be_visible()
-    expect(page.locator("#timeline")).to_contain_text("live")
+    expect(page.locator("#panel-timeline canvas")).to_be_visible()
+    expect(page.locator("#panel-timeline")).to_contain_text("live")
 
 
 def test_everything_is_done_with_the_keyboard_alone(site, open_page):

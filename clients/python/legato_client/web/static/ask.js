@@ -26,7 +26,7 @@ class Ask {
   listen() {
     byId("add").addEventListener("click", () => this.add("detect", "").text.focus());
     byId("stop").addEventListener("click", () => this.stopAll());
-    byId("ask").addEventListener("submit", (event) => {
+    byId("questions").addEventListener("submit", (event) => {
       event.preventDefault();
       this.ask();
     });

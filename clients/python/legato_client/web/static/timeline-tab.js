@@ -6,7 +6,7 @@ const URL = "/timeline/events";
 
 export async function startTimeline() {
   const panel = byId("panel-timeline");
-  const place = el("div", { id: "timeline" });
+  const place = el("div", { className: "wide" });
   panel.replaceChildren(el("div", { className: "card" },
     el("h2", {}, "What the engine does"),
     el("p", { className: "help" }, "Launch by launch, as it happens."), place));
