@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -34,9 +35,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def site(server: Server) -> Iterator[str]:
     """Where the page is, as HOST:PORT."""
+    with serving(server.address) as address:
+        yield address
+
+
+@contextmanager
+def serving(server: str) -> Iterator[str]:
+    """A playground before a server; its HOST:PORT."""
     listen = Listen("127.0.0.1:0")
-    backend = Backend(AsyncClient(server.address), timeout=100.0)
-    app = make_app(routes(Connection(server.address)), backend, listen, [Middleware(Guard)])
+    backend = Backend(AsyncClient(server), timeout=100.0)
+    app = make_app(routes(Connection(server)), backend, listen, [Middleware(Guard)])
     bound = listen.bind()
     process = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
     thread = threading.Thread(target=process.run, args=([bound],))

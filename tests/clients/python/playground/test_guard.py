@@ -8,7 +8,18 @@ from legato_client.web.playground.guard import CONTENT_SECURITY_POLICY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from tests.clients.python.playground.conftest import serving
+
+NOWHERE = "127.0.0.1:9"
+"""A server that is never asked."""
+
 POSTS = ("/playground/generate", "/timeline/depth", "/v1/query")
+
+
+@pytest.fixture(scope="module")
+def site():
+    with serving(NOWHERE) as address:
+        yield address
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -52,7 +63,7 @@ def test_the_page_may_be_opened_by_a_link_elsewhere(site):
         assert httpx.get(f"http://{site}{path}", headers=part).status_code == 403
 
 
-@pytest.mark.parametrize("path", ["/", "/static/app.js", "/playground/server", "/nowhere"])
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/healthz", "/nowhere"])
 def test_every_answer_has_the_policies(site, path):
     """Errors and files too."""
     headers = httpx.get(f"http://{site}{path}", timeout=100).headers

@@ -7,10 +7,12 @@ import dataclasses
 import httpx
 import pytest
 from legato.v1 import error_pb2
-from legato_client import Client, DetectTask, PointTask
+from legato_client import Client, DetectTask, Options, PointTask
 from legato_client.web.playground import answers, bodies
+from legato_client.web.playground.snippets import Connection, code
 
 from tests.clients.python.playground.conftest import lines
+from tests.clients.python.playground.questions import TASKS
 from tests.e2e.server import until
 from tests.service.harness import image_bytes
 
@@ -151,3 +153,25 @@ def test_every_reason_has_a_remedy():
         name.removeprefix(prefix) for name in error_pb2.ErrorReason.DESCRIPTOR.values_by_name
     }
     assert set(answers._REMEDIES) == reasons - {"UNSPECIFIED"}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+def test_the_python_program_asks_the_task(task, server, tmp_path, monkeypatch, capsys):
+    """Run as it is shown, it prints the events that the server streams."""
+    (tmp_path / "street.jpg").write_bytes(image_bytes())
+    monkeypatch.chdir(tmp_path)
+    program = code(Connection(server.address), "street.jpg", task, Options()).python
+    namespace: dict[str, object] = {}
+    exec(compile(program, "snippet", "exec"), namespace)
+    assert namespace["task"] == task
+    shown = capsys.readouterr().out
+    assert shown.startswith("Started(")
+    assert "Finished(" in shown
+
+
+def test_the_page_gets_the_programs(page, server):
+    """Of the request as it asked it."""
+    request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
+    made = page.post("/playground/code", json=request).json()
+    assert made["python"].startswith("from legato_client import Client, DetectTask\n")
+    assert f'with Client("{server.address}") as client' in made["python"]

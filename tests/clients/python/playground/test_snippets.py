@@ -11,40 +11,18 @@ import pytest
 from google.protobuf import json_format
 from legato.v1 import inference_pb2
 from legato_client import (
-    Box,
     CaptionTask,
     DetectTask,
-    Message,
     Options,
-    Point,
-    PointTask,
     QueryTask,
-    Sampling,
-    SegmentTask,
 )
 from legato_client._convert import requests
 from legato_client.web.playground.snippets import Connection, code
 from legato_client.web.playground.tasks import read_task
 
+from tests.clients.python.playground.questions import TASKS
 from tests.service.harness import image_bytes
 
-QUOTES = "a \"quoted\" 'text' with \\n, $HOME, `date`, $(date), %d\nand 日本語 in {two} lines"
-TASKS = [
-    DetectTask("dog"),
-    DetectTask(QUOTES, max_objects=2, sampling=Sampling(temperature=0.7, seed=3)),
-    PointTask("gaze", spatial_refs=(Point(0.25, 0.125),)),
-    SegmentTask("tree", spatial_refs=(Box(0.1, 0.2, 0.3, 0.4), Point(0.5, 0.6))),
-    CaptionTask("short", Sampling(max_tokens=5, top_p=0.9, top_k=4, stop=("dog", "$HOME `x` \\n"))),
-    QueryTask("What is this?", reasoning=True, task_id="what"),
-    QueryTask(
-        messages=(
-            Message("system", "Be brief."),
-            Message("user", QUOTES),
-            Message("assistant", "Two."),
-            Message("user", "Why?"),
-        )
-    ),
-]
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 SECURED = Connection(
     "h.example:443", encrypted=True, authorities=True, certificate=True, token=True
@@ -57,20 +35,6 @@ def test_the_page_s_json_is_the_contract_s(task):
     message = requests.generate(None, task, Options()).task
     assert read_task(json_format.MessageToDict(message)) == task
     assert read_task(json_format.MessageToDict(message, preserving_proto_field_name=True)) == task
-
-
-@each_task
-def test_the_python_program_asks_the_task(task, server, tmp_path, monkeypatch, capsys):
-    """Run as it is shown, it prints the events that the server streams."""
-    (tmp_path / "street.jpg").write_bytes(image_bytes())
-    monkeypatch.chdir(tmp_path)
-    program = code(Connection(server.address), "street.jpg", task, Options()).python
-    namespace: dict[str, object] = {}
-    exec(compile(program, "snippet", "exec"), namespace)
-    assert namespace["task"] == task
-    shown = capsys.readouterr().out
-    assert shown.startswith("Started(")
-    assert "Finished(" in shown
 
 
 @each_task
@@ -135,11 +99,3 @@ def test_a_file_name_that_needs_quotes_is_replaced(name):
     made = code(Connection("h:1"), name, CaptionTask(), Options())
     assert "base64 -w0 picture.jpg" in made.grpcurl
     assert '"picture.jpg"' in made.python
-
-
-def test_the_page_gets_the_programs(page, server):
-    """Of the request as it asked it."""
-    request = {"task": {"detect": {"object": "dog"}}, "picture": "scene.jpg"}
-    made = page.post("/playground/code", json=request).json()
-    assert made["python"].startswith("from legato_client import Client, DetectTask\n")
-    assert f'with Client("{server.address}") as client' in made["python"]
