@@ -23,8 +23,9 @@ CONTENTS = {
         "legato_client/web/static/app.js",
         "legato_client/web/static/timeline.js",
         "legato_client/web/static/samples/scene.jpg",
-        "legato_client/web/static/drawings/LICENSE-fluent-emoji",
+        "legato_client/web/static/drawings/dog.webp",
         "licenses/LICENSE",
+        "licenses/clients/python/legato_client/web/static/samples/LICENSE-fluent-emoji",
     ),
     SERVER: (
         "legato_service/__main__.py",
