@@ -88,7 +88,7 @@ def run(
     listen = _listen(args)
     if listen.require_token:
         _check_that_tokens_matter(args)
-    client = _client(args, terminal, caller.token, lend=not listen.require_token)
+    client = make_client(args, terminal, caller.token, lend=not listen.require_token)
     backend = server.Backend(client, args.timeout, _aliases(args.alias))
     app = server.make_app(make_routes(), backend, listen, make_middleware())
 
@@ -133,10 +133,17 @@ def _aliases(given: Sequence[str]) -> dict[str, str]:
     return {name: model for name, _, model in pairs}
 
 
-def _client(
+def make_client(
     args: argparse.Namespace, terminal: Terminal, token_of_caller: Callable[[], str], *, lend: bool
 ) -> AsyncClient:
-    """`lend`: a caller without a token calls with that of this process, if it has one."""
+    """The client that calls for all requests, each with its own token.
+
+    `lend`: a caller without a token calls with that of this process, if it has one.
+
+    Raises:
+        CommandError: an option of the connection is wrong.
+        LegatoError: this process' token cannot be read, or would leave this host unencrypted.
+    """
     with arguments.readable_options():
         own = tokens.source_of(args.token_file) if lend else None
         encrypted = bool(args.tls or args.ca or args.cert)

@@ -115,3 +115,5 @@ async def _parse(data: bytearray, kind: type[BodyT]) -> BodyT:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:  # its text names the field
         raise Refused(f"{error}") from None
+    except RecursionError:
+        raise Refused("the body is nested too deeply") from None

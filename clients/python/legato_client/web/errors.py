@@ -48,6 +48,17 @@ STATUSES: Mapping[str, int] = {
 REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
 """Where the reason says more than the status."""
 
+_MESSAGES = (
+    "task.",
+    "query.",
+    "caption.",
+    "detect.",
+    "point.",
+    "segment.",
+    "sampling.",
+    "options.",
+)
+
 _KINDS: tuple[tuple[type[LegatoError], str], ...] = (
     (Unauthenticated, "authentication_error"),
     (PermissionDenied, "permission_error"),
@@ -109,7 +120,7 @@ def document_of(error: LegatoError | Refused) -> ErrorDocument:
     return _document(
         error.message,
         kind or _kind_of_status(status_of(error)),
-        fields[0].field if fields else None,
+        _member(fields[0].field) if fields else None,
         (error.reason or error.code).lower(),
     )
 
@@ -154,6 +165,13 @@ async def on_bug(_request: Request, _error: Exception) -> Response:
     """The details are in the log of this process."""
     document = _document("a bug of this HTTP server", "server_error", None, "internal")
     return _response(document, HTTPStatus.INTERNAL_SERVER_ERROR, {"x-should-retry": "false"})
+
+
+def _member(field: str) -> str:
+    """A field of the contract as HTTP's bodies call it: they have no messages around theirs."""
+    for message in _MESSAGES:
+        field = field.removeprefix(message)
+    return field
 
 
 def _may_be_repeated(error: LegatoError) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -11,14 +10,14 @@ import urllib.request
 
 import grpc
 import pytest
-from legato_client.cli import main
+from legato_client.cli import commands, main, web
+from legato_client.cli.terminal import Terminal
 
 from tests.clients.python.failures import failure
 from tests.e2e.server import ENVIRONMENT
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it(number):
+def test_a_signal_stops_it():
     """It tells its URL when it serves, and ends with exit code 0 and a silent standard error."""
     command = [sys.executable, "-m", "legato_client.cli", "http", "--json", "--listen"]
     with subprocess.Popen(
@@ -32,7 +31,7 @@ def test_a_signal_stops_it(number):
             said = json.loads(process.stdout.readline())
             with urllib.request.urlopen(f"{said['url']}/healthz") as reply:
                 assert json.load(reply) == {"status": "ok"}
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             _, errors = process.communicate()
             assert (process.returncode, errors) == (0, b"")
         finally:
@@ -54,20 +53,24 @@ def test_wrong_options(options, problem, capsys):
     """A wrong option ends the command with a sentence that names it."""
     assert main(["http", *options]) in (1, 2)
     said = capsys.readouterr().err
+    assert said.startswith("legato: error:")
     assert problem in said
-    assert said.count("\n") == 1
 
 
-def test_the_extra_is_missing(monkeypatch, capsys):
-    """Without what the extra brings, one sentence says what to install."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "starlette" else find(name)
-    )
-    assert main(["http"]) == 1
-    said = capsys.readouterr().err
-    assert "`legato http` needs starlette: pip install" in said
-    assert "[web]" in said
+def test_the_extra_is_missing():
+    """Without the extra's packages one sentence says what to install; nothing else needs them."""
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(["msgspec", "starlette", "uvicorn"]))  # None: cannot be imported
+from legato_client.cli import main
+sys.exit(main(["http"]))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("legato: error: `legato http` needs msgspec, starlette, uvicorn")
+    assert "[web]" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_required_tokens_must_matter(server, capsys):
@@ -85,3 +88,25 @@ def test_a_token_does_not_leave_this_host_unencrypted(monkeypatch, capsys):
     monkeypatch.setenv("LEGATO_TOKEN", "legato_a_b")
     assert main(["http", "--server", "a.example:1", "--listen", "127.0.0.1:0"]) == 1
     assert "is not sent to a.example:1 without TLS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "caller", "lend", "sent"),
+    [
+        ("127.0.0.1:1", "legato_c_d", True, ["Bearer legato_c_d"]),
+        ("127.0.0.1:1", "", True, ["Bearer legato_own_x"]),
+        ("127.0.0.1:1", "", False, []),
+        ("a.example:1", "legato_c_d", False, []),
+    ],
+    ids=["the caller's", "lent", "not lent", "not encrypted"],
+)
+def test_whose_token_is_sent(tmp_path, capsys, target, caller, lend, sent):
+    """The caller's own token goes first, and no token leaves this host unencrypted."""
+    file = tmp_path / "token"
+    file.write_text("legato_own_x")
+    words = ["http", "--server", target, "--token-file", str(file)]
+    args = commands.make_parser().parse_args(words)
+    client = web.make_client(args, Terminal(json_output=False), lambda: caller, lend=lend)
+    metadata = client._connection.metadata()
+    assert [value for key, value in metadata if key == "authorization"] == sent
+    assert ("no token is passed on" in capsys.readouterr().out) == target.startswith("a.")

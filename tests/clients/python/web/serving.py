@@ -22,9 +22,15 @@ from tests.clients.python.fake_server import FakeServer
 
 PATIENCE = 60.0  # seconds
 PICTURE = b"a picture"
-DATA_URL = f"data:image/jpeg;base64,{base64.b64encode(PICTURE).decode()}"
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
+
+
+def data_url(picture: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
+
+
+DATA_URL = data_url(PICTURE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,24 @@ class Reply:
         return [json.loads(each) for each in found if each != "[DONE]"]
 
 
+def connect(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
+
+
+def send(url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    with contextlib.closing(connect(url)) as connection:
+        connection.request(method, path, body, dict(headers))
+        response = connection.getresponse()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return Reply(response.status, found, response.read())
+
+
+def post(url: str, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Reply:
+    """A document as JSON."""
+    sent = {"content-type": "application/json", **(headers or {})}
+    return send(url, "POST", path, json.dumps(body).encode(), sent)
+
+
 @dataclasses.dataclass(frozen=True)
 class Web:
     """A running HTTP server and the scripted server behind it."""
@@ -57,43 +81,46 @@ class Web:
     url: str
     fake: FakeServer
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE)
-
-    def get(self, path: str, **headers: str) -> Reply:
-        return self.send("GET", path, b"", headers)
+    def get(self, path: str) -> Reply:
+        return self.send("GET", path, b"", {})
 
     def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Reply:
-        sent = {"content-type": "application/json", **(headers or {})}
-        return self.send("POST", path, json.dumps(body).encode(), sent)
+        return post(self.url, path, body, headers)
 
-    def send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
-        with contextlib.closing(self.connect()) as connection:
-            connection.request(method, path, body, dict(headers))
-            response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Reply(response.status, found, response.read())
+    def send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        return send(self.url, method, path, body, headers)
+
+
+@contextlib.contextmanager
+def http_server(
+    target: str,
+    *,
+    listen: Listen | None = None,
+    bodies: Bodies | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """The URL of all routes of `legato http` in front of `target`, for the length of the block."""
+    client = AsyncClient(target, timeout=PATIENCE, token=caller.token)
+    backend = Backend(client, PATIENCE, aliases or {}, bodies or Bodies())
+    listen = listen or Listen("127.0.0.1:0")
+    started = threading.Event()
+    app = make_app(routes.routes(), backend, listen)
+    server = HttpServer(app, listen, lambda _url: started.set())
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert started.wait(PATIENCE)
+        yield server.url
+    finally:
+        server.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 @contextlib.contextmanager
 def serving(
-    *, listen: Listen | None = None, bodies: Bodies | None = None, aliases: Mapping[str, str] = {}
+    *, listen: Listen | None = None, aliases: Mapping[str, str] | None = None
 ) -> Iterator[Web]:
-    """All routes of `legato http` for the length of the block."""
-    with FakeServer() as fake:
-        client = AsyncClient(fake.target, timeout=PATIENCE, token=caller.token)
-        backend = Backend(client, PATIENCE, aliases, bodies or Bodies())
-        listen = listen or Listen("127.0.0.1:0")
-        started = threading.Event()
-        server = HttpServer(
-            make_app(routes.routes(), backend, listen), listen, lambda _url: started.set()
-        )
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        assert started.wait(PATIENCE)
-        try:
-            yield Web(server.url, fake)
-        finally:
-            server.stop()
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
+    """The same in front of a scripted server."""
+    with FakeServer() as fake, http_server(fake.target, listen=listen, aliases=aliases) as url:
+        yield Web(url, fake)

@@ -103,7 +103,11 @@ async def test_a_body_that_never_ends(monkeypatch):
     """A sender that stops is refused after a while."""
     monkeypatch.setattr("legato_client.web.bodies.READ_TIMEOUT", 0.01)
     sent = Sent(b"")
-    request = Request(sent.request.scope, asyncio.Event().wait)
+
+    async def never():
+        return await asyncio.get_running_loop().create_future()
+
+    request = Request(sent.request.scope, never)
     with pytest.raises(Refused) as caught:
         async with Bodies().reading(request, QueryBody):
             pass

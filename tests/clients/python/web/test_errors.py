@@ -81,13 +81,13 @@ def test_what_openais_client_raises(web, client, code):
 
 
 def test_the_field_that_is_wrong(web):
-    """The first field that the server names is the error's param."""
-    violation = error_details_pb2.BadRequest.FieldViolation(field="sampling.top_p")
+    """The first field that the server names is the error's param, by its name in the body."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field="task.sampling.top_p")
     bad = error_details_pb2.BadRequest(field_violations=[violation])
     web.fake.script["Query"].append(failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", bad))
     reply = web.post("/v1/query", QUERY)
     assert (reply.error["param"], reply.error["type"]) == (
-        "sampling.top_p",
+        "top_p",
         "invalid_request_error",
     )
 

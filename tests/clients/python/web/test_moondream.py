@@ -138,9 +138,12 @@ def test_the_package_itself(web, name, monkeypatch):
 
     sent = []
     send = cloud_vl.urllib.request.urlopen
-    monkeypatch.setattr(
-        cloud_vl.urllib.request, "urlopen", lambda request: sent.append(request) or send(request)
-    )
+
+    def record(request):
+        sent.append(request)
+        return send(request)
+
+    monkeypatch.setattr(cloud_vl.urllib.request, "urlopen", record)
     case = CASES[name]
     model = moondream.vl(endpoint=f"{web.url}/v1", api_key="legato_a_b")
     assert case.call(model, Image.new("RGB", (8, 8))) == case.value

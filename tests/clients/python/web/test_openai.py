@@ -142,6 +142,7 @@ async def test_the_asyncio_client(web):
         answer = await client.chat.completions.create(model="fake", messages=HELLO)
         assert answer.choices[0].message.content == "two cats"
         stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        assert isinstance(stream, openai.AsyncStream)
         texts = [chunk.choices[0].delta.content async for chunk in stream]
     assert "".join(text for text in texts if text) == "two cats"
 
@@ -202,7 +203,7 @@ def test_malformed_bodies_are_refused(web, body):
 HI = {"role": "assistant", "content": "hi"}
 
 
-def _shown(url: str = DATA_URL) -> dict:
+def _shown(url: str = DATA_URL) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -238,8 +239,17 @@ def test_pictures_that_are_refused(web, messages, field):
     assert not web.fake.requests
 
 
-def test_a_text_that_is_no_unicode(web):
-    """Half of a surrogate pair is the caller's fault, not a bug."""
-    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [], "metadata": ' + b"[" * 100_000,
+        b"\xff",
+        b"",
+    ],
+    ids=["half of a pair", "deep", "no text", "empty"],
+)
+def test_what_is_no_json(web, body):
+    """Bytes that are no document are the caller's fault, not a bug."""
     reply = web.send("POST", CHAT, body, {"content-type": "application/json"})
     assert reply.status == 400

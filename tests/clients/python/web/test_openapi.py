@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 from legato_client.web import openapi, routes
 from legato_client.web.operations import OperationRoute
 
@@ -48,10 +49,9 @@ def test_bodies_are_those_of_the_code():
         body = each.operation.body
         if body is not None:
             schema = schemas[body.__name__]
+            assert issubclass(body, msgspec.Struct)
             assert set(schema["properties"]) == set(body.__struct_fields__)
             assert schema["additionalProperties"] is False
     most = schemas["ChatBody"]["properties"]["max_tokens"]
     assert {"type": "integer", "minimum": 1, "maximum": 2**32 - 1} in most["anyOf"]
-    events = served[0].operation.event
-    assert events is not None
-    assert events.__name__ in schemas
+    assert {"ChatChunk", "TextEvent", "BoxEvent", "PathEvent", "OutlineEvent"} < set(schemas)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import http.client
+import json
+import ssl
+import urllib.request
+
 import grpc
 import pytest
 from legato_client import AsyncClient
@@ -11,9 +17,10 @@ from legato_client.web.listen import Listen
 
 from tests.clients.python.failures import failure
 from tests.clients.python.web.serving import CHAT, HELLO, serving
+from tests.service.access.certificates import Authority, Files
 
 QUERY = {"question": "why?"}
-PROTECTED = {"tls_cert": __file__, "tls_key": __file__, "require_token": True}
+PROTECTED = Listen("0.0.0.0:80", tls_cert=__file__, tls_key=__file__, require_token=True)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:80", "[::1]:80", "127.9.9.9:1"])
@@ -25,11 +32,15 @@ def test_loopback_needs_no_protection(address):
 @pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "a.example:80", "10.0.0.1:0"])
 def test_others_need_protection(address):
     """Any other address needs TLS and tokens, both, or to be allowed."""
-    Listen(address, **PROTECTED).check()
+    protected = dataclasses.replace(PROTECTED, address=address)
+    protected.check()
     Listen(address, allow_remote=True).check()
-    for missing, value in PROTECTED.items():
-        with pytest.raises(ValueError, match=r"tls|others can reach"):
-            Listen(address, **{**PROTECTED, missing: type(value)()}).check()
+    for part in (
+        dataclasses.replace(protected, require_token=False),
+        dataclasses.replace(protected, tls_cert="", tls_key=""),
+    ):
+        with pytest.raises(ValueError, match="others can reach"):
+            part.check()
 
 
 @pytest.mark.parametrize("address", ["", "8080", ":8080", "127.0.0.1", "127.0.0.1:65536", "h:p"])
@@ -96,6 +107,20 @@ def test_tokens_may_be_required():
         assert not web.fake.requests
         assert web.post("/v1/query", QUERY, {"Authorization": "Bearer t"}).status == 200
         assert web.get("/healthz").status == web.get("/openapi.json").status == 200
+
+
+def test_https(tmp_path):
+    """With a certificate the same routes are served over TLS, and not without it."""
+    authority = Authority()
+    files = Files(tmp_path, authority.server())
+    listen = Listen("127.0.0.1:0", tls_cert=str(files.cert), tls_key=str(files.key))
+    with serving(listen=listen) as web:
+        assert web.url.startswith("https://")
+        trusting = ssl.create_default_context(cadata=authority.pem.decode())
+        with urllib.request.urlopen(f"{web.url}/healthz", context=trusting) as reply:
+            assert json.load(reply) == {"status": "ok"}
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            web.get("/healthz")
 
 
 def test_aliases():

@@ -109,26 +109,7 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raise Refused for what would change the answer and is not served."""
-        harmless: dict[str, tuple[object, ...]] = {
-            "n": (None, 1),
-            "top_logprobs": (None, 0),
-            "frequency_penalty": (None, 0),
-            "presence_penalty": (None, 0),
-            "logit_bias": (None, {}),
-            "response_format": (None, ResponseFormat("text")),
-            "tools": (None, []),
-            "tool_choice": (None, "none", "auto"),
-            "functions": (None, []),
-            "function_call": (None, "none", "auto"),
-            "audio": (None,),
-            "modalities": (None, ["text"]),
-            "prediction": (None,),
-            "reasoning_effort": (None, "none"),
-            "web_search_options": (None,),
-            "store": (None, False),
-            "verbosity": (None, "medium"),
-        }
-        for name, values in harmless.items():
+        for name, values in _ASKING_NOTHING.items():
             if getattr(self, name) not in values:
                 hint = _INSTEAD.get(name, "leave it out")
                 raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
@@ -156,3 +137,24 @@ _INSTEAD = {
     "reasoning_effort": "reasoning=true thinks first, without degrees",
     "top_logprobs": "logprobs=true tells the chosen tokens",
 }
+
+_ASKING_NOTHING: dict[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "top_logprobs": (None, 0),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "response_format": (None, ResponseFormat("text")),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "web_search_options": (None,),
+    "store": (None, False),
+    "verbosity": (None, "medium"),
+}
+"""Of fields that are not served, the values that ask for nothing."""
