@@ -18,6 +18,7 @@ TOOLS = {  # write no record
     "publish": "publish",
     "sizing": "fleet.sizing",
     "summary": "summary",
+    "timeline": "timeline",
 }
 BENCHMARKS = (
     *EVERYWHERE,

@@ -34,7 +34,7 @@ from legato_engine.scheduler.launch import Launch, LaunchKind
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.scheduler.step_record import Observer, StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculative.block_sizes import block_sizes
 from legato_engine.tasks import SampledToken, Task
@@ -140,9 +140,12 @@ def ticks(
     *,
     speculation: str = SPECULATION_OFF,
     num_tokens: int = 1,
+    observer: Observer | None = None,
 ) -> list[int]:
     """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`, which
     has `num_tokens` tokens a row.
+
+    Without an `observer` the last launches are kept, as by a trace.
     """
     length = (WARM_UP + count + 2 * streams + 16) * num_tokens + 16
     requests = RequestTable(wake=lambda: None)
@@ -156,7 +159,7 @@ def ticks(
         SystemClock(),
         sink,
         block_sizes=block_sizes(speculation),
-        observer=LastRecords(256),
+        observer=observer or LastRecords(256),
     )
     for index in range(streams):
         task = make_task(length)

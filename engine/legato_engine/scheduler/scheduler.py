@@ -60,6 +60,7 @@ class Scheduler:
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
+        self._depth = pipeline.depth  # that the pipeline is to have
         self._clock = clock
         self._sink = sink
         self._speculates = block_sizes is not None
@@ -151,14 +152,8 @@ class Scheduler:
             self._sink.done(sequence, FinishReason.CANCELLED)
 
     def set_depth(self, depth: int) -> None:
-        """Have at most `depth` launches in flight, 1 or 2. Call it between steps.
-
-        A step leaves a slot free for the next launch, so what would fill the smaller pipeline is
-        committed first, which waits for the device.
-        """
-        while len(self._pipeline) >= depth and (oldest := self._pipeline.oldest()) is not None:
-            self._commit(oldest)
-        self._pipeline.resize(depth)
+        """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
+        self._depth = depth
 
     def refine(self, refinement: Refinement) -> None:
         """No request can abort it."""
@@ -221,7 +216,7 @@ class Scheduler:
         with constrained rows is sampled after that commit, which its constraints depend on.
         """
         self._expire()
-        launch = self._launch()
+        launch = self._launch() if self._has_its_depth() else None
         if launch is not None and not (launch.plan.constrained and len(self._pipeline) > 1):
             self._sample(launch)
         oldest = self._pipeline.oldest()
@@ -231,6 +226,12 @@ class Scheduler:
         if unsampled is not None:  # its constraints are current now
             self._sample(unsampled)
         return oldest is not None
+
+    def _has_its_depth(self) -> bool:
+        """A step leaves a slot free for the next launch; a shorter pipeline must leave one, too."""
+        if self._pipeline.depth != self._depth and len(self._pipeline) < self._depth:
+            self._pipeline.resize(self._depth)
+        return self._pipeline.depth == self._depth
 
     def drain(self) -> None:
         while not self.idle:

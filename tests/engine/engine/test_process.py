@@ -159,7 +159,9 @@ async def test_timeline_on_request():
 
 
 async def test_decode_steps_are_in_the_heartbeat():
-    """The last heartbeat of an engine that becomes idle has all of its steps."""
+    """The last heartbeat of an engine that becomes idle has all of its steps, and tells the
+    pipeline's depth when that was changed.
+    """
     async with running() as client:
         at_first = client.load
         assert at_first.decode_steps is None
@@ -172,6 +174,10 @@ async def test_decode_steps_are_in_the_heartbeat():
         assert steps.num_tokens == done.usage.output_tokens
         assert steps.rows == 1
         assert min(steps.step_ms, steps.forward_ms, steps.sampling_ms, steps.blocking_ms) > 0
+        assert client.load.pipeline_depth == 2
+        client.set_pipeline_depth(1)
+        await until(lambda: client.load.pipeline_depth == 1)
+        assert isinstance([r async for r in client.submit(ask("b"))][-1], Done)
 
 
 async def test_a_fault_in_a_step_is_fatal():

@@ -14,7 +14,7 @@ from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
 from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
 
-from tests.engine.ipc.both_ends import until
+from tests.service.harness import until
 
 CONFIG = EngineConfig(model="null", heartbeat_interval=0.05, null_step_ms=2)
 pytestmark = pytest.mark.usefixtures("child_python_path")

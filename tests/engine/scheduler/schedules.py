@@ -222,18 +222,13 @@ class Schedule:
                     self.manager.commit_to(sequence, draw.randint(0, length))
 
     def _set_depth(self, switch: random.Random) -> None:
-        before = self.scheduler.load()
-        depth = switch.choice((1, 2))
+        load, depth = self.scheduler.load(), switch.choice((1, 2))
         self.scheduler.set_depth(depth)
-        assert self.scheduler.load().inflight < depth
-        self.num_switches += before.inflight > 0 and before.pipeline_depth != depth
+        self.num_switches += load.inflight > 0 and load.pipeline_depth != depth
 
     def _step(self) -> None:
         if self.switch is not None and self.switch.random() < 0.3:
             self._set_depth(self.switch)
-            self.manager.check()
-            if self.scheduler.idle:  # the last launch is committed
-                return
         progressed = self.scheduler.step()
         assert progressed or self.scheduler.idle, "live sequences, and none runs"
         self.manager.check()

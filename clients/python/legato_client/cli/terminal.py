@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from legato_client import _errors
@@ -92,6 +92,19 @@ class Terminal:
             return
         self.line(text)
         yield lambda _text: None
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that shows some lines: in place of those before on a terminal."""
+        if not (self.interactive and importlib.util.find_spec("rich")):
+            yield self.line
+            return
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(console=Console(file=self._out), auto_refresh=False) as live:
+            yield lambda text: live.update(Text(text, no_wrap=True), refresh=True)
 
     def _rich_table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.console import Console

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from legato_client._values.admin import DecodeSteps, TimelineSpan
 from legato_client.cli import arguments, chrome_trace
+from legato_client.cli.slot_view import SlotView
 from legato_client.cli.terminal import Terminal
 
+_DURATION = 5.0  # seconds of a file
+_REFRESH = 0.5  # seconds between two looks at the slots
+_LONGEST = 7 * 86400.0  # seconds
 FLAG = "--server"
 
 
@@ -20,10 +25,34 @@ def is_remote(words: Sequence[str]) -> bool:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    if args.follow:
+        _follow(args, terminal)
+    else:
+        _record(args, terminal)
+
+
+def _follow(args: argparse.Namespace, terminal: Terminal) -> None:
+    view, due = SlotView(), time.monotonic() + _REFRESH
+    with arguments.connect(args, as_operator=True) as client, terminal.live() as show:
+
+        def look() -> None:
+            if lines := view.lines():
+                show("\n".join(lines))
+                terminal.document({"lines": lines})
+
+        for update in client.watch_timeline(args.duration, timeout=_LONGEST):
+            view.add(update)
+            if time.monotonic() >= due:
+                look()
+                due = time.monotonic() + _REFRESH
+        look()
+
+
+def _record(args: argparse.Namespace, terminal: Terminal) -> None:
     spans: list[TimelineSpan] = []
     steps: DecodeSteps | None = None
     with arguments.connect(args, as_operator=True) as client:
-        for update in client.watch_timeline(args.duration):
+        for update in client.watch_timeline(args.duration or _DURATION):
             spans += update.spans
             steps = update.decode_steps or steps
     args.output.write_text(json.dumps(chrome_trace.trace(spans)))
@@ -48,7 +77,13 @@ def make_parser() -> arguments.Parser:
     parser = arguments.Parser(prog=f"legato trace {FLAG}", description=__doc__)
     arguments.add_server_options(parser)
     parser.add_argument(
-        "--duration", type=arguments.positive, default=5.0, metavar="SECONDS", help="to watch"
+        "--duration",
+        type=arguments.positive,
+        metavar="SECONDS",
+        help=f"to watch: {_DURATION:g} by default, with --follow until it is interrupted",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="show slots, device and host instead of a file"
     )
     parser.add_argument("--output", type=Path, default=Path("trace.json"), metavar="FILE")
     parser.set_defaults(run=run)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from concurrent import futures
 
 import grpc
 import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc
+from legato_client import TimelineSpan, TimelineUpdate
 from legato_client._convert import admin as admin_convert
 from legato_client.cli import chrome_trace, main
+from legato_client.cli.slot_view import SlotView
 from legato_engine.ipc.messages import TimelineBatch
 from legato_engine.telemetry import timeline
 from legato_service.convert import responses
@@ -27,6 +30,8 @@ def messages():
         message = responses.timeline(TimelineBatch(spans=tuple(spans)))
         message.decode_steps.predicted_gain = 0.25
         message.decode_steps.observed_gain = 0.125
+        message.engine_started_ns, message.pipeline_depth = 1, 2
+        message.lost_launches = 6 if first == 0 else 0
         yield message
 
 
@@ -99,6 +104,41 @@ def test_json(tmp_path, admin, capsys):
     assert main(["trace", f"--server={admin[1]}", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["launches"], document["observed_gain"]) == (6, 0.125)
+
+
+def test_follow(admin, capsys):
+    """A line for each slot, the device and the host, with the gains and what was lost."""
+    fake, address = admin
+    assert main(["trace", "--server", address, "--follow", "--duration", "3"]) == 0
+    assert fake.seconds == 3
+    first, second, device, host = capsys.readouterr().out.splitlines()
+    assert first.startswith("slot 0")
+    assert "decode 1004, 2 rows" in first
+    assert second.startswith("slot 1")
+    assert "decode 1005, 2 rows" in second
+    assert "gain +25.0% predicted, +12.5% observed" in device
+    assert host.endswith("6 launches lost")
+
+
+def test_shares_of_a_slot_are_of_the_time_that_passed():
+    """Each look begins where the one before ended; another engine is told."""
+    view = SlotView()
+    spans = [TimelineSpan("slot 0", "held", 1.0, 1.0, 4, "decode", 3, 0, 0)]
+    spans += [TimelineSpan("device compute", "forward", 1.0, 0.5, 4, "decode", 3, 0, 0)]
+    update = TimelineUpdate(tuple(spans), None, engine_started=1.0, pipeline_depth=2)
+    view.add(TimelineUpdate((), None))
+    assert view.lines() == []
+    view.add(update)
+    slot, _, device, host = view.lines()
+    assert view.lines() == []
+    assert "forward  50%" in slot
+    assert "forward  50%" in device
+    assert "started again" not in host
+    later = [dataclasses.replace(span, start=span.start + 3) for span in spans]
+    view.add(dataclasses.replace(update, spans=tuple(later), engine_started=2.0))
+    slot, *_, host = view.lines()
+    assert "forward  17%" in slot  # half a second of three
+    assert host.endswith("started again")
 
 
 def test_engines_are_processes_of_the_timeline():

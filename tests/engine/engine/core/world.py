@@ -87,6 +87,7 @@ class World:
             self.core.step()
         load = self.core.load()
         assert load == Load(
+            pipeline_depth=load.pipeline_depth,
             pages_total=load.pages_total,
             prefix_pages=load.prefix_pages,
             images_cached=load.images_cached,
