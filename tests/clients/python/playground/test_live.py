@@ -55,8 +55,9 @@ def test_frames_are_answered_and_counted(session):
 
 
 def test_the_newest_frame_wins(session):
-    """Of frames at once, all but the first and the last are dropped or left out."""
-    session.send(json.dumps(OPENING | {"policy": "latest_wins"}))
+    """While a frame is worked on for a second, others replace each other or are left out."""
+    long = {"query": {"question": "why?"}, "sampling": {"max_tokens": 500}}
+    session.send(json.dumps({"tasks": [long], "policy": "latest_wins"}))
     assert receive(session)["type"] == "opened"
     for sequence in range(1, 41):
         session.send(frame(sequence))
