@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 def _routes(args: argparse.Namespace) -> Sequence[BaseRoute]:
     from legato_client._transport import token
     from legato_client.web.playground.routes import routes
-    from legato_client.web.playground.snippets import Connection
+    from legato_client.web.playground.snippets.connection import Connection
 
     connection = Connection(
         target=args.server,

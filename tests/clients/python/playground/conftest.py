@@ -15,7 +15,7 @@ from legato_client import AsyncClient
 from legato_client.web.listen import Listen
 from legato_client.web.playground.guard import Guard
 from legato_client.web.playground.routes import routes
-from legato_client.web.playground.snippets import Connection
+from legato_client.web.playground.snippets.connection import Connection
 from legato_client.web.server import Backend, make_app
 from starlette.middleware import Middleware
 

@@ -9,7 +9,8 @@ import pytest
 from legato.v1 import error_pb2
 from legato_client import Client, DetectTask, Options, PointTask
 from legato_client.web.playground import answers, bodies
-from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.playground.snippets import code
+from legato_client.web.playground.snippets.connection import Connection
 
 from tests.clients.python.playground.conftest import lines
 from tests.clients.python.playground.questions import TASKS

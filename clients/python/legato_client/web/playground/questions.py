@@ -16,7 +16,8 @@ from legato_client._images.sources import CachedImage
 from legato_client._values.tasks import Options, Task
 from legato_client.web.errors import status_of
 from legato_client.web.playground import answers, bodies, tasks
-from legato_client.web.playground.snippets import Connection, code
+from legato_client.web.playground.snippets import code
+from legato_client.web.playground.snippets.connection import Connection
 from legato_client.web.server import backend_of
 
 PICTURE_TTL = 600.0

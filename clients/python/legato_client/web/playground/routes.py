@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from legato_client.web import routes as http
 from legato_client.web import timeline
 from legato_client.web.playground import live, questions
-from legato_client.web.playground.snippets import Connection
+from legato_client.web.playground.snippets.connection import Connection
 
 STATIC = Path(__file__).parents[1] / "static"
 

@@ -128,7 +128,7 @@ def _place(ref: geometry_pb2.SpatialRef) -> SpatialRef:
 
 def _number(value: NumberT) -> NumberT:
     """As it was typed: a float of the contract has seven digits."""
-    return round(value, 6) if isinstance(value, float) else value
+    return round(value, 6)
 
 
 def _message(message: task_pb2.ChatMessage) -> Message:
