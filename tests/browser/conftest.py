@@ -41,14 +41,14 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny(browser, tmp_path_factory) -> Iterator[Server]:
+def tiny(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of legato-tiny."""
     with Server(tmp_path_factory.mktemp("tiny")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def slow(browser, tmp_path_factory) -> Iterator[Server]:
+def slow(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server without a model that takes 20 ms a token."""
     options = ("--model", "null", "--null-step-ms", "20")
     with Server(tmp_path_factory.mktemp("slow"), *options) as running:
@@ -56,14 +56,14 @@ def slow(browser, tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def site(tiny) -> Iterator[str]:
+def site(tiny: Server) -> Iterator[str]:
     """The playground of legato-tiny."""
     with playground(tiny.address) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
-def slow_site(slow) -> Iterator[str]:
+def slow_site(slow: Server) -> Iterator[str]:
     """The playground of the slow server."""
     with playground(slow.address) as url:
         yield url
@@ -104,9 +104,10 @@ class Watched:
 
 
 @pytest.fixture
-def open_page(browser) -> Iterator[Any]:
+def open_page(browser: Any) -> Iterator[Any]:
     """Opens pages of a URL; none of them may complain."""
-    contexts, opened = [], []
+    contexts: list[Any] = []
+    opened: list[Watched] = []
 
     def open_it(url: str, **settings: Any) -> Any:
         contexts.append(browser.new_context(**settings))

@@ -7,6 +7,7 @@ import pytest
 from legato_client.web.playground.guard import CONTENT_SECURITY_POLICY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests.clients.python.playground.conftest import serving
 
@@ -44,7 +45,7 @@ def test_sessions_of_other_sites_are_refused(site):
     """A websocket is not bound by the browser's rules of origin."""
     address = f"ws://{site}/playground/session"
     with pytest.raises(InvalidStatus) as refused:
-        connect(address, origin="https://elsewhere.example")
+        connect(address, origin=Origin("https://elsewhere.example"))
     assert refused.value.response.status_code == 403
 
 

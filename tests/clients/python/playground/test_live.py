@@ -9,6 +9,7 @@ import time
 import pytest
 from legato_client.web.playground import live
 from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests.e2e.server import until
 from tests.service.harness import image_bytes
@@ -18,7 +19,7 @@ OPENING = {"tasks": [{"task_id": "dog", "detect": {"object": "dog"}}]}
 
 @pytest.fixture
 def session(site):
-    origin = f"http://{site}"
+    origin = Origin(f"http://{site}")
     with connect(f"ws://{site}/playground/session", origin=origin, close_timeout=100) as socket:
         yield socket
 

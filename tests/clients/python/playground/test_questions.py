@@ -7,7 +7,7 @@ import dataclasses
 import httpx
 import pytest
 from legato.v1 import error_pb2
-from legato_client import Client, DetectTask, Options, PointTask
+from legato_client import Client, DetectTask, LegatoError, Options, PointTask
 from legato_client.web.playground import answers, bodies
 from legato_client.web.playground.snippets import code
 from legato_client.web.playground.snippets.connection import Connection
@@ -52,6 +52,7 @@ def test_objects_are_streamed(page, server, image_id, skill, kind):
     task = DetectTask("dog") if skill == "detect" else PointTask("dog")
     with Client(server.address) as client:
         (own,) = client.run_tasks(image_bytes(), [task])
+    assert not isinstance(own, LegatoError)
     found = dataclasses.asdict(own)[f"{kind}s"]
     assert [{**each, "type": kind} for each in found] == events[1:-1]
 

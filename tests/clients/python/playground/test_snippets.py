@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -50,7 +51,7 @@ def test_the_command_sends_the_request(task, tmp_path):
     assert json_format.Parse(sent, inference_pb2.GenerateRequest()) == expected
 
 
-def run_shell(command: str, folder) -> str:
+def run_shell(command: str, folder: Path) -> str:
     """The standard input of the command's grpcurl."""
     script = f"grpcurl() {{ cat; }}\n{command}"
     done = subprocess.run(
