@@ -27,6 +27,8 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 TOOLS := $(abspath .tools/bin)
 SMOLLM2 := $(abspath .tools/smollm2)
+AXE := $(abspath .tools/axe)
+AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 # Stages in quotes run two at a time.
@@ -35,7 +37,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow mesh kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-web mesh kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -126,10 +128,17 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not deploy" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not deploy and not browser" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
+
+# Playwright's own Chromium, or the system's; axe-core checks accessibility. What cannot be had is skipped and says why.
+test-web: | $(STAMP) ## the playground in Chromium, before legato-tiny
+	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[browser]"
+	@test -f $(AXE)/package/axe.min.js || { mkdir -p $(AXE) && cd $(AXE) && tar xzf "$$(npm pack --silent $(AXE_CORE))"; } \
+		|| echo "test-web: no axe-core from npm, its checks are skipped"
+	@$(PY) -m pytest -n 0 -m browser tests/browser $(ARGS)
 
 mesh: | $(STAMP) ## servers placed by Ray behind Envoy, killed, stopped, updated and scaled under load
 	@$(PY) -c "import ray.serve" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e "service[ray]"

@@ -11,12 +11,22 @@ from release.environments import Environment
 from release.errors import ReleaseError
 
 PROTOBUF_MAJORS = (6, 7)  # those that the stubs promise to work with
-CLIENT_LIMIT = 2 * 1024 * 1024  # bytes on the disk of `pip install legato`, bytecode too
+CLIENT_LIMIT = 5 * 512 * 1024  # bytes on the disk of `pip install legato`, bytecode and page too
 WEIGHTS = (".safetensors", ".pt", ".bin", ".npz")
 
 # What each wheel must have besides its modules.
 CONTENTS = {
-    CLIENT: ("legato/v1/descriptor.binpb", "legato_client/py.typed", "licenses/LICENSE"),
+    CLIENT: (
+        "legato/v1/descriptor.binpb",
+        "legato_client/py.typed",
+        "legato_client/web/static/index.html",
+        "legato_client/web/static/app.js",
+        "legato_client/web/static/timeline.js",
+        "legato_client/web/static/samples/scene.jpg",
+        "legato_client/web/static/drawings/dog.webp",
+        "licenses/LICENSE",
+        "licenses/clients/python/legato_client/web/static/samples/LICENSE-fluent-emoji",
+    ),
     SERVER: (
         "legato_service/__main__.py",
         "legato_engine/kernels/cuda/sources/layer_maps.cu",

@@ -71,6 +71,11 @@ class AsyncSession:
         """Frames so far."""
         return self._state.stats
 
+    @property
+    def credits(self) -> int:
+        """Frames that could be sent now without waiting."""
+        return self._state.credits_left
+
     async def __aenter__(self) -> AsyncSession:
         start: grpc.aio.StreamStreamMultiCallable[Any, session_pb2.SessionResponse] = (
             self._connection.channel.stream_stream(

@@ -68,6 +68,11 @@ class Session:
         """Frames so far."""
         return self._state.stats
 
+    @property
+    def credits(self) -> int:
+        """Frames that could be sent now without waiting."""
+        return self._state.credits_left
+
     def __enter__(self) -> Session:
         start: grpc.StreamStreamMultiCallable[bytes, session_pb2.SessionResponse] = (
             self._connection.channel.stream_stream(

@@ -63,8 +63,12 @@ class SessionState:
     # ------------------------------------------------------------ what can be asked
 
     @property
+    def credits_left(self) -> int:
+        return max(0, self._credits - len(self._unacknowledged) - self._reserved)
+
+    @property
     def has_credit(self) -> bool:
-        return len(self._unacknowledged) + self._reserved < self._credits
+        return self.credits_left > 0
 
     @property
     def is_over(self) -> bool:

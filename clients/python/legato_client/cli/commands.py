@@ -17,6 +17,7 @@ from legato_client.cli import (
     info,
     load,
     metrics,
+    playground,
     settings,
     status,
     tasks,
@@ -25,7 +26,7 @@ from legato_client.cli import (
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, chat, info, metrics, status, load, token, http, completion)
+_OWN = (demo, tasks, chat, info, metrics, status, load, token, http, playground, completion)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

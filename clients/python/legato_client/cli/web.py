@@ -16,15 +16,25 @@ from legato_client.cli.terminal import Terminal
 from legato_client.web.listen import DEFAULT, Listen
 
 if TYPE_CHECKING:
+    from starlette.middleware import Middleware
     from starlette.routing import BaseRoute
 
-_NEEDS = ("msgspec", "starlette", "uvicorn")
+_NEEDS = ("msgspec", "starlette", "uvicorn", "websockets")
 _LONGEST = 600.0  # seconds; what OpenAI's clients wait by default
 _CHECK_TIMEOUT = 10.0  # seconds
 
 
-def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = DEFAULT) -> None:
-    """Those of the process and of its connection to the Legato server."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    command: str,
+    *,
+    listen: str = DEFAULT,
+    offer_require_token: bool = True,
+) -> None:
+    """Those of the process and of its connection to the Legato server.
+
+    `offer_require_token` is False for a page, which sends no token.
+    """
     parser.set_defaults(command=command)
     group = parser.add_argument_group("HTTP")
     group.add_argument(
@@ -35,11 +45,13 @@ def add_options(parser: argparse.ArgumentParser, command: str, *, listen: str = 
     )
     group.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
     group.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
-    group.add_argument(
-        "--require-token",
-        action="store_true",
-        help="refuse requests without a token of their own, which the Legato server checks",
-    )
+    parser.set_defaults(require_token=False)
+    if offer_require_token:
+        group.add_argument(
+            "--require-token",
+            action="store_true",
+            help="refuse requests without a token of their own, which the Legato server checks",
+        )
     group.add_argument(
         "--allow-remote",
         action="store_true",
@@ -60,8 +72,12 @@ def run(
     args: argparse.Namespace,
     terminal: Terminal,
     make_routes: Callable[[], Sequence[BaseRoute]],
+    *,
+    make_middleware: Callable[[], Sequence[Middleware]] = tuple,
 ) -> None:
-    """Serve these routes until SIGINT or SIGTERM; `make_routes` may import what `web` brings.
+    """Serve these routes until SIGINT or SIGTERM; the functions may import what `web` brings.
+
+    The middleware is around everything else.
 
     Raises:
         CommandError: the extra is not installed, or an option is wrong.
@@ -74,7 +90,7 @@ def run(
         _check_that_tokens_matter(args)
     client = make_client(args, terminal, caller.token, lend=not listen.require_token)
     backend = server.Backend(client, args.timeout, _aliases(args.alias))
-    app = server.make_app(make_routes(), backend, listen)
+    app = server.make_app(make_routes(), backend, listen, make_middleware())
 
     def ready(url: str) -> None:
         terminal.line(f"{url} asks the Legato server {args.server}; Ctrl-C stops")

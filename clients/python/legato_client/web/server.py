@@ -57,8 +57,16 @@ def backend_of(request: Request) -> Backend:
     return backend
 
 
-def make_app(routes: Sequence[BaseRoute], backend: Backend, listen: Listen) -> Starlette:
-    """The routes with what all of them share; leaving its lifespan closes the client."""
+def make_app(
+    routes: Sequence[BaseRoute],
+    backend: Backend,
+    listen: Listen,
+    middleware: Sequence[Middleware] = (),
+) -> Starlette:
+    """The routes with what all of them share; leaving its lifespan closes the client.
+
+    `middleware` is around everything else.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[State]:
@@ -69,6 +77,7 @@ def make_app(routes: Sequence[BaseRoute], backend: Backend, listen: Listen) -> S
         routes=routes,
         lifespan=lifespan,
         middleware=[
+            *middleware,
             *_host_checks(listen),
             Middleware(CallerMiddleware, required=listen.require_token, free=OPEN_PATHS),
         ],

@@ -1,0 +1,111 @@
+// The tab "Ask": several tasks about one picture, all at once.
+
+import { Run } from "./run.js";
+import { byId, say } from "./dom.js";
+import { optionsOf, TaskRow } from "./tasks.js";
+import { SAMPLES } from "./picture.js";
+
+const MOST_TASKS = 5; // a browser opens six connections to a host; one is left for the page
+
+export function startAsk(picture) {
+  new Ask(picture);
+}
+
+class Ask {
+  constructor(picture) {
+    this.picture = picture;
+    this.rows = [];
+    this.runs = new Set();
+    this.lastRow = null;
+    this.served = [];
+    this.list = byId("tasks");
+    this.addSample(SAMPLES[0]);
+    this.listen();
+  }
+
+  listen() {
+    byId("add").addEventListener("click", () => this.add("detect", "").text.focus());
+    byId("stop").addEventListener("click", () => this.stopAll());
+    byId("questions").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.ask();
+    });
+    document.addEventListener("keydown", (event) => {
+      if ((event.ctrlKey || event.metaKey) && event.key === "Enter" && !byId("panel-ask").hidden) this.ask();
+      if (event.key === "Escape" && !byId("code").open) this.stopAll();
+    });
+    this.list.addEventListener("focusin", (event) => {
+      this.lastRow = this.rows.find((row) => row.element.contains(event.target)) ?? null;
+    });
+    this.picture.addEventListener("picture", () => this.forget());
+    this.picture.addEventListener("sample", (event) => this.addSample(event.detail));
+    this.picture.addEventListener("place", (event) => this.fillPlace(event.detail));
+    document.addEventListener("server", (event) => {
+      this.served = event.detail.models[0]?.tasks ?? [];
+      this.rows.forEach((row) => row.allow(this.served));
+    });
+  }
+
+  add(skill, text) {
+    const row = new TaskRow(skill, text, (gone) => this.remove(gone));
+    row.allow(this.served);
+    this.rows.push(row);
+    this.list.append(row.element);
+    this.refresh();
+    return row;
+  }
+
+  remove(row) {
+    row.element.remove();
+    this.rows = this.rows.filter((each) => each !== row);
+    this.refresh();
+    (this.rows.at(-1)?.text ?? byId("add")).focus();
+  }
+
+  refresh() {
+    byId("add").disabled = this.rows.length >= MOST_TASKS;
+    byId("stop").disabled = ![...this.runs].some((run) => run.running);
+  }
+
+  /** The tasks that suit a bundled picture, in place of those that are there. */
+  addSample(sample) {
+    this.list.replaceChildren();
+    this.rows = [];
+    for (const [skill, text] of sample.tasks) this.add(skill, text);
+  }
+
+  fillPlace(place) {
+    const row = this.lastRow?.takesPlaces ? this.lastRow : this.rows.find((each) => each.takesPlaces);
+    if (!row) return;
+    row.place.value = place;
+    say(`place ${place}`);
+  }
+
+  ask() {
+    this.forget();
+    byId("no-answers").hidden = this.rows.length > 0;
+    for (const [colour, row] of this.rows.entries()) {
+      const run = new Run(row, colour, this.picture, optionsOf());
+      this.runs.add(run);
+      byId("answers").append(run.element);
+      run.start().then(() => {
+        this.refresh();
+        if (this.runs.size && [...this.runs].every((each) => !each.running)) say("all answers are complete");
+      });
+    }
+    this.refresh();
+  }
+
+  stopAll() {
+    for (const run of this.runs) run.stop();
+  }
+
+  /** Answers about another picture, or of the tasks before. */
+  forget() {
+    for (const run of this.runs) run.forget();
+    this.runs.clear();
+    byId("answers").replaceChildren();
+    byId("no-answers").hidden = false;
+    this.refresh();
+  }
+}

@@ -1,0 +1,138 @@
+// The tab "Chat": a conversation, about the picture or without one. The server keeps nothing of it.
+
+import { generate, told } from "./api.js";
+import { showCode } from "./code.js";
+import { byId, el, failureView, ms } from "./dom.js";
+import { optionsOf, samplingOf } from "./tasks.js";
+
+const ROLES = { user: "CHAT_ROLE_USER", assistant: "CHAT_ROLE_ASSISTANT", system: "CHAT_ROLE_SYSTEM" };
+
+export function startChat(picture) {
+  new Chat(picture);
+}
+
+class Chat {
+  constructor(picture) {
+    this.picture = picture;
+    this.messages = [];
+    this.abort = null;
+    this.build();
+    picture.addEventListener("picture", () => this.showPicture());
+    this.showPicture();
+  }
+
+  build() {
+    this.thumbnail = el("div", { className: "thumbnail" });
+    this.about = el("input", { type: "checkbox", checked: true });
+    this.system = el("input", { autocomplete: "off", placeholder: "nothing" });
+    this.log = el("div", { className: "log", role: "log", ariaLabel: "Conversation", tabIndex: 0 });
+    this.input = el("textarea", { rows: 2, ariaLabel: "Message", placeholder: "What is to the left of the tree?" });
+    this.send = el("button", { type: "submit", className: "primary" }, "Send");
+    this.stop = el("button", { type: "button", disabled: true }, "Stop");
+    this.again = el("button", { type: "button" }, "Begin again");
+    this.code = el("button", { type: "button", disabled: true }, "Code");
+    const form = el("form", { ariaLabel: "Say something" }, this.input,
+      el("div", { className: "actions" }, this.send, this.stop, this.code, this.again));
+    byId("panel-chat").append(el("div", { className: "card chat" },
+      el("h2", {}, "Conversation"),
+      el("div", { className: "about" }, this.thumbnail,
+        el("label", { className: "check" }, this.about, "about the picture of the tab Ask"),
+        el("label", { className: "system" }, "What holds for all of it", this.system)),
+      this.log, form));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.say();
+    });
+    this.input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.say();
+    });
+    this.stop.addEventListener("click", () => this.abort?.abort());
+    this.again.addEventListener("click", () => this.clear());
+    this.code.addEventListener("click", () =>
+      showCode(this.question("picture", this.aboutPicture ? this.picture.name : "", this.asked)));
+  }
+
+  get aboutPicture() {
+    return this.about.checked && Boolean(this.picture.blob);
+  }
+
+  showPicture() {
+    const has = Boolean(this.picture.url);
+    this.about.disabled = !has;
+    this.thumbnail.replaceChildren(has
+      ? el("img", { src: this.picture.url, alt: `The picture: ${this.picture.name}` })
+      : el("span", { className: "small" }, "no picture yet"));
+  }
+
+  clear() {
+    this.abort?.abort();
+    this.messages = [];
+    this.code.disabled = true;
+    this.log.replaceChildren();
+    this.input.focus();
+  }
+
+  question(key, value, messages) {
+    const system = this.system.value.trim();
+    const all = [...(system ? [{ role: "system", text: system }] : []), ...messages];
+    const said = all.map(({ role, text }) => ({ role: ROLES[role], parts: [{ text }] }));
+    const sampling = samplingOf();
+    const task = { query: { messages: said }, ...(Object.keys(sampling).length ? { sampling } : {}) };
+    return { ...(value ? { [key]: value } : {}), task, options: optionsOf() };
+  }
+
+  async say() {
+    const text = this.input.value.trim();
+    if (!text || this.abort) return;
+    this.input.value = "";
+    this.asked = [...this.messages, { role: "user", text }];
+    this.show("user", text);
+    const answer = this.show("assistant", "");
+    this.toggle(true);
+    const abort = this.abort = new AbortController();
+    try {
+      const said = await this.listen(answer, abort.signal);
+      if (abort === this.abort) this.messages = [...this.asked, { role: "assistant", text: said }];
+    } catch (error) {
+      if (error.name === "AbortError") answer.append(el("span", { className: "small" }, " (stopped)"));
+      else answer.append(failureView(told(error)));
+    }
+    if (abort !== this.abort) return;
+    this.abort = null;
+    this.toggle(false);
+  }
+
+  async listen(answer, signal) {
+    const started = performance.now();
+    const imageId = this.aboutPicture ? await this.picture.imageId() : null;
+    let said = "", first;
+    for await (const event of generate(this.question("image_id", imageId, this.asked), signal)) {
+      if (event.type === "text") {
+        first ??= performance.now() - started;
+        said += event.text;
+        answer.append(event.text);
+        this.log.scrollTop = this.log.scrollHeight;
+      } else if (event.type === "finished") {
+        said = event.result.answer;
+        answer.append(el("span", { className: "times" }, `first words ${ms(first ?? 0)}, total ${ms(performance.now() - started)}`));
+      }
+    }
+    return said;
+  }
+
+  toggle(running) {
+    this.send.disabled = running;
+    this.stop.disabled = !running;
+    this.code.disabled = false;
+  }
+
+  show(role, text) {
+    const paragraph = el("p", { className: "said" }, text);
+    this.log.append(el("div", { className: `message ${role}` },
+      el("span", { className: "who" }, role === "user" ? "You" : "Model"), paragraph));
+    this.log.scrollTop = this.log.scrollHeight;
+    return paragraph;
+  }
+}

@@ -1,0 +1,105 @@
+// What is drawn over a picture. Shapes are SVG in fractions of the picture, so a resize needs no
+// redrawing; points and labels are elements beside them, which keep their size.
+
+import { el, svg } from "./dom.js";
+
+const percent = (fraction) => `${(fraction * 100).toFixed(3)}%`;
+
+/** Fills a stage, the positioned element that holds the picture. */
+export class Overlay {
+  constructor(stage) {
+    this.root = el("div", { className: "overlay", ariaHidden: "true" });
+    this.shapes = svg("svg", { viewBox: "0 0 1 1", preserveAspectRatio: "none" });
+    this.root.append(this.shapes);
+    stage.append(this.root);
+  }
+
+  /** A layer in one of the colours 0 to 5. */
+  layer(colour) {
+    const shapes = svg("g", { class: `ink-${colour % 6}` });
+    const labels = el("div", { className: `ink-${colour % 6}` });
+    this.shapes.append(shapes);
+    this.root.append(labels);
+    return new Layer(shapes, labels);
+  }
+}
+
+class Layer {
+  constructor(shapes, labels) {
+    this.shapes = shapes;
+    this.labels = labels;
+    this.outlines = new Map();
+  }
+
+  box(box, label) {
+    this.shapes.append(rectangle(box, "box"));
+    this.label(box.x_min, box.y_min, label);
+  }
+
+  point(point, label) {
+    const dot = el("span", { className: "point" });
+    dot.style.left = percent(point.x);
+    dot.style.top = percent(point.y);
+    this.labels.append(dot);
+    if (label) this.label(point.x, point.y, label, "beside");
+  }
+
+  /** Outline `index` begins with its box; then its path grows. */
+  outline(index, { box, path_delta: delta }, label) {
+    if (box) this.outlines.set(index, this.begin(box, label));
+    const outline = this.outlines.get(index);
+    if (!outline || !delta) return;
+    outline.path += delta;
+    outline.shape.setAttribute("d", outline.path);
+  }
+
+  begin(box, label) {
+    const across = box.x_max - box.x_min, down = box.y_max - box.y_min;
+    const shape = svg("path", {
+      class: "outline",
+      transform: `translate(${box.x_min} ${box.y_min}) scale(${across} ${down})`,
+    });
+    const frame = rectangle(box, "frame");
+    this.shapes.append(frame, shape);
+    this.label(box.x_min, box.y_min, label);
+    return { shape, path: "" };
+  }
+
+  /** A finished outline in place of its pieces. */
+  whole(index, segment) {
+    if (!this.outlines.has(index)) this.outline(index, { box: segment.box }, labelOf(segment));
+    const outline = this.outlines.get(index);
+    outline.path = segment.path;
+    outline.shape.setAttribute("d", segment.path);
+  }
+
+  label(x, y, text, place = y < 0.06 ? "inside" : "above") {
+    const label = el("span", { className: `label ${place}`, textContent: text });
+    label.style.left = percent(Math.min(x, 0.9));
+    label.style.top = percent(y);
+    this.labels.append(label);
+  }
+
+  clear() {
+    this.shapes.replaceChildren();
+    this.labels.replaceChildren();
+    this.outlines.clear();
+  }
+
+  remove() {
+    this.shapes.remove();
+    this.labels.remove();
+  }
+}
+
+const rectangle = (box, kind) =>
+  svg("rect", {
+    class: kind,
+    x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min,
+  });
+
+/** A label with the model's certainty, where it gives one. */
+export function labelOf({ label, confidence }) {
+  return confidence === null || confidence === undefined
+    ? label : `${label} ${(confidence * 100).toFixed(0)}%`;
+}

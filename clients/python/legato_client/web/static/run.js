@@ -1,0 +1,165 @@
+// One task that runs: its card among the answers, and its layer over the picture.
+
+import { generate, told } from "./api.js";
+import { showCode } from "./code.js";
+import { el, failureView, ms } from "./dom.js";
+import { labelOf } from "./overlay.js";
+
+const MOST_LISTED = 200; // found objects in a card; all are drawn
+
+export class Run {
+  constructor(row, colour, picture, options) {
+    this.picture = picture;
+    this.options = options;
+    this.noun = row.noun;
+    this.running = false;
+    this.count = 0;
+    this.abort = new AbortController();
+    this.build(row.title, colour);
+    try {
+      this.task = row.task();
+    } catch (error) {
+      this.mistake = error;
+    }
+    this.layer = picture.overlay?.layer(colour);
+  }
+
+  build(title, colour) {
+    this.status = el("span", { className: "status" }, "waiting");
+    this.cancel = el("button", { type: "button", className: "small", ariaLabel: `Stop: ${title}` }, "Stop");
+    this.cancel.addEventListener("click", () => this.stop());
+    this.codeButton = el("button", { type: "button", className: "small", ariaLabel: `Code: ${title}` }, "Code");
+    this.codeButton.addEventListener("click", () => showCode(this.question("picture", this.picture.name)));
+    this.thoughts = el("p", { className: "thoughts", hidden: true });
+    this.words = el("p", { className: "words", hidden: true, ariaLive: "polite" });
+    this.found = el("ol", { className: "found", hidden: true });
+    this.times = el("p", { className: "times" });
+    this.element = el("article", { className: `answer ink-${colour % 6}`, ariaLabel: title, ariaBusy: "true" },
+      el("header", {}, el("span", { className: "swatch", ariaHidden: "true" }), el("h3", {}, title), this.status, this.cancel, this.codeButton),
+      this.thoughts, this.words, this.found, this.times);
+  }
+
+  question(key, value) {
+    return { ...(value ? { [key]: value } : {}), task: this.task ?? {}, options: this.options };
+  }
+
+  async start() {
+    this.running = true;
+    this.started = performance.now();
+    try {
+      if (this.mistake) throw this.mistake;
+      await this.listen(await this.picture.imageId());
+    } catch (error) {
+      await this.fail(error);
+    }
+    this.running = false;
+    this.cancel.hidden = true;
+    this.element.ariaBusy = "false";
+  }
+
+  /** A picture that the server has forgotten is sent once more. */
+  async fail(error) {
+    if (error.name === "AbortError") return;
+    if (told(error).reason === "IMAGE_NOT_FOUND" && !this.repeated) {
+      this.repeated = true;
+      try {
+        await this.listen(await this.picture.imageId(true));
+      } catch (again) {
+        await this.fail(again);
+      }
+      return;
+    }
+    this.set("failed");
+    this.times.before(failureView(told(error)));
+  }
+
+  async listen(imageId) {
+    for await (const event of generate(this.question("image_id", imageId), this.abort.signal)) {
+      this.first ??= performance.now() - this.started;
+      this.take(event);
+    }
+  }
+
+  stop() {
+    if (!this.running) return;
+    this.abort.abort();
+    this.set("stopped");
+    this.showTimes("stopped after");
+  }
+
+  forget() {
+    this.abort.abort();
+    this.layer?.remove();
+  }
+
+  // ---------------------------------------------------------------- events
+
+  take(event) {
+    if (!["queued", "started", "finished"].includes(event.type)) this.firstPart ??= performance.now() - this.started;
+    switch (event.type) {
+      case "queued": return this.set(`${event.position} ahead`);
+      case "started": return this.set("decoding");
+      case "text": return this.write(this.words, event.text);
+      case "reasoning": return this.write(this.thoughts, event.text);
+      case "object": return this.takeObject(event);
+      case "point": return this.takePoint(event);
+      case "outline": return this.takeOutline(event);
+      case "finished": return this.finish(event.result);
+      default: return undefined; // an event newer than this page
+    }
+  }
+
+  write(paragraph, text) {
+    paragraph.hidden = false;
+    paragraph.append(text);
+  }
+
+  takeObject(object) {
+    this.layer?.box(object.box, labelOf(object));
+    const { x_min, y_min, x_max, y_max } = object.box;
+    this.list(object, `${place(x_min, y_min)} to ${place(x_max, y_max)}`);
+  }
+
+  takePoint(object) {
+    this.layer?.point(object.point, labelOf(object));
+    this.list(object, place(object.point.x, object.point.y));
+  }
+
+  takeOutline(delta) {
+    this.layer?.outline(delta.index, delta, this.noun);
+    if (delta.box) this.list({ label: this.noun, confidence: null }, `outline from ${place(delta.box.x_min, delta.box.y_min)}`);
+  }
+
+  list(object, where) {
+    this.count += 1;
+    this.set(`${this.count} found`);
+    if (this.count > MOST_LISTED) return;
+    this.found.hidden = false;
+    this.found.append(el("li", {}, el("span", {}, labelOf(object)), el("span", { className: "where" }, where)));
+  }
+
+  finish(result) {
+    for (const [index, segment] of (result.segments ?? []).entries()) this.layer?.whole(index, segment);
+    const info = result.info, nothing = ["detect", "point", "segment"].includes(result.type) && this.count === 0;
+    const cut = { length: "cut at the most tokens", max_objects: "most objects reached", cancelled: "stopped by an operator" };
+    this.set(cut[info.finish_reason] ?? (nothing ? "nothing found" : this.count ? `${this.count} found` : "done"));
+    this.showTimes("total", info);
+  }
+
+  set(text) {
+    this.status.textContent = text;
+  }
+
+  showTimes(word, info) {
+    const parts = [
+      this.first === undefined ? null : ["first message", ms(this.first)],
+      this.firstPart === undefined ? null : ["first result", ms(this.firstPart)],
+      [word, ms(performance.now() - this.started)],
+      info?.timings ? ["on the server", ms(info.timings.total * 1000)] : null,
+      info?.usage ? ["tokens", `${info.usage.input_tokens} in, ${info.usage.output_tokens} out`] : null,
+    ].filter(Boolean);
+    this.times.replaceChildren(...parts.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, value))));
+  }
+}
+
+const place = (x, y) => `${x.toFixed(2)}, ${y.toFixed(2)}`;

@@ -1,0 +1,138 @@
+// The rows that say what is asked, and their form in the contract's JSON (legato.v1.Task).
+
+import { byId, el } from "./dom.js";
+
+const LENGTHS = [["short", "short"], ["normal", "normal"], ["long", "long"]];
+
+/** Each skill: its word, what a row asks for, and the task it makes. */
+export const SKILLS = {
+  detect: {
+    title: "Detect", asks: "object", placeholder: "dog", example: "dog",
+    kind: ({ text, most }) => ({ detect: { object: text, ...bound(most) } }), most: true,
+  },
+  point: {
+    title: "Point", asks: "object", placeholder: "red apple", example: "apple", places: true, most: true,
+    kind: ({ text, most, refs }) => ({ point: { object: text, ...bound(most), ...refs } }),
+  },
+  segment: {
+    title: "Segment", asks: "object", placeholder: "tree", example: "tree", places: true,
+    kind: ({ text, refs }) => ({ segment: { object: text, ...refs } }),
+  },
+  caption: {
+    title: "Caption", asks: "length",
+    kind: ({ text }) => ({ caption: { length: `CAPTION_LENGTH_${(text || "normal").toUpperCase()}` } }),
+  },
+  query: {
+    title: "Query", asks: "question", placeholder: "How many apples are there?", places: true, thinks: true,
+    example: "How many apples are there?",
+    kind: ({ text, refs, thinks }) => ({ query: { question: text, ...(thinks ? { reasoning: true } : {}), ...refs } }),
+  },
+  gaze: {
+    title: "Gaze", asks: "nothing", places: true, needs: "point",
+    kind: ({ refs }) => ({ point: { object: "gaze", ...refs } }),
+  },
+};
+
+const bound = (most) => (most ? { max_objects: Number(most) } : {});
+
+/** "x y" or "left top right bottom" in fractions, as the contract's places. */
+export function refsOf(text) {
+  const numbers = text.trim().split(/[\s,;]+/).filter(Boolean).map(Number);
+  if (!numbers.length) return {};
+  if (numbers.some(Number.isNaN) || ![2, 4].includes(numbers.length)) {
+    throw new Error(`a place is two numbers or four, from 0 to 1, not “${text}”`);
+  }
+  const [x, y, right, bottom] = numbers;
+  const ref = numbers.length === 2
+    ? { point: { x, y } } : { box: { x_min: x, y_min: y, x_max: right, y_max: bottom } };
+  return { spatial_refs: [ref] };
+}
+
+let rows = 0;
+
+/** One task to ask; `remove` is called by its button. */
+export class TaskRow {
+  constructor(skill, text, remove) {
+    this.number = ++rows;
+    this.skill = el("select", { ariaLabel: "Skill" },
+      ...Object.entries(SKILLS).map(([name, { title }]) => new Option(title, name)));
+    this.skill.value = skill;
+    this.inputs = el("div", { className: "inputs" });
+    const away = el("button", { type: "button", className: "icon", ariaLabel: "Remove this task" }, "×");
+    away.addEventListener("click", () => remove(this));
+    this.element = el("div", { className: "task", role: "group" }, this.skill, this.inputs, away);
+    this.skill.addEventListener("change", () => this.build(""));
+    this.build(text);
+  }
+
+  build(text) {
+    const skill = SKILLS[this.skill.value];
+    this.element.ariaLabel = `Task: ${skill.title}`;
+    this.text = skill.asks === "length"
+      ? el("select", { ariaLabel: "Length" }, ...LENGTHS.map(([name, value]) => new Option(name, value)))
+      : el("input", { ariaLabel: skill.asks === "question" ? "Question" : "Object", placeholder: skill.placeholder ?? "", autocomplete: "off" });
+    if (skill.asks === "length") this.text.value = text || "normal";
+    else this.text.value = text || skill.example || "";
+    this.most = el("input", { ariaLabel: "Most objects", inputMode: "numeric", placeholder: "most", className: "short", autocomplete: "off" });
+    this.place = el("input", { ariaLabel: "Place, two or four numbers from 0 to 1", placeholder: skill.needs ? "click the eye" : "place", className: "place", autocomplete: "off" });
+    const box = el("input", { type: "checkbox" });
+    this.thinks = box;
+    this.inputs.replaceChildren(...[
+      skill.asks === "nothing" ? null : this.text,
+      skill.most ? this.most : null,
+      skill.places ? this.place : null,
+      skill.thinks ? el("label", { className: "check" }, box, "think first") : null,
+    ].filter(Boolean));
+  }
+
+  get takesPlaces() {
+    return Boolean(SKILLS[this.skill.value].places);
+  }
+
+  /** Grey out what the server's model lacks. */
+  allow(tasks) {
+    for (const option of this.skill.options) {
+      const needed = option.value === "gaze" ? "point" : option.value;
+      option.disabled = tasks.length > 0 && !tasks.includes(needed);
+    }
+  }
+
+  /** What this row is called in the answers. */
+  get title() {
+    const skill = SKILLS[this.skill.value];
+    return [skill.title, skill.asks === "nothing" ? "" : this.text.value].join(" ").trim();
+  }
+
+  /** The label of what is found. */
+  get noun() {
+    return this.skill.value === "gaze" ? "gaze" : this.text.value.trim();
+  }
+
+  /** The contract's task; throws an Error for a place that is none. */
+  task() {
+    const skill = SKILLS[this.skill.value];
+    const kind = skill.kind({
+      text: this.text.value.trim(),
+      most: this.most.value.trim(),
+      refs: skill.places ? refsOf(this.place.value) : {},
+      thinks: this.thinks.checked,
+    });
+    const sampling = samplingOf();
+    return { ...kind, ...(Object.keys(sampling).length ? { sampling } : {}) };
+  }
+}
+
+/** The options below the rows, as they were typed: the process says what is wrong with them. */
+export function samplingOf() {
+  const typed = {
+    temperature: byId("temperature").value, max_tokens: byId("max-tokens").value, seed: byId("seed").value,
+  };
+  return Object.fromEntries(Object.entries(typed)
+    .filter(([, value]) => value.trim())
+    .map(([name, value]) => [name, Number.isNaN(Number(value)) ? value : Number(value)]));
+}
+
+export function optionsOf() {
+  const options = { model: byId("model").value, adapter: byId("adapter").value.trim() };
+  return Object.fromEntries(Object.entries(options).filter(([, value]) => value));
+}

@@ -1,0 +1,261 @@
+"""The playground as a person uses it, in Chromium."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import until
+
+SAMPLES = Path(str(importlib.resources.files("legato_tiny") / "samples"))
+TRUTH = json.loads((SAMPLES / "truth.json").read_text())
+AXE = Path(__file__).parents[2] / ".tools/axe/package/axe.min.js"
+TABS = ("ask", "chat", "session", "timeline")
+NARROW = {"width": 360, "height": 740}
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+
+def expect(locator):
+    from playwright.sync_api import expect as playwright_expect
+
+    return playwright_expect(locator)
+
+
+def ask(page, *tasks):
+    """Replace the tasks by these and ask them; each is (skill, text)."""
+    while page.locator(".task").count():
+        page.locator(".task .icon").first.click()
+    for skill, text in tasks:
+        page.click("#add")
+        row = page.locator(".task").last
+        row.get_by_label("Skill").select_option(skill)
+        if skill == "caption":
+            row.get_by_label("Length").select_option(text)
+        else:
+            row.locator(".inputs > input").first.fill(text)
+    page.click("#questions button[type=submit]")
+    return page.locator(".answer")
+
+
+def choose(page, name):
+    page.set_input_files("#file", SAMPLES / name)
+    expect(page.locator("#picture-state")).to_contain_text("held by the server")
+
+
+def boxes(page):
+    """Left, top, right and bottom of each box that is drawn, in fractions."""
+    shapes = page.locator(".overlay rect.box").all()
+    found = [
+        [float(shape.get_attribute(key)) for key in ("x", "y", "width", "height")]
+        for shape in shapes
+    ]
+    return [[x, y, x + width, y + height] for x, y, width, height in found]
+
+
+def test_a_picture_s_objects_are_drawn_where_they_are(site, open_page):
+    """Several tasks at once on an uploaded file, each with its times and its layer."""
+    page = open_page(site)
+    choose(page, "scene.jpg")
+    answers = ask(
+        page, ("detect", "dog"), ("point", "balloon"), ("segment", "tree"), ("caption", "short")
+    )
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(4)
+    (box,), (truth,) = boxes(page), TRUTH["scene.jpg"]["dog"]
+    assert box == pytest.approx(truth, abs=0.05)
+    expect(page.locator(".overlay .point")).to_have_count(1)
+    assert page.locator(".overlay path.outline").get_attribute("d").rstrip().lower().endswith("z")
+    expect(answers.nth(3).locator(".words")).to_contain_text("balloon")
+    for index in range(4):
+        expect(answers.nth(index).locator(".times")).to_contain_text("first message")
+        expect(answers.nth(index).locator(".times")).to_contain_text("total")
+
+
+def test_boxes_and_words_appear_while_they_are_decoded(slow_site, open_page):
+    """Before the answer is complete, and the picture may be one that comes with the page."""
+    page = open_page(slow_site)
+    page.get_by_label("Sample: fruit").click()
+    expect(page.locator("#picture-state")).to_contain_text("held by the server")
+    page.click(".more summary")
+    page.fill("#max-tokens", "200")
+    ask(page, ("caption", "long"))
+    expect(page.locator('.answer[aria-busy="true"] .words')).to_contain_text("nobody looked at")
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(1)
+    expect(page.locator(".answer .status")).to_have_text("cut at the most tokens")
+
+
+def test_stop_cancels_the_work_on_the_server(slow_site, slow, open_page):
+    """It holds nothing soon after."""
+    page = open_page(slow_site)
+    page.click(".more summary")
+    page.fill("#max-tokens", "7000")
+    ask(page, ("query", "why?"), ("query", "how?"))
+    expect(page.locator(".answer .words").first).to_contain_text("nobody")
+    until(lambda: slow.holds(running=2, waiting=0))
+    page.locator(".answer").first.get_by_role("button", name="Stop").click()
+    until(lambda: slow.holds(running=1, waiting=0))
+    page.click("#stop")
+    expect(page.locator(".answer .status")).to_have_text(["stopped", "stopped"])
+    until(lambda: slow.holds(running=0, waiting=0))
+
+
+def test_an_error_is_shown_in_words_with_its_field(site, open_page):
+    """Also one of a file that is no picture; what was chosen before stays."""
+    page = open_page(site)
+    choose(page, "scene.jpg")
+    ask(page, ("detect", ""))
+    failure = page.locator(".answer .failure")
+    expect(failure).to_contain_text("INVALID_FIELD")
+    expect(failure.locator("code").first).to_contain_text("object")
+    expect(failure).to_contain_text("Change the named field and ask again.")
+    text = {"name": "notes.png", "mimeType": "image/png", "buffer": b"no picture"}
+    page.set_input_files("#file", text)
+    expect(page.locator("#picture-state .failure")).to_contain_text("cannot show notes.png")
+    expect(page.locator(".frame img")).to_be_visible()
+
+
+def test_a_click_and_a_drag_name_a_place(site, open_page):
+    """In the task that takes one."""
+    page = open_page(site)
+    choose(page, "scene.jpg")
+    ask(page, ("query", "What is this?"))
+    frame = page.locator("#stage .frame")
+    size = frame.bounding_box()
+    frame.click(position={"x": size["width"] / 4, "y": size["height"] / 2})
+    place = page.get_by_label("Place, two or four numbers from 0 to 1")
+    assert [float(n) for n in place.input_value().split()] == pytest.approx([0.25, 0.5], abs=0.01)
+    page.mouse.move(size["x"] + 10, size["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(size["x"] + 210, size["y"] + 110)
+    page.mouse.up()
+    assert len(place.input_value().split()) == 4
+
+
+def test_a_conversation_goes_on(site, open_page):
+    """About the picture; the words before are part of the next question."""
+    page = open_page(site, viewport=NARROW)
+    choose(page, "scene.jpg")
+    page.click("#tab-chat")
+    for number, question in enumerate(
+        ("How many apples are there?", "What colour is the balloon?"), 1
+    ):
+        page.get_by_label("Message").fill(question)
+        page.keyboard.press("Enter")
+        expect(page.locator(".said .times")).to_have_count(number)
+    page.get_by_role("button", name="Code").click()
+    expect(page.locator("#code pre")).to_contain_text("How many apples")
+    expect(page.locator("#code pre")).to_contain_text("What colour")
+
+
+def test_a_session_answers_frames(site, open_page):
+    """Of the bundled scene, with ages, counts and boxes; then of a webcam; then it stops."""
+    page = open_page(site)
+    page.click("#tab-session")
+    start = page.locator("#panel-session button[type=submit]")
+    page.get_by_label("Oldest frame answered, seconds").fill("")
+    for clip in ("scene", "camera"):
+        page.locator("#panel-session select").first.select_option(clip)
+        start.click()
+        figure = page.locator('[data-figure="answered"] dd')
+        expect(figure).not_to_have_text("–")
+        expect(figure).not_to_have_text("0")
+        expect(page.locator('[data-figure="age"] dd')).to_contain_text("s")
+        expect(page.locator('[data-figure="credits"] dd')).not_to_have_text("–")
+        if clip == "scene":
+            page.wait_for_selector("#panel-session rect.box", state="attached")
+        page.locator("#panel-session").get_by_role("button", name="Stop").click()
+        expect(page.locator("#panel-session .look .help")).to_have_text("stopped")
+
+
+def test_the_timeline_lives(site, open_page):
+    """Its stream is open, and launches come."""
+    page = open_page(site)
+    choose(page, "scene.jpg")
+    page.click("#tab-timeline")
+    expect(page.locator("#panel-timeline canvas")).to_be_visible()
+    expect(page.locator("#panel-timeline")).to_contain_text("live")
+
+
+def test_everything_is_done_with_the_keyboard_alone(site, open_page):
+    """A sample, a question, its code, another tab."""
+    page = open_page(site)
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the page's content")).to_be_focused()
+    tab_to(page, page.get_by_label("Sample: fruit"))
+    page.keyboard.press("Enter")
+    expect(page.locator("#picture-state")).to_contain_text("held by the server")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(2)
+    assert len(boxes(page)) == 3
+    code = page.get_by_role("button", name="Code: Detect strawberry")
+    tab_to(page, code)
+    page.keyboard.press("Enter")
+    expect(page.locator("#code pre")).to_contain_text('DetectTask("strawberry")')
+    page.keyboard.press("Escape")
+    expect(page.locator("#code")).not_to_be_visible()
+    expect(code).to_be_focused()
+    page.locator("#tab-ask").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tab-chat")).to_be_focused()
+    expect(page.locator("#panel-chat")).to_be_visible()
+    page.keyboard.press("End")
+    expect(page.locator("#panel-timeline")).to_be_visible()
+
+
+def tab_to(page, locator):
+    for _ in range(60):
+        if locator.evaluate("element => element === document.activeElement"):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError("the keyboard does not reach it")
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_a_phone_needs_no_sideways_scrolling(site, open_page, tab):
+    """At 360 pixels."""
+    page = open_page(f"{site}#{tab}", viewport=NARROW)
+    expect(page.locator(f"#panel-{tab}")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+def test_the_theme_is_chosen_and_kept(site, open_page):
+    """Over the system's, and after a reload."""
+    page = open_page(site, color_scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.click("#theme")
+    page.click("#theme")
+    expect(page.locator("#theme-name")).to_have_text("dark")
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    expect(page.locator("#theme-name")).to_have_text("dark")
+    assert page.evaluate(ground) == dark
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core of npm: make test-web")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_fault(site, open_page, scheme):
+    """On each tab, with answers, and in the dialog; axe is let in past the page's policies."""
+    page = open_page(site, color_scheme=scheme, bypass_csp=True)
+    page.add_script_tag(path=AXE)
+    choose(page, "scene.jpg")
+    ask(page, ("detect", "dog"), ("detect", ""), ("caption", "short"))
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(3)
+    for tab in TABS:
+        page.click(f"#tab-{tab}")
+        assert faults(page) == [], tab
+    page.click("#tab-ask")
+    page.locator(".answer").first.get_by_role("button", name="Code").click()
+    expect(page.locator("#code pre")).to_be_visible()
+    assert faults(page) == []
+
+
+def faults(page):
+    """Each rule that is broken, with the elements that break it."""
+    page.wait_for_timeout(400)  # a colour is judged after it has appeared
+    found = page.evaluate("axe.run()")["violations"]
+    return [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
