@@ -16,6 +16,7 @@ from legato_client.cli import (
     info,
     load,
     metrics,
+    run,
     settings,
     status,
     tasks,
@@ -24,7 +25,7 @@ from legato_client.cli import (
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, chat, info, metrics, status, load, token, completion)
+_OWN = (demo, tasks, run, chat, info, metrics, status, load, token, completion)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import legato_client
 
-_PARTS = {"cli": ('"{root}[cli]"',), "engine": ("{root}", "{root}/engine/tiny", "{root}/service")}
+_PARTS = {
+    "cli": ('"{root}[cli]"',),
+    "video": ('"{root}[video]"',),
+    "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
+}
 """What is installed from a clone for each extra of a wheel."""
 
 
