@@ -13,6 +13,7 @@ from legato_client.batch.errors import RunRefused
 from legato_client.batch.output import Output, replacing
 from legato_client.batch.sources import PICTURES, is_video
 
+
 def annotate(
     output: Output, folder: Path, choice: video.Choice, tell: Callable[[], None]
 ) -> Iterator[str]:

@@ -47,7 +47,9 @@ def has_failed(line: Mapping[str, Any]) -> bool:
     return "error" in line or any("error" in result for result in results.values())
 
 
-def answered(picture: Picture, names: Sequence[str], outcomes: Sequence[Result | LegatoError]) -> Line:
+def answered(
+    picture: Picture, names: Sequence[str], outcomes: Sequence[Result | LegatoError]
+) -> Line:
     """The line of a picture, of which single tasks may have failed."""
     line = _begun(picture)
     image = next((each.info.image for each in outcomes if not isinstance(each, LegatoError)), None)

@@ -32,9 +32,7 @@ def parse(name: str, sampling: Sampling, max_objects: int | None) -> Task:
     return make(text.strip(), sampling, max_objects)
 
 
-def parse_all(
-    names: Sequence[str], sampling: Sampling, max_objects: int | None
-) -> dict[str, Task]:
+def parse_all(names: Sequence[str], sampling: Sampling, max_objects: int | None) -> dict[str, Task]:
     """The tasks in their order; ValueError where two are the same, or there are too many."""
     tasks = {name: parse(name, sampling, max_objects) for name in names}
     if len(tasks) < len(names):
@@ -73,7 +71,9 @@ _SKILLS: dict[str, Callable[[str, Sampling, int | None], Task]] = {
     "point": _with_text(
         "point", lambda text, sampling, most: PointTask(text, most, sampling=sampling)
     ),
-    "segment": _with_text("segment", lambda text, sampling, _: SegmentTask(text, sampling=sampling)),
+    "segment": _with_text(
+        "segment", lambda text, sampling, _: SegmentTask(text, sampling=sampling)
+    ),
     "caption": _caption,
     "query": _with_text("query", lambda text, sampling, _: QueryTask(text, sampling=sampling)),
 }

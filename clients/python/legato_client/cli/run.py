@@ -59,7 +59,11 @@ def add_command(commands: Any) -> None:
     )
     frames = parser.add_mutually_exclusive_group()
     frames.add_argument(
-        "--every", type=arguments.at_least_one, default=1, metavar="N", help="each Nth frame of a video"
+        "--every",
+        type=arguments.at_least_one,
+        default=1,
+        metavar="N",
+        help="each Nth frame of a video",
     )
     frames.add_argument(
         "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
@@ -179,8 +183,8 @@ def _report(
     )
     if failed:
         raise CommandError(
-            f"{failed} of {done} pictures failed: see `error` in {args.output}; --retry-failed asks "
-            "about them again"
+            f"{failed} of {done} pictures failed: see `error` in {args.output}; "
+            "--retry-failed asks about them again"
         )
 
 

@@ -59,7 +59,10 @@ def test_what_is_counted(path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({**SETTINGS, "tasks": ["detect:dog"]}, r'tasks \["detect:cup"\] there, tasks \["detect:dog'),
+        (
+            {**SETTINGS, "tasks": ["detect:dog"]},
+            r'tasks \["detect:cup"\] there, tasks \["detect:dog',
+        ),
         ({**SETTINGS, "every": 2}, "every 1 there, every 2 now"),
         ({**SETTINGS, "seed": 3}, "seed null there, seed 3 now"),
     ],
@@ -119,7 +122,10 @@ def test_sorted(path):
     with Output(path, SETTINGS) as output:
         output.sort()
         output.append({"source": "0.png", "results": {}})
-        assert [key for key, _ in output.places()] == [*(KEYS[i] for i in (3, 2, 0, 1)), ("0.png", None)]
+        assert [key for key, _ in output.places()] == [
+            *(KEYS[i] for i in (3, 2, 0, 1)),
+            ("0.png", None),
+        ]
     with Output(path, SETTINGS) as output:
         assert len(output.done) == 5
     assert [each.name for each in path.parent.iterdir()] == [path.name]

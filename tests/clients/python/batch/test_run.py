@@ -83,8 +83,10 @@ def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
     assert "3 of 12" in err
     errors = {(e["code"], e["reason"]) for line in lines if (e := line.get("error"))}
     assert errors == {
-        ("INVALID_ARGUMENT", "IMAGE_UNDECODABLE"), ("INTERNAL", "NUMERIC"), ("DEADLINE_EXCEEDED", ""),
-    }  # fmt: skip
+        ("INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
+        ("INTERNAL", "NUMERIC"),
+        ("DEADLINE_EXCEEDED", ""),
+    }
     assert run(folder)[0] == 1
     assert server.count("RunTasks") == 12
     code, lines, _, _ = run(folder, "--retry-failed")
@@ -221,7 +223,15 @@ def test_killed_twice_and_complete(folder, tmp_path):
     again, and a torn line is not taken for one.
     """
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "legato_client.cli", "run", str(folder), "--task", "detect:cat"]
+    command = [
+        sys.executable,
+        "-m",
+        "legato_client.cli",
+        "run",
+        str(folder),
+        "--task",
+        "detect:cat",
+    ]
     command += ["--output", str(output), "--parallel", "3"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with GatedServer() as server:

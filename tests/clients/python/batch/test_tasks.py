@@ -28,7 +28,7 @@ def test_names(name, task):
 @pytest.mark.parametrize("name", ["detect", "detect:", "query: ", "caption:huge", "find:cup", ""])
 def test_mistakes(name):
     """A skill that does not exist, or whose text is missing or wrong."""
-    with pytest.raises(ValueError, match="task|text|caption"):
+    with pytest.raises(ValueError, match=r"task|text|caption"):
         parse(name, COLD, None)
 
 
