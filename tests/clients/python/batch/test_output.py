@@ -34,10 +34,11 @@ def path(tmp_path):
 
 
 def test_a_file_that_ends_anywhere_holds_its_whole_lines(path):
-    """Cut behind any byte, it is opened with the pictures whose lines are whole, and goes on."""
+    """Cut inside or beside a line's end, it has the pictures whose lines are whole, and goes on."""
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
-    for end in range(len(whole) + 1):
+    places = {*range(0, len(whole), 11), *(end + near for end in ends for near in (-1, 0, 1))}
+    for end in sorted(places):
         path.write_bytes(whole[:end])
         count = sum(each <= end for each in ends[1:])
         with Output(path, SETTINGS) as output:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
+from legato_client.batch.sources import files
 
 from tests.clients.python.batch.conftest import read
 from tests.clients.python.failures import failure, retry_info
@@ -56,6 +57,16 @@ def test_nothing_is_asked_twice(run, folder, server):
     code, lines, out, _ = run(folder, folder / "00.png")
     assert (code, len(lines), server.count("RunTasks")) == (0, 13, 13)
     assert "1 of them new" in out
+
+
+def test_own_drawings_are_no_pictures(folder):
+    """A folder is searched to its depths, without those that the run writes to."""
+    for name in ("drawn", "inner", ".hidden"):
+        (folder / name).mkdir()
+        (folder / name / "z.WebP").write_bytes(b"")
+    found = list(files([str(folder)], [folder / "inner" / ".." / "drawn"], io.BytesIO()))
+    assert found[-1] == str(folder / "inner" / "z.WebP")
+    assert len(found) == 13
 
 
 def test_names_on_standard_input(run, folder, monkeypatch):
