@@ -47,6 +47,7 @@ def files(names: Iterable[str], left_out: Collection[Path], stdin: IO[bytes]) ->
         OSError: a folder cannot be read.
     """
     seen: set[str] = set()
+    found: Iterator[str]
     for name in names:
         if name == STANDARD_INPUT:
             found = (os.fsdecode(line.rstrip(b"\r\n")) for line in stdin)

@@ -38,7 +38,7 @@ class Frame:
 
     def image(self) -> Image.Image:
         """The pixels, turned as the video says."""
-        image: Image.Image = self.decoded.to_image()
+        image: Image.Image = self.decoded.to_image()  # type: ignore[no-untyped-call]  # PyAV's gap
         turn = self.decoded.rotation
         return image.rotate(turn, expand=True) if turn else image
 
@@ -85,10 +85,11 @@ class Writer:
         self._path = str(path)
         with _plain_errors(self._path):
             self._container = av.open(self._path, "w", format="mp4")
-        self._stream = self._container.add_stream(encoder)
-        assert isinstance(self._stream, av.VideoStream), "the encoder is a video's"
-        self._stream.pix_fmt = "yuv420p"
-        self._stream.codec_context.time_base = _TICK
+        stream = self._container.add_stream(encoder)
+        assert isinstance(stream, av.VideoStream), "the encoder is a video's"
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = _TICK
+        self._stream = stream
 
     def __enter__(self) -> Writer:
         return self
@@ -113,7 +114,8 @@ class Writer:
         width, height = image.width // 2 * 2, image.height // 2 * 2
         if not self._stream.width:
             self._stream.width, self._stream.height = width, height
-        frame = av.VideoFrame.from_image(image.crop((0, 0, width, height)))
+        cropped = image.crop((0, 0, width, height))
+        frame = av.VideoFrame.from_image(cropped)  # type: ignore[no-untyped-call]  # PyAV's gap
         frame.pts, frame.time_base = round(time / _TICK), _TICK
         with _plain_errors(self._path):
             self._container.mux(self._stream.encode(frame))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _ask(
     args: argparse.Namespace, asked: dict[str, Task], output: Output, terminal: Terminal
 ) -> None:
-    names = sources.files(args.sources, [args.annotate] if args.annotate else [], sys.stdin.buffer)
+    left_out = [args.annotate] if args.annotate else []
+    names: Iterable[str] = sources.files(args.sources, left_out, sys.stdin.buffer)
     total = None
     if sources.STANDARD_INPUT not in args.sources:
-        names = list(names)
-        total = None if any(map(sources.is_video, names)) else len(names)
+        listed = names = list(names)
+        total = None if any(map(sources.is_video, listed)) else len(listed)
     pictures = sources.pictures(names, _choice(args))
     options = arguments.options_of(args)
     with (
