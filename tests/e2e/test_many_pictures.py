@@ -59,7 +59,7 @@ def legato(server, tmp_path, monkeypatch):
     monkeypatch.setenv("LEGATO_SERVER", server.address)
     output = tmp_path / "out.jsonl"
 
-    def run(*words: object):
+    def run(*words):
         code = main(["run", *map(str, words), "--output", str(output)])
         lines = [json.loads(line) for line in output.read_text().splitlines()[1:]]
         return code, {(Path(line["source"]).name, line.get("frame")): line for line in lines}
@@ -70,8 +70,8 @@ def legato(server, tmp_path, monkeypatch):
 def test_pictures_videos_and_bad_files(legato, folder, tmp_path, capsys):
     """Every file has its lines, COCO's reader reads the boxes, and drawings lie in their folder."""
     coco, drawn = tmp_path / "coco.json", folder / "drawn"
-    words = (folder, "--task", "detect:cup", "--task", "segment:dog", "--every", "3")
-    words += ("--coco", coco, "--annotate", drawn, "--sorted")
+    words = [folder, "--task", "detect:cup", "--task", "segment:dog", "--every", "3"]
+    words += ["--coco", coco, "--annotate", drawn, "--sorted"]
     code, lines = legato(*words)
     assert code == 1
     assert list(lines) == [
@@ -121,7 +121,7 @@ def test_notebooks(server, path, monkeypatch):
     assert names["lines"]
 
 
-def _check_coco(coco: COCO, lines) -> None:
+def _check_coco(coco, lines):
     """Its boxes and masks are where the lines say."""
     answered = [line for line in lines.values() if "error" not in line]
     assert len(coco.imgs) == len(answered) == 5

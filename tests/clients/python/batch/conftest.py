@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from legato_client.batch.lines import Line
 from legato_client.cli import main
 
 
-def read(path: Path) -> list[dict]:
+def read(path: Path) -> list[Line]:
     """The lines of pictures."""
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
@@ -30,7 +31,7 @@ def run(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LEGATO_SERVER", server.target)
     output = tmp_path / "out.jsonl"
 
-    def call(*words: object, task: str = "detect:cat") -> tuple[int, list[dict], str, str]:
+    def call(*words: object, task: str = "detect:cat") -> tuple[int, list[Line], str, str]:
         code = main(["run", *map(str, words), "--task", task, "--output", str(output)])
         out, err = capsys.readouterr()
         return code, read(output) if output.exists() else [], out, err

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 from legato_client.batch.errors import RunRefused
-from legato_client.batch.lines import encode
+from legato_client.batch.lines import Line, encode
 from legato_client.batch.output import Output
 from legato_client.batch.sources import Key
 
 SETTINGS = {"tasks": ["detect:cup"], "every": 1}
-LINES = [
+LINES: list[Line] = [
     {"source": "b.png", "results": {}},
     {"source": "ä\udcff.png", "error": {"code": "INTERNAL"}},  # a name that is no text
     {"source": "a.mp4", "frame": 10, "results": {"detect:cup": {"objects": []}}},

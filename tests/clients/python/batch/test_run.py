@@ -245,7 +245,8 @@ def test_killed_twice_and_complete(folder, tmp_path):
     ]
     command += ["--output", str(output), "--parallel", "3"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with GatedServer() as server:
+    server = GatedServer()
+    with server:
         environment["LEGATO_SERVER"] = server.target
 
         def start() -> subprocess.Popen[bytes]:
