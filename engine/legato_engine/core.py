@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 
 import msgspec
 
@@ -95,6 +96,15 @@ class SegmentTask(Value, frozen=True):
 
 
 TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
+
+SKILL_OF_TASK: Mapping[type, str] = {
+    QueryTask: "query",
+    CaptionTask: "caption",
+    DetectTask: "detect",
+    PointTask: "point",
+    SegmentTask: "segment",
+}
+SKILLS = tuple(SKILL_OF_TASK.values())
 
 
 class SamplingParams(Value, frozen=True):
@@ -385,6 +395,14 @@ class SegmentResult(Value, frozen=True):
 
 
 TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult
+
+SKILL_OF_RESULT: Mapping[type, str] = {
+    QueryResult: "query",
+    CaptionResult: "caption",
+    DetectResult: "detect",
+    PointResult: "point",
+    SegmentResult: "segment",
+}
 
 
 class Usage(Value, frozen=True):

@@ -14,9 +14,9 @@ from packaging.utils import canonicalize_name
 
 from release.distributions import CLIENT, ROOT, SERVER
 
-# Imported inside functions, by callers who have it: an array is an image, a GGUF file is read by
-# the package of an extra.
-OPTIONAL = {"legato_client": {"numpy"}, "legato_service": set(), "legato_engine": {"gguf"}}
+# Imported inside functions, by callers who have it: an array is an image, videos and GGUF files are
+# read by packages of extras.
+OPTIONAL = {"legato_client": {"av", "numpy"}, "legato_service": set(), "legato_engine": {"gguf"}}
 PACKAGES = [
     ("clients/python/legato_client", CLIENT),
     ("service/legato_service", SERVER),

@@ -24,8 +24,11 @@ type Client struct {
 }
 
 // Dial makes a client of any gRPC target: "host:port", "dns:///name:port", "unix:/path". Nothing is sent before the
-// first call.
+// first call; a URL, or a host without a port, is an error at once.
 func Dial(target string, options ...DialOption) (*Client, error) {
+	if err := checkTarget(target); err != nil {
+		return nil, err
+	}
 	settings := dialSettingsOf(options)
 	work, err := settings.connect(target)
 	if err != nil {

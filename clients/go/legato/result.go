@@ -158,13 +158,15 @@ type ImageInfo struct {
 // Size is what [Box.Pixels] and [Point.Pixels] take.
 func (i ImageInfo) Size() (width, height int) { return i.Width, i.Height }
 
-// FrameStamp says where and when a picture was taken. Servers echo it and, but for the sequence in a session, do not
-// interpret it.
+// FrameStamp says where and when a picture was taken. Servers echo it verbatim, and interpret it in a session only.
 type FrameStamp struct {
+	// FrameID is the coordinate frame or camera, as the caller names it.
 	FrameID string
-	// CaptureTime is on the caller's clock; its zero value is none.
+	// CaptureTime is when the picture was taken, on the caller's clock; its zero value is none. A session measures
+	// [SessionConfig.MaxFrameAge] from it where it is given.
 	CaptureTime time.Time
-	Sequence    uint64
+	// Sequence is the caller's frame counter. In a session it names the frame and must grow with every frame.
+	Sequence uint64
 }
 
 // TaskResult is how one of several tasks ended: Result, or Err.

@@ -11,6 +11,7 @@ import msgspec
 
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
+    SKILLS,
     DetectTask,
     FinishReason,
     PointTask,
@@ -69,7 +70,7 @@ def info(config: EngineConfig) -> ModelInfo:
     return ModelInfo(
         name=NAME,
         device="none",
-        tasks=("query", "caption", "detect", "point", "segment"),
+        tasks=SKILLS,
         max_context_tokens=max_context,
         max_output_tokens=max_context - IMAGE_TOKENS - 1,
         max_running=config.max_running,

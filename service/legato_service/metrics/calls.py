@@ -14,13 +14,6 @@ from legato_service.rpc.call_log import EndedCall, EndedRequest
 OTHER = "other"
 """The label of all tenants beyond those that have one of their own."""
 
-SKILLS: dict[type, str] = {
-    core.QueryResult: "query",
-    core.CaptionResult: "caption",
-    core.DetectResult: "detect",
-    core.PointResult: "point",
-    core.SegmentResult: "segment",
-}
 REJECTIONS = (
     "QUEUE_FULL",
     "QUOTA_EXCEEDED",
@@ -149,5 +142,5 @@ class CallMetrics:
         for reason, count in rejections.items():
             snapshot.add("legato_admission_rejections", count, reason)
         for (result, tenant), requests in self._requests.items():
-            requests.write(snapshot, SKILLS.get(result, OTHER), tenant)
+            requests.write(snapshot, core.SKILL_OF_RESULT.get(result, OTHER), tenant)
         snapshot.add_histogram("legato_wait_estimate_error_seconds", self._wait_error)

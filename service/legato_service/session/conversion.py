@@ -165,17 +165,10 @@ def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.T
     result = task_pb2.TaskResult(
         task_id=task_id, finish_reason=task_pb2.FINISH_REASON_CANCELLED, usage=task_pb2.Usage()
     )
-    match request.task if isinstance(request, core.Request) else None:
-        case core.CaptionTask():
-            result.caption.SetInParent()
-        case core.DetectTask():
-            result.detect.SetInParent()
-        case core.PointTask():
-            result.point.SetInParent()
-        case core.SegmentTask():
-            result.segment.SetInParent()
-        case _:
-            result.query.SetInParent()
+    skill = "query"
+    if isinstance(request, core.Request):
+        skill = core.SKILL_OF_TASK[type(request.task)]
+    getattr(result, skill).SetInParent()
     return result
 
 

@@ -15,11 +15,10 @@ Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
 
 PROVIDER = "legato"
 OPERATIONS: Mapping[type, str] = {
+    **core.SKILL_OF_RESULT,
+    # OpenTelemetry has names for these two.
     core.QueryResult: "chat",
     core.CaptionResult: "generate_content",
-    core.DetectResult: "detect",
-    core.PointResult: "point",
-    core.SegmentResult: "segment",
 }
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _FAULTS = frozenset(

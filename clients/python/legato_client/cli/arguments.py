@@ -169,3 +169,10 @@ def positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
     return value
+
+
+def at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

@@ -18,6 +18,7 @@ from legato_client.cli import (
     load,
     metrics,
     playground,
+    run,
     settings,
     status,
     tasks,
@@ -26,7 +27,7 @@ from legato_client.cli import (
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, chat, info, metrics, status, load, token, http, playground, completion)
+_OWN = (demo, tasks, run, chat, info, metrics, status, load, token, http, playground, completion)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

@@ -9,6 +9,7 @@ import legato_client
 _PARTS = {
     "cli": ('"{root}[cli]"',),
     "web": ('"{root}[web]"',),
+    "video": ('"{root}[video]"',),
     "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
 }
 """What is installed from a clone for each extra of a wheel."""

@@ -181,8 +181,10 @@ def add_command(commands: Any) -> None:
     )
     load.add_argument("--seconds", type=_positive, default=10.0, help="in all")
     load.add_argument("--warm-up", type=float, default=2.0, help="seconds of it not measured")
-    load.add_argument("--processes", type=_at_least_one, default=1, help="that send")
-    load.add_argument("--sessions", type=_at_least_one, default=1, help="open, for sessions")
+    load.add_argument("--processes", type=arguments.at_least_one, default=1, help="that send")
+    load.add_argument(
+        "--sessions", type=arguments.at_least_one, default=1, help="open, for sessions"
+    )
     load.add_argument("--timeout", type=_positive, default=60.0, help="deadline of each, seconds")
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
     asked = parser.add_argument_group("what is asked, the same each time")
@@ -201,11 +203,4 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
     return value

@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
@@ -106,6 +108,19 @@ class Terminal:
         with Live(console=Console(file=self._out), auto_refresh=False) as live:
             yield lambda text: live.update(Text(text, no_wrap=True), refresh=True)
 
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int | None, done: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that counts one more, for any thread; `total` is None if unknown.
+
+        Without a terminal of its own, and rich, the count is a line now and then.
+        """
+        if self.interactive and importlib.util.find_spec("rich"):
+            progress = importlib.import_module("legato_client.cli.progress_bar")
+            with progress.bar(self._out, what, total, done) as count:
+                yield count
+            return
+        yield _LineCount(self, what, total, done)
+
     def _rich_table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.console import Console
         from rich.table import Table
@@ -115,6 +130,26 @@ class Terminal:
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))  # a label is no markup
         Console(file=self._out).print(table)
+
+
+class _LineCount:
+    """Says the count, at most once in `PERIOD` seconds."""
+
+    PERIOD = 10.0
+
+    def __init__(self, terminal: Terminal, what: str, total: int | None, done: int) -> None:
+        self._terminal = terminal
+        self._what = what if total is None else f"of {total} {what}"
+        self._lock = threading.Lock()
+        self._done = done
+        self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._done += 1
+            if time.monotonic() - self._said >= self.PERIOD:
+                self._said = time.monotonic()
+                self._terminal.line(f"{self._done} {self._what}")
 
 
 def _report(error: _errors.LegatoError) -> dict[str, Any]:

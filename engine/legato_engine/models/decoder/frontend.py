@@ -5,15 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from legato_engine.core import (
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
-    PointTask,
-    QueryTask,
-    Request,
-    SegmentTask,
-)
+from legato_engine.core import SKILL_OF_TASK, ImageInfo, QueryTask, Request
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
 from legato_engine.models.decoder.task import TextTask
@@ -25,14 +17,6 @@ from legato_engine.tasks import Constraint
 
 FREE: tuple[Constraint, ...] = (Constraint(),)
 """The constraints of plain text."""
-
-_SKILLS = {
-    QueryTask: "query",
-    CaptionTask: "caption",
-    DetectTask: "detect",
-    PointTask: "point",
-    SegmentTask: "segment",
-}
 
 
 class Prompter(Protocol):
@@ -81,7 +65,7 @@ class TextFrontend:
 
     def make_task(self, request: Request) -> TextTask:
         setup, task = self._setup, request.task
-        skill = _SKILLS[type(task)]
+        skill = SKILL_OF_TASK[type(task)]
         if not isinstance(task, QueryTask):
             raise TaskUnsupported(f"this model has no {skill} skill", task=skill)
         if request.image is not None or task.spatial_refs or task.shows_image:

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from legato_engine.core import (
+    SKILLS,
     CaptionTask,
     DetectTask,
     ImageInfo,
@@ -41,8 +42,6 @@ from legato_engine.models.moondream.tokenizer import Tokenizer
 from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 
-_SKILLS = ("query", "caption", "detect", "point", "segment")
-
 
 class MoondreamFrontend:
     """A thread-safe `ModelFrontend`.
@@ -61,7 +60,7 @@ class MoondreamFrontend:
     ) -> None:
         self.name = config.name
         self.takes_images = True
-        self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
+        self.tasks = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
         self.constraints = constraint_table(config)
         self.vocab_size = config.text.vocab_size
         self._config = config

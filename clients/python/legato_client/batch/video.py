@@ -1,0 +1,132 @@
+"""Frames of videos, and videos of frames. Needs PyAV (`pip install "legato[video]"`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fractions
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from legato_client._images.raw_frame import RawFrame
+
+if TYPE_CHECKING:
+    import av
+    from PIL import Image
+
+_TICK = fractions.Fraction(1, 90_000)  # seconds; the unit of times in MPEG
+_ENCODERS = ("libx264", "mpeg4")  # the best first; the second is in every build of FFmpeg
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Every Nth frame, or the first frame of each 1/`fps` seconds."""
+
+    every: int = 1
+    fps: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A decoded frame; `number` counts from 0, `time` is in seconds from the first frame."""
+
+    number: int
+    time: float
+    decoded: av.VideoFrame
+
+    def image(self) -> Image.Image:
+        """The pixels, turned as the video says."""
+        image: Image.Image = self.decoded.to_image()  # type: ignore[no-untyped-call]  # PyAV's gap
+        turn = self.decoded.rotation
+        return image.rotate(turn, expand=True) if turn else image
+
+    def read(self) -> RawFrame:
+        image = self.image()
+        return RawFrame(image.tobytes(), image.width, image.height, "rgb8")
+
+
+def frames(path: str, choice: Choice) -> Iterator[Frame]:
+    """The chosen frames, in order.
+
+    Raises:
+        ModuleNotFoundError: PyAV is not installed.
+        OSError, ValueError: the file cannot be read, or not to its end.
+    """
+    import av
+
+    with _plain_errors(path), av.open(path) as container:
+        if not container.streams.video:
+            raise ValueError(f"{path} has no pictures")
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        start, due = None, 0.0
+        for number, decoded in enumerate(container.decode(stream)):
+            time = decoded.time or 0.0
+            start = time if start is None else start
+            time -= start
+            if choice.fps is None:
+                chosen = number % choice.every == 0
+            else:
+                chosen = time * choice.fps >= due - 1e-6  # times are rounded
+                due = int(time * choice.fps + 1e-6) + 1 if chosen else due
+            if chosen:
+                yield Frame(number, time, decoded)
+
+
+class Writer:
+    """Writes an MP4 file of pictures of one size, each shown from its time on."""
+
+    def __init__(self, path: Path) -> None:
+        import av
+
+        encoder = next(name for name in _ENCODERS if name in av.codecs_available)
+        self._path = str(path)
+        with _plain_errors(self._path):
+            self._container = av.open(self._path, "w", format="mp4")
+        stream = self._container.add_stream(encoder)
+        assert isinstance(stream, av.VideoStream), "the encoder is a video's"
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = _TICK
+        self._stream = stream
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _plain_errors(self._path), self._container:
+            if error is None:
+                self._container.mux(self._stream.encode())
+
+    def write(self, image: Image.Image, time: float) -> None:
+        """`time` is in seconds and grows. The first picture gives the size, in even pixels.
+
+        Raises OSError, as the end of the block does.
+        """
+        import av
+
+        width, height = image.width // 2 * 2, image.height // 2 * 2
+        if not self._stream.width:
+            self._stream.width, self._stream.height = width, height
+        cropped = image.crop((0, 0, width, height))
+        frame = av.VideoFrame.from_image(cropped)  # type: ignore[no-untyped-call]  # PyAV's gap
+        frame.pts, frame.time_base = round(time / _TICK), _TICK
+        with _plain_errors(self._path):
+            self._container.mux(self._stream.encode(frame))
+
+
+@contextlib.contextmanager
+def _plain_errors(path: str) -> Iterator[None]:
+    """FFmpeg's errors as OSError, without its own classes."""
+    import av
+
+    try:
+        yield
+    except av.FFmpegError as error:
+        raise OSError(error.errno, error.strerror, path) from error

@@ -1,0 +1,202 @@
+"""`legato run`: many pictures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from legato_client import LegatoError, Sampling, Task
+from legato_client.batch import coco, sources, tasks
+from legato_client.batch.errors import RunRefused
+from legato_client.batch.output import Output
+from legato_client.batch.run import Run
+from legato_client.batch.video import Choice
+from legato_client.cli import arguments, install
+from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.terminal import Terminal
+
+_PARALLEL = 8
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="ask the same about many pictures, and go on after an interruption",
+        description="Ask the same about every picture of folders, files and videos. Each answer is "
+        "a line of JSON. The same command again goes on where the last one ended.",
+    )
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="FOLDER|FILE|VIDEO|-",
+        help="- reads names of files from standard input, one a line",
+    )
+    parser.add_argument(
+        "--task",
+        action="append",
+        required=True,
+        type=_task_name,
+        metavar="TASK",
+        help="detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or "
+        "query:QUESTION; may be repeated",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
+    add("--coco", type=Path, metavar="FILE.json", help="also boxes and outlines, as COCO")
+    add("--annotate", type=Path, metavar="FOLDER", help="also drawings of the results")
+    add("--sorted", action="store_true", help="order the lines by name at the end")
+    add("--retry-failed", action="store_true", help="ask again about pictures that failed")
+    add(
+        "--parallel",
+        type=arguments.at_least_one,
+        default=_PARALLEL,
+        metavar="N",
+        help="pictures that are asked about at the same time, default %(default)s",
+    )
+    frames = parser.add_mutually_exclusive_group()
+    frames.add_argument(
+        "--every",
+        type=arguments.at_least_one,
+        default=1,
+        metavar="N",
+        help="each Nth frame of a video",
+    )
+    frames.add_argument(
+        "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
+    )
+    parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_sampling_options(parser)
+    arguments.add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    """Raises CommandError, at the end too where pictures failed."""
+    try:
+        _run(args, terminal)
+    except RunRefused as error:
+        raise CommandError(str(error), ExitCode.USAGE) from None
+    except ModuleNotFoundError as error:
+        extra = "video" if error.name == "av" else "cli"
+        what = "videos need PyAV" if extra == "video" else f"drawings need {error.name}"
+        raise CommandError(f"{what}: {install.hint(extra)}", ExitCode.USAGE) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise CommandError(f"{where}{error.strerror or error}") from None
+
+
+def _run(args: argparse.Namespace, terminal: Terminal) -> None:
+    asked = _tasks(args)
+    if args.coco and not any(map(tasks.object_of, asked.values())):
+        raise RunRefused("--coco needs a task that gives boxes: detect or segment")
+    start = time.monotonic()
+    with Output(args.output, _settings(args)) as output:
+        if args.retry_failed:
+            output.drop_failed()
+        before = len(output.done)
+        try:
+            _ask(args, asked, output, terminal)
+        except LegatoError:
+            if new := len(output.done) - before:
+                terminal.line(f"{new} pictures more are done; the same command goes on from there")
+            raise
+        if args.sorted:
+            output.sort()
+        if args.annotate:
+            _draw(args, output, terminal)
+        boxes = coco.write(args.coco, output.lines(), asked) if args.coco else None
+        _report(args, output, terminal, before, boxes, time.monotonic() - start)
+
+
+def _tasks(args: argparse.Namespace) -> dict[str, Task]:
+    try:
+        return tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+    except ValueError as error:
+        raise RunRefused(f"--task: {error}") from None
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What changes the answers, named as the options are."""
+    sampling = dataclasses.asdict(arguments.sampling_of(args))
+    return {
+        "tasks": args.task,
+        **{name.replace("_", "-"): value for name, value in sampling.items()},
+        "max-objects": args.max_objects,
+        "model": args.model,
+        "adapter": args.adapter,
+        "every": args.every,
+        "fps": args.fps,
+    }
+
+
+def _ask(
+    args: argparse.Namespace, asked: dict[str, Task], output: Output, terminal: Terminal
+) -> None:
+    left_out = [args.annotate] if args.annotate else []
+    names: Iterable[str] = sources.files(args.sources, left_out, sys.stdin.buffer)
+    total = None
+    if sources.STANDARD_INPUT not in args.sources:
+        listed = names = list(names)
+        total = None if any(map(sources.is_video, listed)) else len(listed)
+    pictures = sources.pictures(names, _choice(args))
+    options = arguments.options_of(args)
+    with (
+        arguments.connect(args) as client,
+        terminal.counting("pictures", total, len(output.done)) as count,
+    ):
+        Run(client, asked, options, output, parallel=args.parallel).perform(pictures, count)
+
+
+def _draw(args: argparse.Namespace, output: Output, terminal: Terminal) -> None:
+    from legato_client.batch.annotate import annotate  # needs Pillow
+
+    with terminal.counting("drawings", len(output.done), 0) as count:
+        for problem in annotate(output, args.annotate, _choice(args), count):
+            terminal.line(f"not drawn: {problem}")
+
+
+def _report(
+    args: argparse.Namespace,
+    output: Output,
+    terminal: Terminal,
+    before: int,
+    boxes: int | None,
+    seconds: float,
+) -> None:
+    done, failed = len(output.done), output.num_failed
+    new = done - before
+    terminal.line(f"{done} pictures in {args.output}, {new} of them new, in {seconds:.1f} s")
+    if boxes is not None:
+        terminal.line(f"{boxes} annotations in {args.coco}")
+    terminal.document(
+        {
+            "output": str(args.output),
+            "pictures": done,
+            "new": new,
+            "failed": failed,
+            "annotations": boxes,
+            "seconds": seconds,
+        }
+    )
+    if failed:
+        raise CommandError(
+            f"{failed} of {done} pictures failed: see `error` in {args.output}; "
+            "--retry-failed asks about them again"
+        )
+
+
+def _choice(args: argparse.Namespace) -> Choice:
+    return Choice(args.every, args.fps)
+
+
+def _task_name(text: str) -> str:
+    try:
+        tasks.parse(text, Sampling(), None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

@@ -1,0 +1,270 @@
+"""`legato run` asks about every picture once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from legato.v1 import inference_pb2, task_pb2
+from legato_client.batch.sources import files
+
+from tests.clients.python.batch.conftest import read
+from tests.clients.python.failures import failure, retry_info
+from tests.clients.python.fake_server import INFO, FakeServer
+from tests.e2e.server import until
+
+Code = grpc.StatusCode
+
+
+def sources(lines):
+    return sorted(line["source"] for line in lines)
+
+
+def test_several_tasks_are_one_request(run, folder, server):
+    """The picture is sent once, and its line has every task's result under the task's name."""
+    code, lines, out, err = run(folder, "--task", "caption", "--task", "segment:cat")
+    assert (code, err) == (0, "")
+    assert "12 pictures" in out
+    assert server.count("RunTasks") == 12
+    assert sources(lines) == [str(folder / f"{number:02}.png") for number in range(12)]
+    line = lines[0]
+    assert (line["width"], line["height"]) == (200, 100)
+    assert list(line["results"]) == ["caption", "segment:cat", "detect:cat"]
+    (box,) = line["results"]["detect:cat"]["objects"]
+    assert box["box"] == {"x_min": 0.25, "y_min": 0.5, "x_max": 0.75, "y_max": 1.0}
+    assert box["box_pixels"] == [50, 50, 150, 100]
+    (outline,) = line["results"]["segment:cat"]["segments"]
+    assert outline["polygons_pixels"] == [[50, 50, 150, 50, 150, 100]]
+    assert line["results"]["caption"] == {
+        "caption": "a cat", "finish_reason": "stop", "model": "fake", "request_id": "r-1",
+    }  # fmt: skip
+
+
+def test_nothing_is_asked_twice(run, folder, server):
+    """A run that is complete asks nothing; new pictures are asked when they appear."""
+    assert run(folder)[0] == 0
+    (folder / "more.jpeg").write_bytes(b"more")
+    (folder / "notes.txt").write_bytes(b"no picture")
+    (folder / ".hidden.png").write_bytes(b"none to show")
+    code, lines, out, _ = run(folder, folder / "00.png")
+    assert (code, len(lines), server.count("RunTasks")) == (0, 13, 13)
+    assert "1 of them new" in out
+
+
+def test_own_drawings_are_no_pictures(folder):
+    """A folder is searched to its depths, without those that the run writes to."""
+    for name in ("drawn", "inner", ".hidden"):
+        (folder / name).mkdir()
+        (folder / name / "z.WebP").write_bytes(b"")
+    found = list(files([str(folder)], [folder / "inner" / ".." / "drawn"], io.BytesIO()))
+    assert found[-1] == str(folder / "inner" / "z.WebP")
+    assert len(found) == 13
+
+
+def test_names_on_standard_input(run, folder, monkeypatch):
+    """Each line names a file; one that is missing is a line with an error."""
+    names = f"{folder}/00.png\n\n{folder}/01.png\r\n{folder}/none.png\n{folder}/00.png\n"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(os.fsencode(names))))
+    code, lines, _, err = run("-")
+    assert code == 1
+    assert "1 of 3 pictures failed" in err
+    (bad,) = [line for line in lines if "error" in line]
+    assert bad["source"].endswith("none.png")
+    assert bad["error"]["code"] == "UNREADABLE"
+    assert "No such file" in bad["error"]["message"]
+
+
+def test_a_picture_that_fails_does_not_stop_the_run(run, folder, server):
+    """Its error is typed, the exit code tells, and `--retry-failed` asks again."""
+    server.script["RunTasks"] += [
+        failure(Code.INVALID_ARGUMENT, "IMAGE_UNDECODABLE"),
+        failure(Code.INTERNAL, "NUMERIC"),
+        failure(Code.DEADLINE_EXCEEDED, ""),
+    ]
+    code, lines, _, err = run(folder)
+    assert (code, len(lines)) == (1, 12)
+    assert "3 of 12" in err
+    errors = {(e["code"], e["reason"]) for line in lines if (e := line.get("error"))}
+    assert errors == {
+        ("INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
+        ("INTERNAL", "NUMERIC"),
+        ("DEADLINE_EXCEEDED", ""),
+    }
+    assert run(folder)[0] == 1
+    assert server.count("RunTasks") == 12
+    code, lines, _, _ = run(folder, "--retry-failed")
+    assert (code, len(set(sources(lines)))) == (0, 12)
+    assert server.count("RunTasks") == 15
+
+
+def test_a_task_that_fails_alone(run, folder, server):
+    """The other results of the picture are kept beside its error."""
+    failed = task_pb2.TaskResult(error=failure(Code.INTERNAL, "NUMERIC").status())
+    good = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption="a cat"))
+    server.script["RunTasks"].append(
+        inference_pb2.RunTasksResponse(results=[good, failed], info=INFO)
+    )
+    code, (line,), _, _ = run(folder / "00.png", "--task", "caption")
+    assert code == 1
+    assert line["results"]["detect:cat"]["error"]["reason"] == "NUMERIC"
+    assert line["results"]["caption"]["caption"] == "a cat"
+
+
+@pytest.mark.parametrize(
+    ("reply", "exit_code"),
+    [
+        (failure(Code.UNAVAILABLE, ""), 4),
+        (failure(Code.UNAUTHENTICATED, ""), 1),
+        (failure(Code.NOT_FOUND, "MODEL_NOT_FOUND"), 3),
+        (failure(Code.INVALID_ARGUMENT, "INVALID_FIELD"), 2),
+        (failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"), 6),
+    ],
+)
+def test_what_every_picture_would_meet_ends_the_run(run, folder, server, reply, exit_code):
+    """No picture gets a line for it, and a later run asks about the rest."""
+    server.script["RunTasks"] += [None] * 3 + [reply] * 200
+    code, lines, _, err = run(folder, "--parallel", "1")
+    assert (code, len(lines)) == (exit_code, 3)
+    assert "legato: error" in err
+    server.script.clear()
+    code, lines, _, _ = run(folder)
+    assert (code, len(set(sources(lines))), len(lines)) == (0, 12, 12)
+
+
+def test_a_task_that_the_server_cannot_do_ends_the_run(run, folder, server):
+    """Also where it is one of several, because it would be missing for every picture."""
+    refused = failure(Code.FAILED_PRECONDITION, "TASK_UNSUPPORTED").status()
+    good = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption="a cat"))
+    reply = inference_pb2.RunTasksResponse(results=[good, task_pb2.TaskResult(error=refused)])
+    server.script["RunTasks"] += [reply] * 12
+    code, lines, _, err = run(folder, "--task", "caption")
+    assert (code, lines) == (1, [])
+    assert "TASK_UNSUPPORTED" in err
+
+
+def test_a_server_that_says_when_is_asked_again(run, folder, server):
+    """Busy, or starting: more often than a single call of the client would."""
+    again = [failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_info(0.001))] * 9
+    starting = [failure(Code.UNAVAILABLE, "ENGINE_STARTING", retry_info(0.001))] * 9
+    server.script["RunTasks"] += again + starting
+    code, lines, _, _ = run(folder, "--parallel", "1")
+    assert (code, len(lines)) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("no-such-folder",), (".", "--task", "find:cup"), (".", "--every", "2", "--fps", "3"), ()],
+)
+def test_wrong_usage(run, server, words):
+    """It is said before anything is asked."""
+    code, lines, _, err = run(*words)
+    assert (code, lines) == (2, [])
+    assert "legato: error" in err
+    assert not server.requests
+
+
+def test_coco_needs_boxes(run, folder):
+    """Said before the run, not after it."""
+    code, _, _, err = run(folder, "--coco", "x.json", task="caption")
+    assert code == 2
+    assert "detect or segment" in err
+
+
+def test_settings(run, folder, server, tmp_path, monkeypatch):
+    """Options come from the environment and from a file too."""
+    config = tmp_path / "legato.toml"
+    config.write_text("[run]\nmax-objects = 4\nsorted = true\n")
+    monkeypatch.setenv("LEGATO_TEMPERATURE", "0.5")
+    code, lines, _, _ = run(folder, "--config", config)
+    assert code == 0
+    assert [line["source"] for line in lines] == sources(lines)
+    task = server.last("RunTasks").tasks[0]
+    assert (task.detect.max_objects, task.sampling.temperature) == (4, 0.5)
+
+
+def test_json(run, folder):
+    """One document, with the counts."""
+    _, _, out, _ = run(folder, "--json")
+    document = json.loads(out)
+    assert (document["pictures"], document["new"], document["failed"]) == (12, 12, 0)
+
+
+class GatedServer(FakeServer):
+    """Answers RunTasks `permits` times, then keeps its callers waiting; counts what it answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.inside = 0
+        self.answered: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def RunTasks(self, request, context):
+        """Waits for a permit; a caller that is gone takes none."""
+        with self._lock:
+            self.inside += 1
+        try:
+            while not self.open.is_set() and not self.permits.acquire(timeout=0.02):
+                if not context.is_active():
+                    context.abort(Code.CANCELLED, "")
+            with self._lock:
+                self.answered.append(request.image.encoded.data)
+            return super().RunTasks(request, context)
+        finally:
+            with self._lock:
+                self.inside -= 1
+
+
+def wait_for_lines(path, count):
+    """Return once the file has so many line ends."""
+    until(lambda: path.read_bytes().count(b"\n") == count)
+
+
+def test_killed_twice_and_complete(folder, tmp_path):
+    """SIGKILL while requests are in flight: every picture has one line, those done are not asked
+    again, and a torn line is not taken for one.
+    """
+    output = tmp_path / "out.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "legato_client.cli",
+        "run",
+        str(folder),
+        "--task",
+        "detect:cat",
+    ]
+    command += ["--output", str(output), "--parallel", "3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    server = GatedServer()
+    with server:
+        environment["LEGATO_SERVER"] = server.target
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+        done = 0
+        for permits in (3, 4):
+            server.permits = threading.Semaphore(permits)
+            done += permits
+            child = start()
+            until(lambda: server.inside == 3)
+            wait_for_lines(output, 1 + done)
+            child.send_signal(signal.SIGKILL)
+            assert child.wait(60) == -signal.SIGKILL
+            until(lambda: server.inside == 0)
+            with output.open("ab") as torn:
+                torn.write(b'{"source": "pictures/11.png", "width": 20')
+        server.open.set()
+        assert start().wait(100) == 0
+    assert sources(read(output)) == [str(folder / f"{number:02}.png") for number in range(12)]
+    assert sorted(server.answered) == sorted(path.read_bytes() for path in folder.iterdir())
