@@ -245,8 +245,8 @@ def _row(
         "streams": streams,
         "identical": all(run["tokens"] == tokens for taken in runs.values() for run in taken),
     }
-    for path, taken in runs.items():
-        kept = taken[1:]
+    for path, all_runs in runs.items():
+        kept = all_runs[1:]
         row[path] = {
             what: statistics.median(run[what] for run in kept)
             for what in ("ms", "host_us", "launches")

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from legato_engine.client.engine_client import EngineClient, EngineLimits
@@ -48,7 +49,7 @@ async def ask(client):
 
 async def read(batches, count):
     """Return what the next batches with spans say."""
-    found = []
+    found: list[Any] = []
     while len(found) < count:
         found.append(await anext(batches))
     return found
@@ -77,7 +78,7 @@ async def test_what_a_real_engine_tells_its_watchers():
             assert after.lost == 0
             assert after.batch.spans[0].launch < launches[-1]
 
-        arrived = []
+        arrived: list[Any] = []
         client.timeline.deliver = arrived.append
         step = client.step
         await until(lambda: client.step > step + 100)  # some heartbeats and periods later

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig, check
@@ -96,10 +97,11 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(
 
 def loop_of(limit: int) -> LoopTensors:
     """Two rows and one of padding."""
-    positions = (torch.tensor([3, 5, 0]) for _ in range(3))
     return LoopTensors(
-        torch.tensor([0, 1, SCRATCH]),
-        *positions,
+        row_B=torch.tensor([0, 1, SCRATCH]),
+        position_B=torch.tensor([3, 5, 0]),
+        fresh_B=torch.tensor([3, 5, 0]),
+        sample_position_B=torch.tensor([3, 5, 0]),
         token_B=torch.tensor([7, 8, -1]),
         limit=torch.tensor([limit]),
         step=torch.zeros(1, dtype=torch.int64),
@@ -125,8 +127,10 @@ def test_the_host_ends_a_loop() -> None:
     assert not control_step(loop)
 
 
-@pytest.mark.parametrize("fields", [{"speculation": "fixed:4"}, {"cuda_graphs": False}])
-def test_what_excludes_loops(fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "config", [EngineConfig(speculation="fixed:4"), EngineConfig(cuda_graphs=False)]
+)
+def test_what_excludes_loops(config: EngineConfig) -> None:
+    check(config)
     with pytest.raises(InvalidField, match="decode_path"):
-        check(EngineConfig(decode_path="loop", **fields))
-    check(EngineConfig(decode_path="auto", **fields))
+        check(msgspec.structs.replace(config, decode_path="loop"))

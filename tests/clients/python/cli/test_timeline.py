@@ -51,7 +51,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     def Abort(self, request, context):
         raise NotImplementedError
 
-    Drain = Abort
+    Drain = SetPipelineDepth = Abort
 
     def WatchTimeline(self, request, context):
         self.seconds = request.duration.ToMilliseconds() / 1000

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from legato_client import DecodeSteps, TimelineSpan, TimelineUpdate
+from legato_client import AsyncClient, DecodeSteps, TimelineSpan, TimelineUpdate
 from legato_client._errors import LegatoError, PermissionDenied
 from legato_client.web import errors, timeline
 from legato_client.web.server import Backend
 from starlette.applications import Starlette
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 STATIC = Path(timeline.__file__).parent / "static"
@@ -135,8 +137,10 @@ async def test_a_silent_stream_has_comments_and_ends_with_its_page(monkeypatch):
     """The server is watched no longer once the page has left."""
     monkeypatch.setattr(timeline, "SILENCE", 0.0)
     client = FakeClient(FIRST, None)
-    request = SimpleNamespace(state=SimpleNamespace(backend=Backend(client, 60.0)))
+    backend = Backend(cast(AsyncClient, client), 60.0)
+    request = SimpleNamespace(state=SimpleNamespace(backend=backend))
     (route,) = timeline.routes(switch=False)
+    assert isinstance(route, Route)
     stream = (await route.endpoint(request)).body_iterator
     found = [await anext(stream) for _ in range(4)]
     assert client.watching == 1
