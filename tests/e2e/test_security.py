@@ -271,12 +271,16 @@ def test_the_grpcurl_recipes(secured, mutual, tmp_path):
 
 
 def test_the_node_recipe(secured, tmp_path):
-    """The program prints what it found."""
+    """The program prints what it found, by the client that has TLS and a token."""
     try:
         programs.install_node_packages()
     except programs.Missing as error:
         pytest.skip(str(error))
-    (program,) = recipes("js")
+    plain, secure = re.findall(r"^```js\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    program, replaced = re.subn(
+        r"^const client = .*createInsecure.*\n", lambda _: secure, plain, flags=re.MULTILINE
+    )
+    assert replaced == 1
     environment = lay_out(tmp_path, secured)
     (tmp_path / "proto").symlink_to(programs.ROOT / "proto")
     (tmp_path / "node_modules").symlink_to(programs.NODE / "node_modules")
@@ -287,7 +291,9 @@ def test_the_node_recipe(secured, tmp_path):
         check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+    label, *box = done.stdout.splitlines()[0].split()
+    assert label == "bicycle"
+    assert [0.0 <= float(side) <= 1.0 for side in box] == [True] * 4
 
 
 def test_the_go_client(secured, mutual):

@@ -21,11 +21,14 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"time"
 
 	"github.com/legato-vlm/legato/clients/go/legato"
 )
 
-func main() { errors.Is(nil, nil); log.Flags(); fmt.Print() }
+var frames chan []byte // of a camera
+
+func main() { errors.Is(nil, nil); log.Flags(); fmt.Print(); time.Now() }
 """
 FUNCTION = """
 func _(ctx context.Context, client *legato.Client, picture legato.Image) error {{
