@@ -36,6 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    forward.require_linux("demo")
     forward.require_engine("demo")
     script = _script(args)
     image = script.read_image()

@@ -49,11 +49,19 @@ MODULES = {
         "run the launches of a crash bundle again",
     ),
 }
+_OF_LINUX = ("eventfd", "memfd_create", "sched_getaffinity")
+"""Functions of `os` that a server and its engine call."""
+
+_ANYWHERE = ("models", "pull")
+"""Commands that start no engine."""
+
 _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Raises CommandError unless the server is installed in a version that has the command."""
+    if command not in _ANYWHERE:
+        require_linux(command)
     require_engine(command)
     module, _, function = MODULES[command].parser.partition(":")
     try:
@@ -71,6 +79,16 @@ def run(command: str, arguments: Sequence[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(program[0], program)
+
+
+def require_linux(command: str) -> None:
+    """Raise CommandError on a system without what a server calls."""
+    if sys.platform != "linux":
+        raise CommandError(
+            f"`legato {command}` needs Linux ({', '.join(_OF_LINUX)}), and this is "
+            f"{sys.platform}: start it in a Linux machine or container; the client works here, "
+            "with --server HOST:PORT"
+        )
 
 
 def require_engine(command: str) -> None:

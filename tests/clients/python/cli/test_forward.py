@@ -125,3 +125,31 @@ def test_bench_through_the_command_line():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [row["streams"] for row in json.loads(done.stdout)["rows"]] == [1]
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_told_what_a_server_needs(monkeypatch, capsys, system):
+    """A server's commands say in one sentence that they need Linux; what only reads files runs."""
+    monkeypatch.setattr(sys, "platform", system)
+    for command in ("serve", "bench", "replay", "demo"):
+        assert main([command]) == 1
+        said = capsys.readouterr().err
+        assert "needs Linux" in said
+        assert system in said
+        assert "Traceback" not in said
+    assert forward.parser_of("models").prog
+
+
+def test_the_client_is_imported_without_what_only_linux_has():
+    """Client and command line load where `os` lacks Linux's functions and uvloop is absent."""
+    code = (
+        "import os, sys\n"
+        "for name in ('eventfd', 'eventfd_write', 'memfd_create', 'sched_getaffinity',\n"
+        "             'sched_setscheduler', 'sched_param'):\n"
+        "    delattr(os, name)\n"
+        "sys.modules['uvloop'] = None\n"
+        "import legato_client, legato_client.cli\n"
+        "assert legato_client.Client('127.0.0.1:1')\n"
+        "assert not {'torch', 'legato_engine', 'legato_service'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
