@@ -70,8 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
-    row needs the host between them, and excludes speculation; `auto` is `loop` on a GPU without
-    speculation.
+    row needs the host between them, and excludes speculation; `auto` is `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.

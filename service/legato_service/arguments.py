@@ -221,7 +221,7 @@ def _add_model(
         "--decode-path",
         choices=DECODE_PATHS,
         default=engine.decode_path,
-        help="graph: a launch for every decode step; loop: many steps in one; auto: loop on a GPU",
+        help="graph: a launch for every decode step; loop: many steps in one; auto: graph",
     )
     add(
         "--depth-switch",

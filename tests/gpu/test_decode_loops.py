@@ -28,7 +28,7 @@ def graph() -> Iterator[Assembly]:
 
 @pytest.fixture(scope="module")
 def looping(graph: Assembly) -> Assembly:
-    made = with_decode_path(graph, "auto")
+    made = with_decode_path(graph, "loop")
     assert made.runner.decodes_by_loops
     return made
 

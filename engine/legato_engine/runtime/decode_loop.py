@@ -56,7 +56,7 @@ class DecodeLoops:
         """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
         loop = self._loop(slot, bucket, rank, sampled=sampled)
         self._rings[slot].reset()
-        self._read_at, self._step_seconds = time.perf_counter(), 0.0
+        self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
 
         def work() -> None:
             self._limit.fill_(num_steps)
@@ -75,14 +75,18 @@ class DecodeLoops:
             ended = end.query()  # first: tokens are there before it
             tokens = ring.read(num_rows)
             if tokens is not None:
-                now = time.perf_counter()
-                self._step_seconds, self._read_at = now - self._read_at, now
+                self._measure(time.perf_counter())
                 return [RowTokens((SampledToken(token, NO_PAYLOAD),)) for token in tokens]
             if ended:
                 end.wait()  # raises the device's failure
                 break
             time.sleep(seconds)
         return None
+
+    def _measure(self, now: float) -> None:
+        if self._read_at > 0.0:
+            self._step_seconds = now - self._read_at
+        self._read_at = now
 
     def _looks(self) -> Iterator[float]:
         """Seconds to sleep after each look at the ring: first most of a step, as the last one took,

@@ -62,7 +62,7 @@ def warm_runner(
         max_prompts=config.max_prefill_rows,
         max_images=config.pictures_per_launch,
         refiner=refiner,
-        loops=_decodes_by_loops(config, device),
+        loops=config.decode_path == "loop",
     )
     progress(0.0)
     runner.warm_up()
@@ -71,13 +71,6 @@ def warm_runner(
         costs = runner.costs().table(lambda done: progress(_WARM + (1 - _WARM) * done))
         runner.set_costs(dataclasses.replace(policy, costs=costs))
     return runner
-
-
-def _decodes_by_loops(config: EngineConfig, device: Device) -> bool:
-    if config.decode_path != "auto":
-        return config.decode_path == "loop"
-    captures = device.torch_device.type == "cuda" and config.cuda_graphs
-    return captures and not max_block_size(config.speculation)
 
 
 def _proposer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 import torch
@@ -134,3 +136,16 @@ def test_what_excludes_loops(config: EngineConfig) -> None:
     check(config)
     with pytest.raises(InvalidField, match="decode_path"):
         check(msgspec.structs.replace(config, decode_path="loop"))
+
+
+def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> None:
+    """It may hold a prefill in front; the host would sleep through the steps after it."""
+    loops = looping.runner._loops
+    assert loops is not None
+    loops.start(0, looping.runner._resources.buckets[0], 0, 2, sampled=False)
+    looping.device.compute.record().wait()
+    now = time.perf_counter() + 1.0
+    loops._measure(now)
+    assert loops._step_seconds == 0.0
+    loops._measure(now + 0.002)
+    assert loops._step_seconds == pytest.approx(0.002)
