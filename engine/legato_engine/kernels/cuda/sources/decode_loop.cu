@@ -1,5 +1,5 @@
 // The control step of a decode loop, as specified by kernels/decode_loop.py; one thread block.
-#include "common.cuh"
+#include "decode_loop.cuh"
 
 typedef unsigned long long cudaGraphConditionalHandle;
 extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphConditionalHandle handle,
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bool broken = false;
   for (int b = threadIdx.x; b < batch; b += THREADS) {
     const i64 token = tokens[b];
-    ring[now * stride + b] = token;
+    publish_token(ring, stride, now, b, token);
     if (rows[b] == scratch) continue;
     positions[b]++, firsts[b]++, samples[b]++;
     broken |= token < 0;
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   broken = __syncthreads_or(broken);
   if (threadIdx.x) return;
   *step = now + 1;
-  words[0] = now + 1;
+  publish_count(words, now + 1);
   const auto handle = (cudaGraphConditionalHandle)(unsigned)high << 32 | (unsigned)low;
-  cudaGraphSetConditional(handle, !broken && now + 1 < *limit && !words[1]);
+  cudaGraphSetConditional(handle, follows(broken, now + 1, *limit, stop_wished(words)));
 }
