@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors
+    from legato_engine.kernels.resident import ResidentSteps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,4 +74,8 @@ class StepKernels(Protocol):
         payload_B2: torch.Tensor,
     ) -> None:
         """Write sampled tokens' values to `payload_B2` and to their rows' state."""
+        ...
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        """Make launches of several steps of up to `max_rows` rows, or say why there are none."""
         ...

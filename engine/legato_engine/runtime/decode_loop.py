@@ -1,7 +1,7 @@
 """Several decode steps as one launch, without the host between them.
 
 The rows have pages for all steps. The host follows the tokens through a ring and may end the loop
-after any step.
+after any step. The launch is the resident kernel where that takes its rows, else captured steps.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import structlog
 import torch
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import LoopTensors, control_step
+from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
@@ -23,6 +25,8 @@ from legato_engine.scheduler.runner import RowTokens
 from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.tasks import SampledToken
 
+_log = structlog.get_logger()
+
 _POLL_SECONDS = 2e-5
 _ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
 
@@ -30,10 +34,13 @@ _ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, with
 class DecodeLoops:
     """The loops of every slot, each made once for a batch."""
 
-    def __init__(self, resources: Resources, backend: Backend) -> None:
+    def __init__(
+        self, resources: Resources, backend: Backend, resident: ResidentSteps | None = None
+    ) -> None:
         on, most = resources.device.torch_device, resources.buckets[-1]
         self._resources = resources
         self._backend = backend
+        self._resident = resident
         self._rings = [
             TokenRing(resources.device, max_steps=MAX_STEPS, max_rows=most) for _ in resources.slots
         ]
@@ -45,18 +52,27 @@ class DecodeLoops:
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Make every loop that a launch may need, and run none."""
+        """Make every loop that a launch may need, and run none but one resident step of padding."""
+        if self._resident is not None:
+            for num_rows in range(1, self._resident.max_rows + 1, 8):
+                self._submit(self._resident, 0, num_rows, 1)
         for slot in range(len(self._rings)):
             for bucket in self._resources.buckets:
                 for rank in self._resources.ranks:
                     for sampled in (False, True):
                         self._loop(slot, bucket, rank, sampled=sampled)
 
-    def start(self, slot: int, bucket: int, rank: int, num_steps: int, *, sampled: bool) -> None:
+    def start(
+        self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, *, sampled: bool
+    ) -> None:
         """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
-        loop = self._loop(slot, bucket, rank, sampled=sampled)
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
+        resident = self._resident
+        if resident is not None and not rank and num_rows <= resident.max_rows:
+            self._submit(resident, slot, num_rows, num_steps)
+            return
+        loop = self._loop(slot, bucket, rank, sampled=sampled)
 
         def work() -> None:
             self._limit.fill_(num_steps)
@@ -64,6 +80,11 @@ class DecodeLoops:
             loop()
 
         self._resources.compute.submit(work)
+
+    @property
+    def differ(self) -> bool:
+        """Whether loops round otherwise than single steps; true until a resident kernel is stuck."""
+        return self._resident is not None
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
@@ -79,9 +100,34 @@ class DecodeLoops:
                 return [RowTokens((SampledToken(token, NO_PAYLOAD),)) for token in tokens]
             if ended:
                 end.wait()  # raises the device's failure
+                self._forget_stuck()
                 break
             time.sleep(seconds)
         return None
+
+    def _submit(self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int) -> None:
+        buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
+        staged = buffers.staged.device
+        rows = ResidentRows(
+            row_B=staged["row"],
+            constraint_B=buffers.constraint.device["constraint"],
+            position_B=staged["position"],
+            sample_position_B=staged["sample_position"],
+            state=state,
+            page_table_RM=state.page_table_RM,
+            constraints_CV=self._resources.constraints_CV,
+            ring_SB=ring.ring_SB,
+            words=ring.words,
+        )
+        self._resources.compute.submit(lambda: resident.run(rows, num_rows, num_steps))
+
+    def _forget_stuck(self) -> None:
+        """After a launch that gave up a wait, whose rows go on after the last step that they have,
+        there is no other of the kind.
+        """
+        if self._resident is not None and (fault := self._resident.fault()):
+            _log.error("resident_kernel_stuck", wait=fault)
+            self._resident = None
 
     def _measure(self, now: float) -> None:
         if self._read_at > 0.0:

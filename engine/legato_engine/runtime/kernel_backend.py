@@ -16,6 +16,7 @@ from itertools import product
 from legato_engine.device.base import Event
 from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import Sampler
+from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
@@ -109,6 +110,9 @@ class KernelBackend:
         shape = (slot, bucket, bucket, rank > 0)
         forward = self._graphs.captured(self._forward_work, *shape)
         return forward, self._graphs.captured(self._sample_work, slot, bucket, False)
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        return self._kernels.resident(max_rows)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)

@@ -13,12 +13,13 @@ from legato_engine.resident.program import Program, build_program
 from legato_engine.resident.simulator import simulate
 from legato_engine.resident.sizes import ModelSizes
 from legato_engine.resident.validator import InvalidProgram, validate
-from legato_engine.resident.weights import Cache, Outcome, Weights, forward
+from legato_engine.resident.weights import GREEDY, Cache, Outcome, Rule, Weights, forward
 
 from tests.engine.resident.mutants import mutate
 
 STEPS = 2
 TOKENS = [3, 5]
+RULES = (GREEDY, Rule(temperature=0.8, top_p=0.9, top_k=20, seed=7))
 SIZES = (ModelSizes(64, 2, 2, 128), ModelSizes(64, 3, 1, 80), ModelSizes(128, 2, 1, 160))
 RING_STAGES = 4
 
@@ -41,12 +42,12 @@ class World:
         self.weights = Weights.random(sizes, rng)
         self.cache = Cache.random(sizes, 40, len(TOKENS), rng)
         self.program = build_program(sizes, RING_STAGES)
-        self.expected = forward(self.weights, self.cache, TOKENS, STEPS)
+        self.expected = forward(self.weights, self.cache, TOKENS, STEPS, RULES)
 
-    def simulate(self, program: Program, seed: int) -> Outcome:
+    def simulate(self, program: Program, seed: int, *, stops: bool = False) -> Outcome:
         """In an order of its own."""
-        chance = random.Random(seed)
-        return simulate(program, self.weights, self.cache, TOKENS, STEPS, chance)
+        given = self.weights, self.cache, TOKENS, STEPS, random.Random(seed)
+        return simulate(program, *given, rules=RULES, stops=stops)
 
     def fault(self, program: Program, orders: int, seed: int) -> str | None:
         """What is wrong in one of so many orders."""

@@ -31,6 +31,19 @@ def test_every_order_gives_what_the_model_gives(world: World) -> None:
     assert all(np.array_equal(outcome.trace, first.trace) for outcome in outcomes)
 
 
+def test_the_host_ends_the_steps_of_all_workers_at_once() -> None:
+    """Whenever its wish comes: what there is of the steps is what there would have been."""
+    world = WORLDS[0]
+    lengths = set()
+    for seed in range(30):
+        outcome = world.simulate(world.program, seed, stops=True)
+        steps = len(outcome.tokens)
+        lengths.add(steps)
+        assert outcome.tokens == world.expected.tokens[:steps]
+        assert np.allclose(outcome.trace, world.expected.trace[:steps], rtol=0, atol=1e-9)
+    assert lengths == {1, 2}
+
+
 def test_several_chunks_of_a_block_are_added() -> None:
     """A width of more than one stage, as Moondream 2 has."""
     sizes = ModelSizes(1024, 2, 1, 1024)
@@ -60,7 +73,7 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
         world.simulate(program, 0)
 
 
-@pytest.mark.parametrize("op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SELECT], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT], ids=lambda op: op.name)
 def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
     """The orders are adversarial enough to find what a missing wait lets happen."""
     world = WORLDS[0]
