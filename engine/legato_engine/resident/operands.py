@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
-from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
+from legato_engine.resident.program import (
+    NONE,
+    Instruction,
+    Op,
+    Program,
+    Source,
+    num_counters,
+)
 from legato_engine.resident.sizes import ModelSizes
 
 BLOCKS_AT_ONCE = 4
@@ -37,14 +45,19 @@ def check_operands(program: Program) -> str | None:
             return f"worker {worker} has {len(instructions)} instructions"
         stage = 0
         for index, it in enumerate(instructions):
-            for problem in _problems(program, worker, it, stage):
+            if problem := _first_problem(sizes, worker, it, stage):
                 return f"worker {worker}, instruction {index}: {problem} in {it}"
             stage += it.num_stages
     return None
 
 
-def _problems(program: Program, worker: int, it: Instruction, stage: int) -> Iterator[str]:
-    sizes = program.sizes
+@functools.lru_cache(maxsize=1 << 16)
+def _first_problem(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> str | None:
+    """Cached, as most instructions of a changed program are those of the unchanged one."""
+    return next(_problems(sizes, worker, it, stage), None)
+
+
+def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> Iterator[str]:
     if it.op not in list(Op):
         yield f"op {it.op}"
         return
@@ -58,7 +71,7 @@ def _problems(program: Program, worker: int, it: Instruction, stage: int) -> Ite
     if it.layer not in layers and (op, it.layer) != (Op.NORM, sizes.num_layers):
         yield f"layer {it.layer}"
     for counter in (it.wait, it.signal):
-        if counter != NONE and not 0 <= counter < program.num_counters:
+        if counter != NONE and not 0 <= counter < num_counters(sizes):
             yield f"counter {counter}"
     if it.wait_count < 0 or it.wait_stride < 0:
         yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"

@@ -89,7 +89,7 @@ def test_a_wait_that_is_dropped_is_refused() -> None:
         (Op.FC1, {"signal": 1000}),
         (Op.FC1, {"stage": 1}),
         (Op.COMMIT, {"src": 0}),
-        (9, {}),
+        (len(Op), {}),
     ],
     ids=str,
 )
