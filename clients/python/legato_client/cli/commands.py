@@ -24,10 +24,25 @@ from legato_client.cli import (
     tasks,
     timeline,
     token,
+    watch,
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, run, chat, info, metrics, status, load, token, http, playground, completion)
+_OWN = (
+    demo,
+    tasks,
+    run,
+    watch,
+    chat,
+    info,
+    metrics,
+    status,
+    load,
+    token,
+    http,
+    playground,
+    completion,
+)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:
