@@ -9,6 +9,7 @@ from typing import Any
 from legato_client._version import version
 from legato_client.cli import (
     arguments,
+    bag,
     chat,
     completion,
     demo,
@@ -29,20 +30,9 @@ from legato_client.cli import (
 from legato_client.cli.exits import CommandError
 
 _OWN = (
-    demo,
-    tasks,
-    run,
-    watch,
-    chat,
-    info,
-    metrics,
-    status,
-    load,
-    token,
-    http,
-    playground,
+    demo, tasks, run, watch, bag, chat, info, metrics, status, load, token, http, playground,
     completion,
-)
+)  # fmt: skip
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:
