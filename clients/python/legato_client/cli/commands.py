@@ -19,6 +19,7 @@ from legato_client.cli import (
     load,
     metrics,
     playground,
+    ros2,
     run,
     settings,
     status,
@@ -30,7 +31,7 @@ from legato_client.cli import (
 from legato_client.cli.exits import CommandError
 
 _OWN = (
-    demo, tasks, run, watch, bag, chat, info, metrics, status, load, token, http, playground,
+    demo, tasks, run, watch, bag, ros2, chat, info, metrics, status, load, token, http, playground,
     completion,
 )  # fmt: skip
 

@@ -17,7 +17,8 @@ class Shot:
     """A picture that is not converted yet, because most of an overloaded camera never are.
 
     `number` counts the camera's pictures from 0. `time` is in seconds from the first,
-    `captured_ns` counts from the Unix epoch. `read` gives what is sent and `picture` what is drawn
+    `captured_ns` counts from the Unix epoch. `origin` is whatever
+    its receiver wants to know of it. `read` gives what is sent and `picture` what is drawn
     on; both raise OSError or ValueError for a picture that is none.
     """
 
@@ -27,3 +28,4 @@ class Shot:
     read: Callable[[], ImageInput]
     picture: Callable[[], Image.Image]
     frame_id: str = ""
+    origin: object = None

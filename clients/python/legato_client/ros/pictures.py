@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from legato_client._images.raw_frame import PixelFormat, RawFrame
-from legato_client.ros2 import HeaderLike
 
 _FORMATS: dict[str, PixelFormat] = {
     "rgb8": "rgb8",
@@ -28,7 +27,6 @@ _SWAPPED = ("yuv422", "uyvy")
 class ImageLike(Protocol):
     """sensor_msgs/Image."""
 
-    header: HeaderLike
     height: int
     width: int
     encoding: str
@@ -39,7 +37,6 @@ class ImageLike(Protocol):
 class CompressedImageLike(Protocol):
     """sensor_msgs/CompressedImage."""
 
-    header: HeaderLike
     format: str
     data: bytes
 

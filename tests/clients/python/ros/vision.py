@@ -9,7 +9,9 @@ _DEFINITIONS = {
     "Pose2D": "vision_msgs/Point2D position\nfloat64 theta",
     "BoundingBox2D": "vision_msgs/Pose2D center\nfloat64 size_x\nfloat64 size_y",
     "ObjectHypothesis": "string class_id\nfloat64 score",
-    "ObjectHypothesisWithPose": "ObjectHypothesis hypothesis\ngeometry_msgs/PoseWithCovariance pose",
+    "ObjectHypothesisWithPose": (
+        "ObjectHypothesis hypothesis\ngeometry_msgs/PoseWithCovariance pose"
+    ),
     "Detection2D": (
         "std_msgs/Header header\nObjectHypothesisWithPose[] results\nBoundingBox2D bbox\nstring id"
     ),
@@ -21,7 +23,7 @@ _DEFINITIONS = {
 
 
 def typestore():
-    """rosbags' own messages of Humble, and vision_msgs."""
+    """All messages of Humble that rosbags knows, and vision_msgs."""
     store = get_typestore(Stores.ROS2_HUMBLE)
     for name, text in _DEFINITIONS.items():
         store.register(get_types_from_msg(text, f"vision_msgs/msg/{name}"))
