@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
-import signal
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from legato_client.batch import tasks
-from legato_client.cli import arguments, install
+from legato_client.cli import arguments, install, signals
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.live.feed import Asked
 from legato_client.live.figures import summary
-
-if TYPE_CHECKING:
-    from legato_client.ros.node import Node
 
 _STATE_TIMEOUT = 2.0  # seconds; a question about the engine
 
@@ -101,7 +95,7 @@ def _run(args: argparse.Namespace, asked: Asked, terminal: Terminal) -> None:
     ):
         node = Node(client, operator, asked, parameters)
         terminal.line(f"{args.image} to {args.detections}, domain {parameters.domain}")
-        with _until_a_signal(node):
+        with signals.calling(node.stop):
             node.run()
     totals = node.figures.totals()
     for line in summary(totals):
@@ -117,16 +111,3 @@ def _domain(given: int | None) -> int:
     if not text.isdecimal():
         raise ValueError(f"ROS_DOMAIN_ID is a number, not {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def _until_a_signal(node: Node) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda *_: node.stop())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

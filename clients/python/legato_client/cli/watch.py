@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import LegatoError
 from legato_client.batch import tasks
-from legato_client.cli import arguments, install
+from legato_client.cli import arguments, install, signals
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 from legato_client.live.feed import Asked, Feed
@@ -131,7 +131,7 @@ class _Watch:
         self._ended = threading.Event()
 
     def perform(self, seconds: float | None, refresh: Any) -> Exception | None:
-        """Return what went wrong; an interruption by the user is the end, and nothing wrong."""
+        """Return what went wrong; SIGINT and SIGTERM are an end, and nothing wrong."""
         end = None if seconds is None else time.monotonic() + seconds
         threads = [
             threading.Thread(target=work, name=f"legato-{name}", daemon=True)
@@ -139,7 +139,7 @@ class _Watch:
         ]
         for thread in threads:
             thread.start()
-        with contextlib.suppress(KeyboardInterrupt):
+        with signals.calling(self._ended.set):
             while not self._ended.wait(_REFRESH):
                 refresh()
                 if end is not None and time.monotonic() >= end:

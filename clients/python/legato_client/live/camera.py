@@ -66,7 +66,7 @@ def source_of(name: str, *, size: str | None = None, fps: float | None = None) -
         options = {key: value for key, value in asked.items() if value is not None}
         return Source(name, name, False, "v4l2", options)
     if "://" in name and not name.startswith("file:"):
-        options = {"fflags": "nobuffer"}
+        options = {"fflags": "nobuffer", "analyzeduration": "1000000"}  # µs, as little as will do
         if name.startswith(("rtsp://", "rtsps://")):
             options["rtsp_transport"] = "tcp"  # a lost packet of UDP spoils pictures
         return Source(name, _without_password(name), False, None, options)

@@ -131,7 +131,8 @@ class Feed:
         finally:
             self.stop()
             self._join()
-            self._figures.count("lost", len(self._again) + len(self._unanswered()))
+            self._figures.count("replaced", len(self._again))
+            self._figures.count("lost", len(self._unanswered()))
         if self._problem is not None:
             raise self._problem
 
@@ -200,6 +201,7 @@ class Feed:
             shots = lane.unanswered()
             if self._asked.every:
                 self._again.extend(shots)
+                self._figures.count("resent", len(shots))
             else:
                 self._figures.count("lost", len(shots))
         for lane in over:

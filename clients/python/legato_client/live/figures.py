@@ -11,15 +11,19 @@ from typing import Any
 from legato_client.load.histogram import Histogram
 
 _RATE_SECONDS = 2.0
+_COUNTED = (
+    *("taken", "sent", "replaced", "refused", "unreadable", "answered", "failed_tasks"),
+    *("lost", "resent", "reconnects", "source_reconnects"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
     """Numbers so far.
 
-    `taken` is `sent` + `replaced` + `refused` + `unreadable` + those that wait; `sent` is
-    `answered` + the sum of `dropped` + `lost` + those under way. Ages are in seconds from the
-    picture's capture to the arrival of its last result.
+    `taken` + `resent` is `sent` + `replaced` + `refused` + `unreadable` + those that wait; `sent`
+    is `answered` + the sum of `dropped` + `lost` + `resent` + those under way. Ages are in seconds
+    from the picture's capture to the arrival of its last result.
     """
 
     taken: int
@@ -31,6 +35,7 @@ class Totals:
     failed_tasks: int
     dropped: dict[str, int]
     lost: int
+    resent: int
     reconnects: int
     source_reconnects: int
     age_p50: float | None
@@ -45,7 +50,8 @@ class Figures:
     """Counts, for any thread.
 
     `replaced` pictures gave way to a newer one before they were sent, `refused` ones found the
-    server's credits used up, `lost` ones were sent to a session that ended without their outcome.
+    server's credits used up. `lost` ones were sent to a session that ended without their outcome;
+    so were `resent` ones, which then wait again.
     """
 
     def __init__(self) -> None:
@@ -89,11 +95,9 @@ class Figures:
 
     def totals(self) -> Totals:
         with self._lock:
-            names = ("taken", "sent", "replaced", "refused", "unreadable", "answered",
-                     "failed_tasks", "lost", "reconnects", "source_reconnects")  # fmt: skip
             known = self._ages.count > 0
             return Totals(
-                **{name: self._counts[name] for name in names},
+                **{name: self._counts[name] for name in _COUNTED},
                 dropped=dict(self._dropped),
                 age_p50=self._ages.percentile(50) if known else None,
                 age_p95=self._ages.percentile(95) if known else None,
@@ -114,6 +118,7 @@ def summary(totals: Totals) -> list[str]:
     ]
     after = [f"{number} dropped as {reason}" for reason, number in sorted(totals.dropped.items())]
     after += [f"{totals.lost} lost with a session"] if totals.lost else []
+    after += [f"{totals.resent} sent again"] if totals.resent else []
     after += [f"{totals.failed_tasks} tasks failed"] if totals.failed_tasks else []
     lines = [
         ", ".join([f"{totals.taken} frames in {totals.seconds:.1f} s, {totals.sent} sent", *before])
