@@ -34,7 +34,7 @@ def legato(server, monkeypatch):
 
 
 def test_a_bag_of_images_becomes_a_bag_of_answers(legato, tmp_path, capsys):
-    """With stamps, frames and copies; the image that fails is counted, and told by the exit code."""
+    """With stamps, frames and copies; an image that fails is counted, and changes the exit code."""
     picture = two_shapes().image
     messages = [(TOPIC, n, bags.image(n, picture)) for n in range(1, 6)]
     messages.insert(2, (TOPIC, 2, bags.image(2, picture, encoding="bayer_rggb8")))
