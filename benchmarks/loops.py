@@ -5,8 +5,9 @@
 `step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
 to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
 `launches`, `waits`: decodes of one answer, and commits that wait for the device. `join`: how long a
-request that arrives while others decode waits for its first token. `--steps` short answers with
-random lengths, arrivals and aborts are compared with the same answers alone.
+request that arrives while others decode waits for its first token. `--steps` of short answers of
+every skill, with random lengths, arrivals and aborts, are compared with each other: tokens, values
+and log-probabilities depend on the question alone.
 """
 
 from __future__ import annotations
@@ -19,17 +20,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload, fixed_length
-from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
+from PIL import Image
 
 from benchmarks import record
 from benchmarks.speculation.run import RecordedTask
@@ -37,6 +52,7 @@ from benchmarks.speculation.run import RecordedTask
 PATHS = ("graph", "loop")
 _MS = 1e3
 _LIVE = 6  # requests of the random part at once
+_KINDS = 10  # of its questions, and of its other requests
 
 
 class Decodes(SilentSink):
@@ -148,27 +164,74 @@ def question(assembly: Assembly, index: int, length: int) -> EngineSequence:
     return fixed_length(sequence, length, 0, constraints)
 
 
+def picture(assembly: Assembly) -> PreparedImage:
+    info = ImageInfo(image_id="picture", width=64, height=48, cache_hit=False)
+    pixels = np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return assembly.frontend.prepare_image(Image.fromarray(pixels), "picture", info)
+
+
+def skilled(
+    assembly: Assembly, image: PreparedImage, index: int, length: int, *, logprobs: bool = False
+) -> EngineSequence:
+    """One of the skills about an image, with an answer that ends where it ends, or after `length`
+    tokens.
+    """
+    label = f"thing {index}"
+    request = Request(
+        request_id=RequestKey(f"skill-{index}"),
+        task=(
+            DetectTask(object=label, max_objects=length),
+            PointTask(object=label, max_objects=length),
+            QueryTask(question=label, reasoning=True),
+            SegmentTask(object=label),
+            CaptionTask(),
+        )[index % 5],
+        image=CachedImage(image_id="picture"),
+        sampling=SamplingParams(seed=index, max_tokens=length),
+        logprobs=logprobs,
+        return_tokens=logprobs,
+    )
+    return make_sequence(assembly.frontend, request, image)
+
+
+def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
+    """What the device chose for an answer: tokens and, where it has any, values and
+    log-probabilities.
+    """
+    payload, logprobs = sequence.task.has_payload, sequence.request.logprobs
+    return [
+        (token.token_id, token.payload if payload else None, token.logprob if logprobs else None)
+        for token in task.sampled
+    ]
+
+
 def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
     """Answers of random lengths that come and are aborted at random, against each one alone."""
     draw = random.Random(seed)
     run = Decodes(assembly, at_once=1)
     live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
-    taken: dict[int, list[int]] = {}
+    taken: dict[int, list[tuple[object, ...]]] = {}
     totals = dict.fromkeys(("answers", "aborted", "different"), 0)
     count = 0
+    image = picture(assembly)
 
-    def check(kind: int, task: RecordedTask) -> None:
+    def make(kind: int, length: int) -> EngineSequence:
+        if kind % 2:
+            return question(assembly, kind, length)
+        return skilled(assembly, image, kind // 2, length, logprobs=kind // 2 % 3 == 0)
+
+    def check(kind: int, sequence: EngineSequence, task: RecordedTask) -> None:
         """Tokens depend on the question alone, so a longer answer begins with a shorter one."""
-        longest = taken.setdefault(kind, [])
-        both = min(len(longest), len(task.tokens))
-        totals["different"] += longest[:both] != task.tokens[:both]
-        if len(task.tokens) > len(longest):
-            taken[kind] = task.tokens
+        longest, tokens = taken.setdefault(kind, []), values_of(sequence, task)
+        both = min(len(longest), len(tokens))
+        totals["different"] += longest[:both] != tokens[:both]
+        if len(tokens) > len(longest):
+            taken[kind] = tokens
 
     while run.steps < num_steps:
         if len(live) < _LIVE and draw.random() < 0.2:
-            kind, length = draw.randint(0, 15), draw.randint(2, 60)
-            sequence = question(assembly, kind, length)
+            kind, length = draw.randint(0, 2 * _KINDS - 1), draw.randint(2, 60)
+            sequence = make(kind, length)
             sequence.request = msgspec.structs.replace(
                 sequence.request, request_id=RequestKey(f"{count}")
             )
@@ -183,7 +246,7 @@ def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
         run.scheduler.step()
         for each in [each for each in live if each[2].finalized]:
             live.remove(each)
-            check(each[0], each[3])
+            check(each[0], each[2], each[3])
             totals["answers"] += 1
     run.scheduler.drain()
     return totals | {"steps": run.steps, "launches": run.launches}

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
+from legato_engine.core import Event, FinishReason, RequestKey
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.errors import InvalidField, LegatoError
-from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, control_step
+from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, advance, control_step
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.sampler import successor_table
 from legato_engine.sequence import Sequence
+from legato_engine.tasks import Constraint, successor
 
-from benchmarks.loops import Decodes, question, randomly, recorded
+from benchmarks.loops import (
+    Decodes,
+    picture,
+    question,
+    randomly,
+    recorded,
+    skilled,
+    values_of,
+)
 
 SCRATCH = 9
+TABLE = (Constraint(), Constraint(then=2), Constraint(then=1, on=8), Constraint(then=0, on=3))
 
 Answers = tuple[list[list[int]], int]
 
@@ -69,6 +86,85 @@ def test_answers_are_those_of_single_steps(graph: Assembly, looping: Assembly) -
     assert num_loops <= 3 * len(lengths)
 
 
+class Ask(NamedTuple):
+    """A request of one of the skills, or a question, after some steps of the earlier ones."""
+
+    kind: int
+    length: int
+    logprobs: bool
+    after: int
+
+
+class Ended(Tolerant):
+    """Keeps the finish reasons, and the events by sequence."""
+
+    def __init__(self, assembly: Assembly, *, depth: int) -> None:
+        super().__init__(assembly, at_once=1)
+        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self)
+        self.reasons: dict[int, FinishReason] = {}
+        self.events: dict[int, list[Event]] = {}
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        self.events.setdefault(sequence.seq_id, []).extend(events)
+
+    def done(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.reasons[sequence.seq_id] = reason
+
+
+def results(assembly: Assembly, asked: list[Ask], depth: int) -> tuple[list[object], Ended]:
+    """What each request came to: tokens, values, log-probabilities, events, end and result."""
+    image, run = picture(assembly), Ended(assembly, depth=depth)
+    sequences = [
+        skilled(assembly, image, ask.kind, ask.length, logprobs=ask.logprobs)
+        if ask.kind < 5
+        else question(assembly, ask.kind, ask.length)
+        for ask in asked
+    ]
+    tasks = recorded(sequences)
+    for index, (ask, sequence) in enumerate(zip(asked, sequences, strict=True)):
+        sequence.request = msgspec.structs.replace(
+            sequence.request, request_id=RequestKey(f"{index}")
+        )
+        for _ in range(ask.after):
+            run.scheduler.step()
+        run.scheduler.submit(sequence)
+    run.scheduler.drain()
+    return [
+        (
+            values_of(sequence, task),
+            run.events.get(sequence.seq_id),
+            run.reasons[sequence.seq_id],
+            task.result(run.reasons[sequence.seq_id]),
+        )
+        for sequence, task in zip(sequences, tasks, strict=True)
+    ], run
+
+
+ASKS = st.builds(
+    Ask, st.integers(0, 6), st.integers(1, 30), st.booleans(), st.sampled_from([0, 0, 1, 3, 9])
+)
+
+
+@settings(max_examples=12)
+@given(asked=st.lists(ASKS, min_size=1, max_size=6), depth=st.sampled_from([1, 2]))
+def test_every_skill_comes_to_the_same(
+    graph: Assembly, looping: Assembly, asked: list[Ask], depth: int
+) -> None:
+    """Tokens, values, log-probabilities, events, ends and results, in any company."""
+    plain, _ = results(graph, asked, depth)
+    looped, _ = results(looping, asked, depth)
+    assert looped == plain
+
+
+@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_skill_runs_in_loops(looping: Assembly, kind: int, depth: int) -> None:
+    """With values and log-probabilities, a lone answer is one launch."""
+    _, run = results(looping, [Ask(kind, 30, logprobs=True, after=0)], depth)
+    assert run.steps > 1
+    assert run.launches == 1
+
+
 def test_requests_come_and_go(looping: Assembly) -> None:
     totals = randomly(looping, num_steps=200, seed=5)
     assert totals["different"] == 0
@@ -105,22 +201,36 @@ def loop_of(limit: int) -> LoopTensors:
         fresh_B=torch.tensor([3, 5, 0]),
         sample_position_B=torch.tensor([3, 5, 0]),
         token_B=torch.tensor([7, 8, -1]),
+        constraint_B=torch.tensor([0, 1, 0]),
+        successor_C2=successor_table(TABLE),
+        outputs_N=torch.arange(32, dtype=torch.uint8),
         limit=torch.tensor([limit]),
         step=torch.zeros(1, dtype=torch.int64),
-        ring_SB=torch.zeros(4, 3, dtype=torch.int64),
+        ring_SN=torch.zeros(4, 32, dtype=torch.uint8),
         words=torch.zeros(2, dtype=torch.int64),
         scratch_row=SCRATCH,
     )
 
 
 def test_a_control_step_publishes_and_advances() -> None:
-    """Padding stays, and its token is not looked at."""
+    """All outputs; padding stays, and its token is not looked at."""
     loop = loop_of(limit=3)
     assert [control_step(loop) for _ in range(3)] == [True, True, False]
     assert loop.position_B.tolist() == loop.fresh_B.tolist() == [6, 8, 0]
     assert loop.sample_position_B.tolist() == [6, 8, 0]
-    assert loop.ring_SB[:3, :2].tolist() == [[7, 8]] * 3
+    assert loop.ring_SN[:3].tolist() == [list(range(32))] * 3
+    assert not loop.ring_SN[3].any()
     assert int(loop.words[DONE]) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 3, 8])), min_size=1))
+def test_a_control_step_leads_constraints_by_the_table(
+    cases: list[tuple[int, int]],
+) -> None:
+    """As the specification of the table does, whatever token came."""
+    constraints, tokens = (torch.tensor(each) for each in zip(*cases, strict=True))
+    advance(successor_table(TABLE), constraints, tokens)
+    assert constraints.tolist() == [successor(TABLE, *case) for case in cases]
 
 
 def test_the_host_ends_a_loop() -> None:
@@ -142,7 +252,7 @@ def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> 
     """It may hold a prefill in front; the host would sleep through the steps after it."""
     loops = looping.runner._loops
     assert loops is not None
-    loops.start(0, looping.runner._resources.buckets[0], 0, 2, sampled=False)
+    loops.start(0, looping.runner._resources.buckets[0], 0, 2, Needs(False, False, False))
     looping.device.compute.record().wait()
     now = time.perf_counter() + 1.0
     loops._measure(now)
