@@ -38,6 +38,7 @@ BENCHMARKS = (
     "loops",
     "memory",
     "mesh",
+    "paths",
     "peers",
     "reference",
     "serve",

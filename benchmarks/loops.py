@@ -4,10 +4,11 @@
 
 `step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
 to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
-`launches`, `waits`: decodes of one answer, and commits that wait for the device. `join`: how long a
-request that arrives while others decode waits for its first token. `--steps` of short answers of
-every skill, with random lengths, arrivals and aborts, are compared with each other: tokens, values
-and log-probabilities depend on the question alone.
+`launches`, `waits`: decodes of one answer, and waits of the host for one to end. `blocking` is the
+graph with one launch at a time. `join`: how long a request that arrives while others decode waits
+for its first token. `--steps` of short answers of every skill, with random lengths, arrivals and
+aborts, are compared with each other: tokens, values and log-probabilities depend on the question
+alone.
 """
 
 from __future__ import annotations
@@ -50,23 +51,28 @@ from benchmarks import record
 from benchmarks.speculation.run import RecordedTask
 
 PATHS = ("graph", "loop")
+STEPS = {"blocking": ("graph", 1), "graph": ("graph", 2), "loop": ("loop", 2)}
+"""Decode path and launches in flight by the names of steps."""
+
 _MS = 1e3
 _LIVE = 6  # requests of the random part at once
+_SKILLS = 5
 _KINDS = 10  # of its questions, and of its other requests
 
 
 class Decodes(SilentSink):
     """Runs sequences and counts their decodes."""
 
-    def __init__(self, assembly: Assembly, *, at_once: int) -> None:
-        self.launches = self.commits = self.steps = 0
+    def __init__(self, assembly: Assembly, *, at_once: int, depth: int = 2) -> None:
+        self.launches = self.waits = self.steps = 0
         self.scheduler: Scheduler = assembly.scheduler(
-            self, pipeline_depth=2, prefills_per_decode=at_once, shares=False, observer=self
+            self, pipeline_depth=depth, prefills_per_decode=at_once, shares=False, observer=self
         )
 
     def committed(self, launched: StepRecord) -> None:
         if launched.launch.plan.kind is LaunchKind.DECODE:
             self.launches += 1
+            self.waits += launched.wait_end > launched.wait_start  # for the end of the launch
             self.steps += launched.num_followed or 1
 
 
@@ -79,17 +85,19 @@ def recorded(sequences: Sequence[EngineSequence]) -> list[RecordedTask]:
     return tasks
 
 
-def steps_of(assembly: Assembly, streams: int, length: int, context: int) -> dict[str, Any]:
+def steps_of(
+    assembly: Assembly, streams: int, length: int, context: int, depth: int = 2
+) -> dict[str, Any]:
     """One run of equal answers."""
     workload = Workload(assembly, kind="query", count=streams, length=length, context=context)
     sequences = workload.sequences()
     tasks = recorded(sequences)
-    run = Decodes(assembly, at_once=streams)
+    run = Decodes(assembly, at_once=streams, depth=depth)
     for sequence in sequences:
         run.scheduler.submit(sequence)
     while any(len(task.tokens) < 2 for task in tasks):
         run.scheduler.step()
-    launches, cpu = run.launches, time.process_time()
+    launches, waits, cpu = run.launches, run.waits, time.process_time()
     have = len(tasks[0].tokens)
     run.scheduler.drain()
     cpu = time.process_time() - cpu
@@ -100,6 +108,7 @@ def steps_of(assembly: Assembly, streams: int, length: int, context: int) -> dic
         "ms": (end - begin) / num_steps * _MS,
         "host_us": cpu * 1e6 / (length - have) / streams,
         "launches": run.launches - launches,
+        "waits": run.waits - waits,
         "tokens": [task.tokens for task in tasks],
     }
 
@@ -127,16 +136,24 @@ def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[fl
     return waits
 
 
-def load(assembly: Assembly, callers: int, num_tokens: int) -> float:
-    """Tokens a second when each of `callers` asks again as soon as it has an answer."""
-    draw = random.Random(3)
+def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
+    """Tokens a second when each of `callers` asks again as soon as it has an answer.
+
+    Questions, or `lists` of objects and points about a known image.
+    """
+    draw, image = random.Random(3), picture(assembly)
     run = Decodes(assembly, at_once=1)
     live: list[tuple[EngineSequence, RecordedTask]] = []
     count = committed = 0
     begin = time.perf_counter()
     while committed < num_tokens:
         while len(live) < callers:
-            sequence = question(assembly, count, draw.randint(8, 64))
+            length = draw.randint(8, 64)
+            if lists:
+                kind = _SKILLS * (count // 2) + count % 2  # detections and points in turn
+                sequence = skilled(assembly, image, kind, length)
+            else:
+                sequence = question(assembly, count, length)
             (task,) = recorded([sequence])
             sequence.seq_id = count
             count += 1
@@ -185,7 +202,7 @@ def skilled(
             QueryTask(question=label, reasoning=True),
             SegmentTask(object=label),
             CaptionTask(),
-        )[index % 5],
+        )[index % _SKILLS],
         image=CachedImage(image_id="picture"),
         sampling=SamplingParams(seed=index, max_tokens=length),
         logprobs=logprobs,
@@ -265,7 +282,11 @@ def main(argv: Sequence[str]) -> int:
         path: joins(assembly, 1, arguments.joins, arguments.context)
         for path, assembly in assemblies.items()
     }
-    loads = [_loads(assemblies, callers, arguments.load) for callers in arguments.streams]
+    loads = [
+        _loads(assemblies, callers, arguments.load, lists=lists)
+        for lists in (False, True)
+        for callers in arguments.streams
+    ]
     totals = randomly(assemblies["loop"], arguments.steps, seed=1)
     graph.device.close()
     figures = {
@@ -275,8 +296,8 @@ def main(argv: Sequence[str]) -> int:
         "loads": loads,
         "random": totals,
     }
-    heads = ("streams", "path", "step ms", "host us a token", "launches", "same tokens")
-    lines = [_cells(row, path) for row in rows for path in PATHS]
+    heads = ("streams", "path", "step ms", "host us a token", "launches", "waits", "same tokens")
+    lines = [_cells(row, path) for row in rows for path in STEPS]
     join = [
         (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
         for path, taken in waits.items()
@@ -286,7 +307,9 @@ def main(argv: Sequence[str]) -> int:
         "",
         record.table(("path", "join P50 ms", "slowest ms"), join),
         "",
-        record.table(("callers", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]),
+        record.table(
+            ("callers", "ask for", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]
+        ),
         "",
         record.table(tuple(totals), [tuple(totals.values())]),
     ]
@@ -298,11 +321,12 @@ def _row(
     assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
-    runs: dict[str, list[dict[str, Any]]] = {path: [] for path in PATHS}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in STEPS}
     for repeat in range(arguments.repeats + 1):
-        for path in PATHS if repeat % 2 else PATHS[::-1]:
-            taken = steps_of(assemblies[path], streams, arguments.length, arguments.context)
-            runs[path].append(taken)
+        for name in STEPS if repeat % 2 else reversed(STEPS):
+            path, depth = STEPS[name]
+            sizes = streams, arguments.length, arguments.context
+            runs[name].append(steps_of(assemblies[path], *sizes, depth=depth))
     tokens = runs["graph"][0]["tokens"]
     row: dict[str, Any] = {
         "streams": streams,
@@ -312,29 +336,32 @@ def _row(
         kept = all_runs[1:]
         row[path] = {
             what: statistics.median(run[what] for run in kept)
-            for what in ("ms", "host_us", "launches")
+            for what in ("ms", "host_us", "launches", "waits")
         }
         row[path]["all_ms"] = [run["ms"] for run in kept]
     return row
 
 
-def _loads(assemblies: dict[str, Assembly], callers: int, num_tokens: int) -> dict[str, Any]:
+def _loads(
+    assemblies: dict[str, Assembly], callers: int, num_tokens: int, *, lists: bool
+) -> dict[str, Any]:
     """Tokens a second of each path, in turns."""
     taken: dict[str, list[float]] = {path: [] for path in PATHS}
     for path in (*PATHS, *reversed(PATHS)):
-        taken[path].append(load(assemblies[path], callers, num_tokens))
-    return {"callers": callers, **taken}
+        taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
+    return {"callers": callers, "lists": lists, **taken}
 
 
 def _load_cells(row: dict[str, Any]) -> tuple[object, ...]:
     graph, loop = (statistics.mean(row[path]) for path in PATHS)
-    return row["callers"], f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
+    what = "lists" if row["lists"] else "answers"
+    return row["callers"], what, f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
 
 
 def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
     of = row[path]
     times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
-    return row["streams"], path, *times, of["launches"], row["identical"]
+    return row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
