@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -12,24 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
-from legato_engine.core import Event, FinishReason, RequestKey
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
-from legato_engine.errors import InvalidField, LegatoError
+from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, advance, control_step
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
-from legato_engine.sequence import Sequence
 from legato_engine.tasks import Constraint, successor
 
-from benchmarks.loops import (
-    Decodes,
-    picture,
-    question,
-    randomly,
-    recorded,
-    skilled,
-    values_of,
-)
+from benchmarks.loops import question, randomly, recorded
+from tests.loop_answers import Ask, Tolerant, results
 
 SCRATCH = 9
 TABLE = (Constraint(), Constraint(then=2), Constraint(then=1, on=8), Constraint(then=0, on=3))
@@ -53,17 +42,6 @@ def looping(graph: Assembly) -> Assembly:
     return with_decode_path(graph, "loop")
 
 
-class Tolerant(Decodes):
-    """Keeps the failures."""
-
-    def __init__(self, assembly: Assembly, *, at_once: int) -> None:
-        self.failures: list[LegatoError] = []
-        super().__init__(assembly, at_once=at_once)
-
-    def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        self.failures.append(error)
-
-
 def answers(assembly: Assembly, lengths: list[int], num_failures: int = 0) -> Answers:
     """The tokens of some answers at once, and the number of decodes."""
     sequences = [question(assembly, index, length) for index, length in enumerate(lengths)]
@@ -84,60 +62,6 @@ def test_answers_are_those_of_single_steps(graph: Assembly, looping: Assembly) -
     assert [len(tokens) for tokens in looped] == lengths
     assert num_steps >= max(lengths) - 1
     assert num_loops <= 3 * len(lengths)
-
-
-class Ask(NamedTuple):
-    """A request of one of the skills, or a question, after some steps of the earlier ones."""
-
-    kind: int
-    length: int
-    logprobs: bool
-    after: int
-
-
-class Ended(Tolerant):
-    """Keeps the finish reasons, and the events by sequence."""
-
-    def __init__(self, assembly: Assembly, *, depth: int) -> None:
-        super().__init__(assembly, at_once=1)
-        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self)
-        self.reasons: dict[int, FinishReason] = {}
-        self.events: dict[int, list[Event]] = {}
-
-    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        self.events.setdefault(sequence.seq_id, []).extend(events)
-
-    def done(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.reasons[sequence.seq_id] = reason
-
-
-def results(assembly: Assembly, asked: list[Ask], depth: int) -> tuple[list[object], Ended]:
-    """What each request came to: tokens, values, log-probabilities, events, end and result."""
-    image, run = picture(assembly), Ended(assembly, depth=depth)
-    sequences = [
-        skilled(assembly, image, ask.kind, ask.length, logprobs=ask.logprobs)
-        if ask.kind < 5
-        else question(assembly, ask.kind, ask.length)
-        for ask in asked
-    ]
-    tasks = recorded(sequences)
-    for index, (ask, sequence) in enumerate(zip(asked, sequences, strict=True)):
-        sequence.request = msgspec.structs.replace(
-            sequence.request, request_id=RequestKey(f"{index}")
-        )
-        for _ in range(ask.after):
-            run.scheduler.step()
-        run.scheduler.submit(sequence)
-    run.scheduler.drain()
-    return [
-        (
-            values_of(sequence, task),
-            run.events.get(sequence.seq_id),
-            run.reasons[sequence.seq_id],
-            task.result(run.reasons[sequence.seq_id]),
-        )
-        for sequence, task in zip(sequences, tasks, strict=True)
-    ], run
 
 
 ASKS = st.builds(
