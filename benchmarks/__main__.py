@@ -40,6 +40,7 @@ BENCHMARKS = (
     "mesh",
     "paths",
     "peers",
+    "prompts",
     "reference",
     "serve",
     "speculation",
