@@ -39,6 +39,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
+from legato_engine.errors import TaskUnsupported
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.scheduler import Scheduler
@@ -190,25 +191,30 @@ def picture(assembly: Assembly) -> PreparedImage:
 def skilled(
     assembly: Assembly, image: PreparedImage, index: int, length: int, *, logprobs: bool = False
 ) -> EngineSequence:
-    """One of the skills about an image, with an answer that ends where it ends, or after `length`
-    tokens.
+    """One of the skills about an image, a caption if the model lacks it, with an answer that ends
+    where it ends, or after `length` tokens.
     """
     label = f"thing {index}"
+    task = (
+        DetectTask(object=label, max_objects=length),
+        PointTask(object=label, max_objects=length),
+        QueryTask(question=label, reasoning=True),
+        SegmentTask(object=label),
+        CaptionTask(),
+    )[index % _SKILLS]
     request = Request(
         request_id=RequestKey(f"skill-{index}"),
-        task=(
-            DetectTask(object=label, max_objects=length),
-            PointTask(object=label, max_objects=length),
-            QueryTask(question=label, reasoning=True),
-            SegmentTask(object=label),
-            CaptionTask(),
-        )[index % _SKILLS],
+        task=task,
         image=CachedImage(image_id="picture"),
         sampling=SamplingParams(seed=index, max_tokens=length),
         logprobs=logprobs,
         return_tokens=logprobs,
     )
-    return make_sequence(assembly.frontend, request, image)
+    try:
+        return make_sequence(assembly.frontend, request, image)
+    except TaskUnsupported:
+        caption = msgspec.structs.replace(request, task=CaptionTask())
+        return make_sequence(assembly.frontend, caption, image)
 
 
 def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
