@@ -31,11 +31,11 @@ class HalfBlocks:
         _draw(self._picture, list(marks))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for top in range(0, self._picture.height, 2):
-            pairs = (
-                (self._picture.getpixel((x, top)), self._picture.getpixel((x, top + 1)))
-                for x in range(self._picture.width)
-            )
+        width, pixels = self._picture.width, self._picture.tobytes()
+        rgb = [pixels[start : start + 3] for start in range(0, len(pixels), 3)]
+        for top in range(0, len(rgb), 2 * width):
+            middle, end = top + width, top + 2 * width
+            pairs = zip(rgb[top:middle], rgb[middle:end], strict=True)
             for (upper, lower), same in itertools.groupby(pairs):
                 style = Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower))
                 yield Segment("▀" * sum(1 for _ in same), style)
