@@ -13,6 +13,7 @@ from legato_engine.kernels.cuda.resident import (
     ResidentBuild,
     ResidentWeights,
 )
+from legato_engine.kernels.decode_loop import ANY
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.kernels.resident import ResidentRows
 from legato_engine.kernels.step import StepCache
@@ -108,6 +109,7 @@ class ResidentKernel:
             state=self.rules,
             page_table_RM=cache.pages.long(),
             constraints_CV=self._free,
+            successor_C2=torch.tensor([[ANY, 0]], device=DEVICE),
             ring_SB=self._ring,
             words=self._words,
         )

@@ -65,23 +65,30 @@ def test_an_answer_is_one_launch_and_the_same_in_every_batch(resident: Assembly)
         assert together == alone[:count]
 
 
-def test_answers_begin_as_those_of_the_graph(graph: Assembly, resident: Assembly) -> None:
-    """Sums run in another order, so that only a near tie can part them."""
-    lengths = [40] * 16
-    plain, _ = answers(graph, lengths)
-    ours, _ = answers(resident, lengths)
-    same = [
-        next((i for i, pair in enumerate(zip(*both, strict=True)) if pair[0] != pair[1]), 40)
-        for both in zip(plain, ours, strict=True)
-    ]
-    assert sum(same) >= 0.9 * sum(lengths), same
+def test_greedy_answers_part_from_the_graphs_at_near_ties_alone(
+    graph: Assembly, resident: Assembly
+) -> None:
+    """Sums run in another order. Where two answers first differ, the graph's logits of both tokens
+    differ by what bf16 rounds.
+    """
+    for index in range(0, 32, 2):
+        (plain,), (ours,) = (answers(path, [40], first=index)[0] for path in (graph, resident))
+        parted = next((i for i in range(40) if plain[i] != ours[i]), None)
+        if parted is not None:
+            answers(graph, [parted + 1], first=index)
+            gaps = [
+                float(slot.logits_RV[0, plain[parted]] - slot.logits_RV[0, ours[parted]])
+                for slot in graph.runner._slots  # the last launch's is one of them
+            ]
+            assert any(0 <= gap < 0.25 for gap in gaps), (index, parted, gaps)
 
 
 def test_short_steps_with_arrivals_and_aborts(resident: Assembly) -> None:
     """20,000 of them: no hang, and every answer is what it is alone."""
-    totals = randomly(resident, num_steps=20_000, seed=11)
+    totals = randomly(resident, num_steps=20_000, seed=11, skills=False)
     assert totals["different"] == 0
     assert totals["aborted"] > 200
+    randomly(resident, num_steps=2_000, seed=12)  # beside rows that another path takes
     assert steps_of(resident) is not None
 
 

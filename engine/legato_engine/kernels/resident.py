@@ -24,7 +24,8 @@ class ResidentRows:
     """What steps read and write at fixed addresses, int64 but for sampling's numbers.
 
     By row of a launch: its row of the state, its constraint, and the positions of the first step.
-    `ring_SB` and `words` [2] are those of `kernels.decode_loop`.
+    `successor_C2` and `words` [2] are
+    those of `kernels.decode_loop`; `ring_SB` is its ring's tokens.
     """
 
     row_B: torch.Tensor
@@ -34,6 +35,7 @@ class ResidentRows:
     state: RowTensors
     page_table_RM: torch.Tensor
     constraints_CV: torch.Tensor
+    successor_C2: torch.Tensor
     ring_SB: torch.Tensor
     words: torch.Tensor
 

@@ -73,7 +73,9 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
         world.simulate(program, 0)
 
 
-@pytest.mark.parametrize("op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT], ids=lambda op: op.name
+)
 def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
     """The orders are adversarial enough to find what a missing wait lets happen."""
     world = WORLDS[0]

@@ -41,6 +41,7 @@ class Totals:
     drafts: int = 0
     looped: int = 0  # steps of loops
     stuck: int = 0  # loops that gave up a step
+    listed: int = 0  # of those, steps with a constraint that follows another
     accepted: int = 0
     rejected: int = 0
 
@@ -60,6 +61,7 @@ class Totals:
         self.drafts += world.num_drafts
         self.looped += world.runner.num_looped
         self.stuck += world.runner.num_stuck
+        self.listed += world.runner.num_listed
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
@@ -90,6 +92,7 @@ class Schedule:
         self.runner = ReadingRunner(lambda: draw.random() < self.break_rate, draw)
         largest = 0 if self.bursts else draw.choice((0, 0, 1, 3, 9))
         self.speculates = largest > 0
+        self.loops = seed % 3 == 1 and not self.speculates
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -102,7 +105,7 @@ class Schedule:
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
-            loops=self.runner if seed % 3 == 1 and not self.speculates else None,
+            loops=self.runner if self.loops else None,
         )
         self.runner.loops_differ = seed % 2 == 1
         self.runner.stuck.seed(-seed)
@@ -169,6 +172,7 @@ class Schedule:
             max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
             constrained=draw.random() < 0.4,
         )
+        task.follows_table = self.loops and task.constrained and len(self.sequences) % 3 > 0
         task.prompt = tuple(prompt)
         sequence = make_sequence(
             len(self.sequences),
@@ -191,6 +195,7 @@ class Schedule:
             seed=before.sampling.seed or 0,
             max_tokens=before.max_tokens,
             constrained=before.constrained,
+            follows_table=before.follows_table,
         )
         task.prompt = before.prompt
         again = make_sequence(

@@ -177,8 +177,8 @@ class ResidentBuild:
             *(cache.k_LNHSE, cache.v_LNHSE, cache.cos_PR, cache.sin_PR),
             *(rows.row_B, rows.constraint_B, rows.position_B, rows.sample_position_B),
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
-            *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.ring_SB, rows.words),
-            *(logits, trace, profile),
+            *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.successor_C2, rows.ring_SB),
+            *(rows.words, logits, trace, profile),
         )
         numbers = (
             *(self.count, len(weights.out_bias), weights.stream_stages, cache.k_LNHSE.shape[1]),

@@ -174,6 +174,7 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
   const bool broken = __any_sync(~0u, token < 0);
   if (lane < a.rows) {
     shared.chosen[lane] = token;
+    shared.constraint[lane] = (int)successor(a.successors, shared.constraint[lane], token);
     shared.token[lane] = min(max(token, 0), VOCAB - 1);  // after a failed wait it may be anything
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;

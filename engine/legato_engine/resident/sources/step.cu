@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     bf16* act, bf16* q, bf16* heads, float* part, float2* ends, uint2* best, float* scores, int* token, int* stop,
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
     const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
-    const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, i64* ring, i64* words,
+    const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
     float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
     int num_steps, int ring_stride, int patience_ms) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
-                       row_top_k, row_seed, constraints, ring, words, logits, trace, profile, count, layers, stream_stages,
+                       row_top_k, row_seed, constraints, successors, ring, words, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)

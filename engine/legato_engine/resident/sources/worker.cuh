@@ -47,6 +47,7 @@ struct Arguments {
   const float *row_temperature, *row_top_p;  // [R]
   const i64 *row_top_k, *row_seed;           // [R]
   const float* constraints;      // [C, VOCAB], added to logits
+  const i64 (*successors)[2];    // [C], as in decode_loop.cuh
   volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
   float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
