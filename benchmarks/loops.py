@@ -1,5 +1,6 @@
-"""Decode loops, by a WHILE node and in the resident kernel, beside a launch for every step: one model,
-one run.
+"""Decode loops, by a WHILE node and in the resident kernel, beside a launch for every step.
+
+One model, one run.
 
     python -m benchmarks loops --device cuda --model moondream2 --random-weights
 
