@@ -99,15 +99,15 @@ def test_steps_are_the_models(world: World, num_rows: int) -> None:
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
-    """1 to 32 rows, in whichever build takes them."""
-    rows = Rows(world, 32)
-    alone = [rows.only(slice(row, row + 1)).run(world.kernel(1), 1)[1][0, 0] for row in range(32)]
-    for count in range(2, 33):
+    """1 to 8 rows, as many as the engine launches."""
+    rows = Rows(world, 8)
+    alone = [rows.only(slice(row, row + 1)).run(world.kernel(1), 1)[1][0, 0] for row in range(8)]
+    for count in range(2, 9):
         _, logits = rows.only(slice(0, count)).run(world.kernel(count), 1)
         assert all(torch.equal(logits[0, row], alone[row]) for row in range(count)), count
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 32])
+@pytest.mark.parametrize("num_rows", [1, 5, 8])
 def test_repeats_have_the_same_bits(world: World, num_rows: int) -> None:
     """The counters go on from launch to launch, and no launch differs."""
     rows, kernel = Rows(world, num_rows), world.kernel(num_rows)

@@ -54,13 +54,13 @@ def answers(assembly: Assembly, lengths: list[int], first: int = 0) -> tuple[lis
 
 
 def test_an_answer_is_one_launch_and_the_same_in_every_batch(resident: Assembly) -> None:
-    """Greedy and sampled rows, alone and among up to 31 others."""
+    """Greedy and sampled rows, alone and among up to 7 others."""
     alone = []
-    for index in range(32):
+    for index in range(8):
         (tokens,), launches = answers(resident, [60], first=index)
         assert launches == 1
         alone.append(tokens)
-    for count in (2, 7, 9, 17, 32):
+    for count in (2, 5, 8):
         together, _ = answers(resident, [60] * count)
         assert together == alone[:count]
 

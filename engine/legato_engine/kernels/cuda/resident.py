@@ -23,7 +23,6 @@ from legato_engine.resident.sizes import (
     BLOCK,
     GROUP,
     HEAD_DIM,
-    MAX_ROWS,
     PAGE_BYTES,
     SPLITS,
     WARPS,
@@ -38,6 +37,10 @@ if TYPE_CHECKING:
 SOURCE = "step.cu"
 PATIENCE_MS = 1000
 """How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
+MOST_ROWS = 8
+"""Of a launch of the engine: builds for more are slower than captured steps, and once in some
+hundred launches their bits differ (docs/resident.md).
+"""
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 
@@ -207,15 +210,15 @@ class ResidentDecoder:
         embedding: torch.Tensor,
         cache: StepCache,
         *,
-        max_rows: int = MAX_ROWS,
+        max_rows: int = MOST_ROWS,
         delays: bool = False,
         programs: Sequence[Program] = (),
     ) -> None:
-        """Compile for up to `max_rows` rows, at most `MAX_ROWS`.
+        """Compile for up to `max_rows` rows, at most `MOST_ROWS`.
 
         `programs` for tests: instead of the model's own, by rising number of tiles.
         """
-        self.max_rows = min(max_rows, MAX_ROWS)
+        self.max_rows = min(max_rows, MOST_ROWS)
         tiles = [n for n in RING_STAGES if n == 1 or 4 * n < self.max_rows]
         self.programs = programs or [build_program(sizes, RING_STAGES[n]) for n in tiles]
         weights = ResidentWeights(self.programs[0], layers, head, head_norm)
