@@ -296,7 +296,7 @@ def main(argv: Sequence[str]) -> int:
     )
     graph = assemble(config)
     assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
-    if not assemblies["resident"].runner.loops_differ:  # loops stand in for it
+    if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
         del assemblies["resident"]
     assemblies = {"graph": graph, **assemblies}
     rows = [_row(assemblies, streams, arguments) for streams in arguments.streams]
@@ -351,8 +351,12 @@ def _row(
     assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
-    runs: dict[str, list[dict[str, Any]]]
-    runs = {name: [] for name, (path, _) in STEPS.items() if path in assemblies}
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: []
+        for name, (path, _) in STEPS.items()
+        if path in assemblies
+        and (path != "resident" or streams <= assemblies[path].runner.resident_rows)
+    }
     for repeat in range(arguments.repeats + 1):
         for name in list(runs) if repeat % 2 else reversed(runs):
             path, depth = STEPS[name]

@@ -84,9 +84,9 @@ class DecodeLoops:
         self._resources.compute.submit(work)
 
     @property
-    def differ(self) -> bool:
-        """Whether loops round otherwise than single steps: until a resident kernel is stuck."""
-        return self._resident is not None
+    def resident_rows(self) -> int:
+        """The most rows that the resident kernel takes; 0 after it was stuck."""
+        return 0 if self._resident is None else self._resident.max_rows
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()

@@ -147,7 +147,12 @@ class ModelRunner:
 
     @property
     def loops_differ(self) -> bool:
-        return self._loops is not None and self._loops.differ
+        return self.resident_rows > 0
+
+    @property
+    def resident_rows(self) -> int:
+        """The most rows that the resident kernel takes now."""
+        return 0 if self._loops is None else self._loops.resident_rows
 
     @property
     def limits(self) -> BatchLimits:
