@@ -31,17 +31,15 @@ class HalfBlocks:
         _draw(self._picture, list(marks))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for top in range(0, self._picture.height, 2):
-            pairs = zip(self._row(top), self._row(top + 1), strict=True)
+        width, pixels = self._picture.width, self._picture.tobytes()
+        rgb = [pixels[start : start + 3] for start in range(0, len(pixels), 3)]
+        for top in range(0, len(rgb), 2 * width):
+            middle, end = top + width, top + 2 * width
+            pairs = zip(rgb[top:middle], rgb[middle:end], strict=True)
             for (upper, lower), same in itertools.groupby(pairs):
                 style = Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower))
                 yield Segment("▀" * sum(1 for _ in same), style)
             yield Segment.line()
-
-    def _row(self, number: int) -> Iterable[tuple[int, int, int]]:
-        size = 3 * self._picture.width
-        row = self._picture.tobytes()[number * size : (number + 1) * size]
-        return zip(row[0::3], row[1::3], row[2::3], strict=True)
 
 
 def fits(columns: int, rows: int) -> bool:
