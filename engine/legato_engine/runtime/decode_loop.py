@@ -53,7 +53,7 @@ class DecodeLoops:
                 self._loop(slot, bucket, rank, each)
 
     def start(self, slot: int, bucket: int, rank: int, num_steps: int, needs: Needs) -> None:
-        """Enqueue at most `num_steps` steps (0: none); the rows and their constraints are staged."""
+        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
         loop = self._loop(slot, bucket, rank, _widened(needs))
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
