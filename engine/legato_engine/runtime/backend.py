@@ -40,8 +40,8 @@ class Backend(Protocol):
         """The work of a step without payloads, in order, to be repeated at fixed addresses."""
         ...
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Compute them for what `sample` chose with this `payload`."""
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
         ...
 
     def prefill(
