@@ -220,9 +220,7 @@ class ModelRunner:
         if rows and not launch.plan.loops:
             needs = events.needs = _needs(rows)
             bucket = self._staging.bucket(count)
-            self._backend.sample(
-                launch.slot, bucket, sampled=needs.sampled, payload=needs.payload
-            )
+            self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
             if needs.logprobs:
                 self._backend.logprobs(
                     launch.slot, bucket, payload=needs.payload, alternatives=needs.alternatives

@@ -1305,7 +1305,7 @@ type Checkpoint struct {
 	// How often the stream was resumed before. At most 1000.
 	Resumptions uint32 `protobuf:"varint,6,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
 	// Two numbers for each token where `values` has them, in [0, 1]: `Token.certainty`, 1 and 1 for a token that has none.
-	// Without them objects begun before the checkpoint have no confidence.
+	// With any other count than two for each token, objects begun before the checkpoint have no confidence.
 	Certainties   []float32 `protobuf:"fixed32,7,rep,packed,name=certainties,proto3" json:"certainties,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1679,7 +1679,7 @@ type Token struct {
 	// `RequestOptions.top_logprobs` where the task allowed fewer. Empty without it, and for tokens of before a
 	// resumption.
 	Alternatives []*TokenAlternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
-	// Only of a token with a value, of Detect, Point and Segment. Absent unless `RequestOptions.top_logprobs` is set.
+	// Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set.
 	Certainty     *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

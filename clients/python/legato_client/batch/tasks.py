@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -23,18 +23,27 @@ MAX_TASKS = 32
 _LENGTHS: tuple[CaptionLength, ...] = get_args(CaptionLength)
 
 
-def parse(name: str, sampling: Sampling, max_objects: int | None) -> Task:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What holds for all tasks of a run, as far as their skills have it."""
+
+    sampling: Sampling = Sampling()
+    max_objects: int | None = None
+    min_confidence: float | None = None
+
+
+def parse(name: str, wanted: Wanted) -> Task:
     """Raises ValueError for a skill that does not exist, and for a text that it cannot have."""
     skill, _, text = name.partition(":")
     make = _SKILLS.get(skill)
     if make is None:
         raise ValueError(f"a task is one of {', '.join(_SKILLS)}, not {skill!r}")
-    return make(text.strip(), sampling, max_objects)
+    return make(text.strip(), wanted)
 
 
-def parse_all(names: Sequence[str], sampling: Sampling, max_objects: int | None) -> dict[str, Task]:
+def parse_all(names: Sequence[str], wanted: Wanted) -> dict[str, Task]:
     """The tasks in their order; ValueError where two are the same, or there are too many."""
-    tasks = {name: parse(name, sampling, max_objects) for name in names}
+    tasks = {name: parse(name, wanted) for name in names}
     if len(tasks) < len(names):
         raise ValueError("two tasks are the same")
     if len(tasks) > MAX_TASKS:
@@ -47,33 +56,38 @@ def object_of(task: Task) -> str | None:
     return task.object if isinstance(task, DetectTask | SegmentTask) else None
 
 
-def _caption(text: str, sampling: Sampling, max_objects: int | None) -> Task:
+def _caption(text: str, wanted: Wanted) -> Task:
     length = next((each for each in _LENGTHS if each == (text or "normal")), None)
     if length is None:
         raise ValueError(f"a caption is one of {', '.join(_LENGTHS)}, not {text!r}")
-    return CaptionTask(length, sampling)
+    return CaptionTask(length, wanted.sampling)
 
 
-def _with_text(
-    skill: str, make: Callable[[str, Sampling, int | None], Task]
-) -> Callable[[str, Sampling, int | None], Task]:
-    @functools.wraps(make)
-    def checked(text: str, sampling: Sampling, max_objects: int | None) -> Task:
+def _detect(text: str, wanted: Wanted) -> Task:
+    most, least = wanted.max_objects, wanted.min_confidence
+    return DetectTask(text, most, wanted.sampling, min_confidence=least)
+
+
+def _point(text: str, wanted: Wanted) -> Task:
+    most, least = wanted.max_objects, wanted.min_confidence
+    return PointTask(text, most, sampling=wanted.sampling, min_confidence=least)
+
+
+def _with_text(skill: str, make: Callable[[str, Wanted], Task]) -> Callable[[str, Wanted], Task]:
+    def checked(text: str, wanted: Wanted) -> Task:
         if not text:
             raise ValueError(f"{skill} needs a text: {skill}:TEXT")
-        return make(text, sampling, max_objects)
+        return make(text, wanted)
 
     return checked
 
 
-_SKILLS: dict[str, Callable[[str, Sampling, int | None], Task]] = {
-    "detect": _with_text("detect", lambda text, sampling, most: DetectTask(text, most, sampling)),
-    "point": _with_text(
-        "point", lambda text, sampling, most: PointTask(text, most, sampling=sampling)
-    ),
+_SKILLS: dict[str, Callable[[str, Wanted], Task]] = {
+    "detect": _with_text("detect", _detect),
+    "point": _with_text("point", _point),
     "segment": _with_text(
-        "segment", lambda text, sampling, _: SegmentTask(text, sampling=sampling)
+        "segment", lambda text, wanted: SegmentTask(text, sampling=wanted.sampling)
     ),
     "caption": _caption,
-    "query": _with_text("query", lambda text, sampling, _: QueryTask(text, sampling=sampling)),
+    "query": _with_text("query", lambda text, wanted: QueryTask(text, sampling=wanted.sampling)),
 }

@@ -792,7 +792,7 @@ class Checkpoint(_message.Message):
     @_builtins.property
     def certainties(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two numbers for each token where `values` has them, in [0, 1]: `Token.certainty`, 1 and 1 for a token that has none.
-        Without them objects begun before the checkpoint have no confidence.
+        With any other count than two for each token, objects begun before the checkpoint have no confidence.
         """
 
     def __init__(
@@ -986,7 +986,7 @@ class Token(_message.Message):
 
     @_builtins.property
     def certainty(self) -> Global___TokenCertainty:
-        """Only of a token with a value, of Detect, Point and Segment. Absent unless `RequestOptions.top_logprobs` is set."""
+        """Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set."""
 
     def __init__(
         self,

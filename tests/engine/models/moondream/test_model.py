@@ -183,7 +183,9 @@ def test_padding_rows_are_finite(either_model):
 def test_payload_belongs_to_the_sampled_token(either_model):
     """Coord tokens carry one value, size tokens two, all others none."""
     hidden_BD = torch.randn(3, either_model.width, generator=torch.Generator().manual_seed(1))
-    coord, size, text = payload_of(either_model, hidden_BD, torch.tensor([COORD, SIZE, 40])).tolist()
+    coord, size, text = payload_of(
+        either_model, hidden_BD, torch.tensor([COORD, SIZE, 40])
+    ).tolist()
     assert coord[1] == 0.0
     assert 0.0 <= coord[0] < 1.0
     assert coord[0] * 1024 == int(coord[0] * 1024)
