@@ -243,8 +243,9 @@ class Resumed(Value, frozen=True):
     """What was done for a request by engines that were lost. Times are `time.monotonic()` seconds.
 
     Its outputs have told the tokens in `token_ids`, with `payloads` and `certainties` if the task
-    has them (a caller may not know the latter) and `logprobs` if the request wants them. A request that is `alone` runs with nothing beside it. One
-    that is not `admitted` comes from a caller's checkpoint, and has no place in the queue yet.
+    has them (a caller may not know the latter) and `logprobs` if the request wants them. A request
+    that is `alone` runs with nothing beside it. One that is not `admitted` comes from a caller's
+    checkpoint, and has no place in the queue yet.
     """
 
     arrival: float

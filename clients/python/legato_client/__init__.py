@@ -134,6 +134,7 @@ __all__ = [
     "CaptionTask",
     "Client",
     "ClientTooOld",
+    "ConfidenceInfo",
     "DeadlineExceeded",
     "DecodeSteps",
     "DetectResult",

@@ -36,8 +36,8 @@ class Options:
 
     `request_id` empty lets the server choose one. `model` empty means the served default.
     `cache_image` None leaves the server's default. `return_tokens` tells every token, in
-    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` also how likely each was, with as
-    many alternatives (0 to 20).
+    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` also how likely each
+    was, with as many alternatives (0 to 20).
     """
 
     request_id: str = ""

@@ -20,6 +20,7 @@ from legato_client._values.tasks import (
 MAX_TASKS = 32
 """As many as RunTasks takes."""
 
+_DEFAULTS = Sampling()
 _LENGTHS: tuple[CaptionLength, ...] = get_args(CaptionLength)
 
 
@@ -27,7 +28,7 @@ _LENGTHS: tuple[CaptionLength, ...] = get_args(CaptionLength)
 class Wanted:
     """What holds for all tasks of a run, as far as their skills have it."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling = _DEFAULTS
     max_objects: int | None = None
     min_confidence: float | None = None
 

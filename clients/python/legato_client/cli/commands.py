@@ -9,6 +9,7 @@ from typing import Any
 from legato_client._version import version
 from legato_client.cli import (
     arguments,
+    calibrate,
     chat,
     completion,
     demo,
@@ -27,7 +28,21 @@ from legato_client.cli import (
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, run, chat, info, metrics, status, load, token, http, playground, completion)
+_OWN = (
+    demo,
+    tasks,
+    run,
+    calibrate,
+    chat,
+    info,
+    metrics,
+    status,
+    load,
+    token,
+    http,
+    playground,
+    completion,
+)
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

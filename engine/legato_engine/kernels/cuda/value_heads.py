@@ -32,8 +32,9 @@ BINS_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 class ValueSizes:
     """Constants of the kernels; `pair_bins` counts the bins of both values.
 
-    Bins up to a reach from the likeliest count as close to it. Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over 2^-10
-    .. 1. `inner_dim` is that of two-layer decoders; None: all bins are one map.
+    Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over 2^-10
+    .. 1. Bins up to a reach from the likeliest count as close to it. `inner_dim` is that of
+    two-layer decoders; None: all bins are one map.
     """
 
     dim: int

@@ -33,7 +33,7 @@ class TaskSetup:
     tokens: SpecialTokens
     values_in_text: bool
     log: TokenLog | None
-    calibration: Calibration = Calibration()
+    calibration: Calibration
 
 
 class SkillTask(abc.ABC):

@@ -1,0 +1,68 @@
+"""One tree's decode step with values, timed when told: a child of `confidence`.
+
+Reads numbers of rows from standard input and writes the median microseconds of a step for each:
+forward, sampling, coordinates, and the copy to the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import assemble
+from legato_engine.models.moondream.constraints import Allow
+from legato_engine.runtime.model_runner import ModelRunner
+
+STEPS, WARM = 100, 20
+POSITION = 800  # an image and a short answer
+MEMORY = 0.3  # of the free memory: two trees share a GPU
+
+
+def main() -> None:
+    config = EngineConfig(
+        model="moondream2",
+        random_weights=True,
+        device="cuda",
+        max_running=32,
+        kv_memory_fraction=MEMORY,
+    )
+    runner = assemble(config).runner
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(median(runner, int(line)), flush=True)
+
+
+def median(runner: ModelRunner, rows: int) -> float:
+    """Of steps one behind the other, each measured on the device."""
+    slot, backend = runner._slots[0], runner._backend
+    compute = runner._device.compute
+    bucket = runner._staging.bucket(rows)
+    staged, scratch = slot.staged.host, runner._resources.state.scratch_row
+    runner._staging.padding(slot)
+    for name in ("row", "source", "sample_row"):
+        staged[name][:bucket] = scratch
+        staged[name][:rows] = range(rows)
+    for name in ("position", "fresh", "sample_position"):
+        staged[name][:rows] = POSITION
+    slot.constraint.host["constraint"][:] = int(Allow.COORD)
+    slot.staged.upload(compute)
+    slot.constraint.upload(compute)
+    taken = []
+    for step in range(WARM + STEPS):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        compute.submit(start.record)
+        backend.decode(0, bucket, 0, rows)
+        backend.sample(0, bucket, sampled=False, payload=True)
+        slot.outputs.download(compute)
+        compute.submit(end.record)
+        if step >= WARM:
+            taken.append((start, end))
+    compute.record().wait()
+    return statistics.median(start.elapsed_time(end) for start, end in taken) * 1e3
+
+
+if __name__ == "__main__":
+    main()
