@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import sys
 
-import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.constraints import Allow
@@ -51,17 +50,14 @@ def median(runner: ModelRunner, rows: int) -> float:
     slot.constraint.upload(compute)
     taken = []
     for step in range(WARM + STEPS):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        compute.submit(start.record)
+        start = compute.record()
         backend.decode(0, bucket, 0, rows)
         backend.sample(0, bucket, sampled=False, payload=True)
         slot.outputs.download(compute)
-        compute.submit(end.record)
         if step >= WARM:
-            taken.append((start, end))
+            taken.append((start, compute.record()))
     compute.record().wait()
-    return statistics.median(start.elapsed_time(end) for start, end in taken) * 1e3
+    return statistics.median(end.time_ns() - start.time_ns() for start, end in taken) / 1e3
 
 
 if __name__ == "__main__":
