@@ -1,11 +1,14 @@
 """One tree's decode step with values, timed when told: a child of `confidence`.
 
+    python benchmarks/step_values.py [MODEL DEVICE]
+
 Reads numbers of rows from standard input and writes the median microseconds of a step for each:
 forward, sampling, coordinates, and the copy to the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 
@@ -15,22 +18,24 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.runtime.model_runner import ModelRunner
 
 STEPS, WARM = 100, 20
-POSITION = 800  # an image and a short answer
+POSITION = 200  # any model has so many
 MEMORY = 0.3  # of the free memory: two trees share a GPU
 
 
-def main() -> None:
+def main(model: str = "moondream2", device: str = "cuda") -> None:
     config = EngineConfig(
-        model="moondream2",
+        model=model,
         random_weights=True,
-        device="cuda",
+        device=device,
         max_running=32,
         kv_memory_fraction=MEMORY,
     )
-    runner = assemble(config).runner
+    with contextlib.redirect_stdout(sys.stderr):  # it logs
+        assembly = assemble(config)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(median(runner, int(line)), flush=True)
+        print(median(assembly.runner, int(line)), flush=True)
+    assembly.device.close()
 
 
 def median(runner: ModelRunner, rows: int) -> float:
@@ -61,4 +66,4 @@ def median(runner: ModelRunner, rows: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
