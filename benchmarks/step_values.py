@@ -18,7 +18,7 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.runtime.model_runner import ModelRunner
 
 STEPS, WARM = 100, 20
-POSITION = 200  # any model has so many
+POSITION = 800  # an image and a short answer, where the model has so many
 MEMORY = 0.3  # of the free memory: two trees share a GPU
 
 
@@ -49,7 +49,7 @@ def median(runner: ModelRunner, rows: int) -> float:
         staged[name][:bucket] = scratch
         staged[name][:rows] = range(rows)
     for name in ("position", "fresh", "sample_position"):
-        staged[name][:rows] = POSITION
+        staged[name][:rows] = min(POSITION, runner._resources.model.max_context - 1)
     slot.constraint.host["constraint"][:] = int(Allow.COORD)
     slot.staged.upload(compute)
     slot.constraint.upload(compute)
