@@ -82,4 +82,3 @@ def _note(part: str) -> None:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     if test:
         SEEN.setdefault(part, test.partition("[")[0])
-

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from legato_engine import failpoints
@@ -20,7 +21,7 @@ from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
-from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
@@ -29,7 +30,7 @@ from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table, successor_table
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
@@ -46,15 +47,6 @@ SHARED_PROMPTS = 4
 """A question has some 20 tokens, and a launch takes 128."""
 
 
-class Needs(NamedTuple):
-    """What the rows of a launch want: some is not greedy, has a task with values, and so on."""
-
-    sampled: bool = False
-    payload: bool = False
-    logprobs: bool = False
-    alternatives: bool = False
-
-
 @dataclasses.dataclass(slots=True)
 class LaunchEvents:
     """A slot's events; its next launch records them again."""
@@ -64,7 +56,7 @@ class LaunchEvents:
     sample_start: Event
     sample_end: Event
     copy_end: Event
-    needs: Needs = dataclasses.field(default=Needs(), kw_only=True)  # of the launch's rows
+    needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
 
 
 class ModelRunner:
@@ -122,6 +114,7 @@ class ModelRunner:
             bank=adapters,
             buckets=tuple(buckets),
             constraints_CV=_constraints(model, device),
+            successor_C2=successor_table(model.constraints).to(device.torch_device),
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
@@ -237,9 +230,9 @@ class ModelRunner:
         """Forwards with their sampling; in the times all of it is the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
-        sampled = _needs(rows).sampled
         bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
-        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, sampled=sampled)
+        events.needs = _needs(rows)
+        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -251,7 +244,12 @@ class ModelRunner:
             return []
         if self._drafts is not None:
             return self._drafted(launch.slot, len(rows), events.needs)
-        tokens = _sampled_tokens(self._slots[launch.slot], len(rows), events.needs)
+        return self._sampled(self._slots[launch.slot].outputs.host, launch)
+
+    def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
+        """One token of each row."""
+        slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
+        tokens = _sampled_tokens(outputs, slot, len(launch.plan.sampled_rows), needs)
         return [RowTokens((token,)) for token in tokens]
 
     def _drafted(self, slot: int, num_rows: int, needs: Needs) -> list[RowTokens]:
@@ -259,7 +257,7 @@ class ModelRunner:
         outputs = self._slots[slot].outputs.host
         counts = outputs["count"][:num_rows].tolist()
         proposed = outputs["proposed"][:num_rows].tolist()
-        tokens = _sampled_tokens(self._slots[slot], sum(proposed) + num_rows, needs)
+        tokens = _sampled_tokens(outputs, self._slots[slot], sum(proposed) + num_rows, needs)
         rows, first = [], 0
         descriptors = map(Descriptor._make, self._descriptors[slot][:num_rows].tolist())
         for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
@@ -270,8 +268,8 @@ class ModelRunner:
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
-        end = self._events[launch.slot].copy_end
-        return self._loops.next_tokens(launch.slot, len(launch.plan.rows), end)
+        outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
+        return None if outputs is None else self._sampled(outputs, launch)
 
     def end_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"
@@ -312,8 +310,9 @@ def _needs(rows: Sequence[ScheduledSequence]) -> Needs:
     return Needs(sampled, payload, logprobs, alternatives)
 
 
-def _sampled_tokens(slot: DecodeSlot, count: int, needs: Needs) -> list[SampledToken]:
-    outputs = slot.outputs.host
+def _sampled_tokens(
+    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, count: int, needs: Needs
+) -> list[SampledToken]:
     fields: list[Iterable[Any]] = [
         outputs["token"][:count].tolist(),
         map(tuple, outputs["payload"][:count].tolist()),

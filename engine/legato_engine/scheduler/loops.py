@@ -113,12 +113,8 @@ def _tokens_left(sequence: Sequence) -> int:
 
 
 def _may_loop(sequence: Sequence) -> bool:
-    """Neither its constraint nor its output needs the host, and it was prefilled."""
+    """Its constraint needs no host, nor do alternatives, and it was prefilled."""
     task = sequence.task
-    return not (
-        task.constrained
-        or task.has_payload
-        or sequence.request.logprobs
-        or sequence.preempted
-        or sequence.progress.last_position < 0
-    )
+    known = task.follows_table or not task.constrained
+    known = known and not sequence.request.top_logprobs
+    return known and not sequence.preempted and sequence.progress.last_position >= 0

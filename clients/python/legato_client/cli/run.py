@@ -40,10 +40,9 @@ def add_command(commands: Any) -> None:
         "--task",
         action="append",
         required=True,
-        type=_task_name,
+        type=arguments.task_name,
         metavar="TASK",
-        help="detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or "
-        "query:QUESTION; may be repeated",
+        help=arguments.TASK_HELP,
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
@@ -116,8 +115,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _tasks(args: argparse.Namespace) -> dict[str, Task]:
     try:
-        wanted = tasks.Wanted(arguments.sampling_of(args), args.max_objects, args.min_confidence)
-        return tasks.parse_all(args.task, wanted)
+        sampling, least = arguments.sampling_of(args), args.min_confidence
+        return tasks.parse_all(args.task, sampling, args.max_objects, least)
     except ValueError as error:
         raise RunRefused(f"--task: {error}") from None
 
@@ -195,11 +194,3 @@ def _report(
 
 def _choice(args: argparse.Namespace) -> Choice:
     return Choice(args.every, args.fps)
-
-
-def _task_name(text: str) -> str:
-    try:
-        tasks.parse(text, tasks.Wanted())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
