@@ -47,6 +47,7 @@ def add_command(commands: Any) -> None:
     add("--parallel", type=arguments.at_least_one, default=_PARALLEL, metavar="N",
         help="images that are asked about at the same time, default %(default)s")  # fmt: skip
     add("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)

@@ -46,6 +46,7 @@ def add_command(commands: Any) -> None:
     add("--absent-score", type=float, default=math.nan, metavar="S",
         help="score of what has no confidence, default NaN")  # fmt: skip
     add("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
