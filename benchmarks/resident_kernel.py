@@ -25,7 +25,7 @@ MAX_STEPS = 256
 MAX_ROWS = 32
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Rules:
     """How each row is sampled; greedily unless changed. A row of a launch is one of the state."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def resident(graph: Assembly) -> Assembly:
     return made
 
 
-def steps_of(assembly: Assembly):
+def steps_of(assembly: Assembly) -> Any:
     loops = assembly.runner._loops
     assert loops is not None
     return loops._resident

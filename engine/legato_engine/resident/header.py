@@ -12,8 +12,17 @@ from legato_engine.resident.program import FIELDS, NONE, WORDS, Op, Source
 from legato_engine.resident.sizes import ModelSizes
 
 FILE = "program.cuh"
-_CONSTANTS = ("BLOCK", "HEAD_DIM", "ROTARY_DIM", "SPLITS", "GROUP", "WARPS", "MAX_ROWS")
-_CONSTANTS += ("PAGE", "PAGE_BYTES")
+_CONSTANTS = (
+    "BLOCK",
+    "HEAD_DIM",
+    "ROTARY_DIM",
+    "SPLITS",
+    "GROUP",
+    "WARPS",
+    "MAX_ROWS",
+    "PAGE",
+    "PAGE_BYTES",
+)
 
 
 def header() -> str:

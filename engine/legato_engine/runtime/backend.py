@@ -16,6 +16,7 @@ class Needs(NamedTuple):
     sampled: bool  # it is not greedy
     payload: bool  # its task has values
     logprobs: bool
+    alternatives: bool = False  # to its tokens; never in a loop
 
 
 class Backend(Protocol):
@@ -53,8 +54,8 @@ class Backend(Protocol):
         """Make launches of several steps in one kernel, or say why there are none."""
         ...
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Compute them for what `sample` chose with this `payload`."""
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
         ...
 
     def prefill(

@@ -66,13 +66,14 @@ class DecodeLoops:
     def start(
         self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs
     ) -> None:
-        """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
+        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
-        plain = not (rank or needs.payload or needs.logprobs)
+        plain = not rank and needs == Needs(needs.sampled, payload=False, logprobs=False)
         if resident is not None and plain and num_rows <= resident.max_rows:
-            self._submit(resident, slot, num_rows, num_steps)
+            if num_steps:
+                self._submit(resident, slot, num_rows, num_steps)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
 
@@ -81,7 +82,8 @@ class DecodeLoops:
             self._step.zero_()
             loop()
 
-        self._resources.compute.submit(work)
+        if num_steps:
+            self._resources.compute.submit(work)
 
     @property
     def resident_rows(self) -> int:

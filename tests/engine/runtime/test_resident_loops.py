@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import structlog
@@ -163,7 +164,7 @@ def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
     ],
     ids=str,
 )
-def test_a_limit_that_is_exceeded_is_named(change: dict[str, object], text: str) -> None:
+def test_a_limit_that_is_exceeded_is_named(change: dict[str, Any], text: str) -> None:
     own = {field.name for field in dataclasses.fields(Wish)}
     if set(change) <= own:
         wish = dataclasses.replace(WISH, **change)
