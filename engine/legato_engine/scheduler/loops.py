@@ -113,7 +113,8 @@ def _tokens_left(sequence: Sequence) -> int:
 
 
 def _may_loop(sequence: Sequence) -> bool:
-    """Its constraint needs no host, and it was prefilled."""
+    """Its constraint needs no host, nor do alternatives, and it was prefilled."""
     task = sequence.task
     known = task.follows_table or not task.constrained
+    known = known and not sequence.request.top_logprobs
     return known and not sequence.preempted and sequence.progress.last_position >= 0
