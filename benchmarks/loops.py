@@ -221,12 +221,16 @@ def skilled(
 
 
 def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
-    """What the device chose for an answer: tokens and, where it has any, values and
-    log-probabilities.
+    """What the device chose for an answer: tokens and, where it has any, values with their
+    certainty, and log-probabilities.
     """
     payload, logprobs = sequence.task.has_payload, sequence.request.logprobs
     return [
-        (token.token_id, token.payload if payload else None, token.logprob if logprobs else None)
+        (
+            token.token_id,
+            *((token.payload, token.certainty) if payload else ()),
+            *((token.logprob,) if logprobs else ()),
+        )
         for token in task.sampled
     ]
 
