@@ -303,7 +303,7 @@ type DetectedObject struct {
 	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
 	// calibrated. Absent: the model gives none. Never made up.
 	Confidence *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
-	// Names the same physical object from frame to frame of a session. Empty: not tracked.
+	// Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later.
 	TrackId       string `protobuf:"bytes,4,opt,name=track_id,json=trackId,proto3" json:"track_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

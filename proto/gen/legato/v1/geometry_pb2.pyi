@@ -155,7 +155,7 @@ class DetectedObject(_message.Message):
     calibrated. Absent: the model gives none. Never made up.
     """
     track_id: _builtins.str
-    """Names the same physical object from frame to frame of a session. Empty: not tracked."""
+    """Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later."""
     @_builtins.property
     def box(self) -> Global___Box:
         """Where it is."""
