@@ -326,6 +326,34 @@ class CaptionTask(_message.Message):
 Global___CaptionTask: _TypeAlias = CaptionTask  # noqa: Y015
 
 @_typing.final
+class Tracking(_message.Message):
+    """Follow the objects of a task from frame to frame of a session. A track is of one task of one session: another session,
+    also one that takes this one's place after `go_away`, starts with new tracks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_UNSEEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def max_unseen(self) -> _duration_pb2.Duration:
+        """How long a track waits for its object to be found again, in the time of the frames' stamps: at least 0, at most 60 s.
+        Frames that get no result leave it waiting. Absent: 2 s.
+        """
+
+    def __init__(
+        self,
+        *,
+        max_unseen: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_unseen", b"max_unseen"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_unseen", b"max_unseen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tracking: _TypeAlias = Tracking  # noqa: Y015
+
+@_typing.final
 class DetectTask(_message.Message):
     """Box every instance of an object."""
 
@@ -333,21 +361,30 @@ class DetectTask(_message.Message):
 
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    TRACKING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase ("red cup"). Required."""
     max_objects: _builtins.int
     """Most boxes to return, at least 1. Absent: the model's default. Reaching it ends the task with
     FINISH_REASON_MAX_OBJECTS.
     """
+    @_builtins.property
+    def tracking(self) -> Global___Tracking:
+        """Give the objects of results a `track_id` and a `motion`; those of deltas have none. Only in the standing tasks of a
+        session; elsewhere INVALID_ARGUMENT INVALID_FIELD. Where `UpdateTasks` gives a task of the same id and object,
+        its tracks go on. Absent: no tracking.
+        """
+
     def __init__(
         self,
         *,
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
+        tracking: Global___Tracking | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "tracking", b"tracking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object", "tracking", b"tracking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
