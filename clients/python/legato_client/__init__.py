@@ -70,6 +70,7 @@ from legato_client._values.events import (
     TextDelta,
     TokensDelta,
 )
+from legato_client._values.motion import BoxAxes, Motion
 from legato_client._values.results import (
     Box,
     CaptionResult,
@@ -114,7 +115,9 @@ from legato_client._values.tasks import (
     SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
+from legato_client._values.tracks import TrackNow
 
 __all__ = [
     "AbortCount",
@@ -124,6 +127,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSession",
     "Box",
+    "BoxAxes",
     "Busy",
     "CachedImage",
     "Cancelled",
@@ -162,6 +166,7 @@ __all__ = [
     "Load",
     "Message",
     "ModelInfo",
+    "Motion",
     "NotFound",
     "Numeric",
     "Options",
@@ -206,6 +211,8 @@ __all__ = [
     "Timings",
     "Token",
     "TokensDelta",
+    "TrackNow",
+    "Tracking",
     "Unauthenticated",
     "Unavailable",
     "UnencryptedToken",

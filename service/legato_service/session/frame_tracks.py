@@ -9,7 +9,7 @@ from legato.v1 import geometry_pb2, task_pb2
 
 from legato_service.convert import requests
 from legato_service.tracking.box_filter import Array
-from legato_service.tracking.tracker import Tracked, TrackIds, Tracker
+from legato_service.tracking.tracker import Tracked, Tracker, TrackIds
 
 MAX_TRACKS = 512  # alive in a session; about 4 KiB each
 
@@ -69,7 +69,7 @@ def fill_tracks(
 
 def _fill(message: geometry_pb2.DetectedObject, tracked: Tracked) -> None:
     message.track_id = tracked.track_id
-    mean_AK, deviation_AK = tracked.state.mean_AK, tracked.state.deviation_AK
+    mean_AK, deviation_AK = tracked.state.mean_AK, tracked.state.deviations()
     motion = message.motion
     _fill_axes(motion.position, mean_AK[:, 0])
     _fill_axes(motion.velocity, mean_AK[:, 1])

@@ -1,8 +1,8 @@
 """A Kalman filter of one box, for times that are unevenly spaced.
 
-The four axes, centre x, centre y, width and height, are filtered apart. Each has a position, a velocity
-and an acceleration that changes at random and fades (Singer's model). Lengths are shares of the
-picture, times seconds. Shapes: A = 4 axes, K = 3 derivatives.
+Its four axes (centre x, centre y, width, height) are filtered apart. Each has a position, a
+velocity and an acceleration that changes at random and fades (Singer's model). Lengths are shares
+of the picture, times seconds. Shapes: A = 4 axes, K = 3 derivatives.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class BoxState:
     covariance_AKK: Array
     sudden: bool = False
 
-    @property
-    def deviation_AK(self) -> Array:
-        return np.sqrt(np.einsum("akk->ak", self.covariance_AKK))
+    def deviations(self) -> Array:
+        """Of each derivative of each axis; AK."""
+        variance_AK: Array = np.diagonal(self.covariance_AKK, axis1=1, axis2=2)
+        return np.sqrt(variance_AK)
 
 
 def begin(time: float, box_A: Array) -> BoxState:

@@ -20,6 +20,7 @@ from legato_client._values.tasks import (
     SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
 
 QuestionT = TypeVar(
@@ -183,7 +184,11 @@ def task_message(asked: Task) -> task_pb2.Task:
             message.caption.CopyFrom(task_pb2.CaptionTask(length=_length(asked)))
         case DetectTask():
             message.detect.CopyFrom(
-                task_pb2.DetectTask(object=asked.object, max_objects=asked.max_objects)
+                task_pb2.DetectTask(
+                    object=asked.object,
+                    max_objects=asked.max_objects,
+                    tracking=_tracking(asked.tracking),
+                )
             )
         case PointTask():
             message.point.CopyFrom(
@@ -198,6 +203,13 @@ def task_message(asked: Task) -> task_pb2.Task:
                 task_pb2.SegmentTask(object=asked.object, spatial_refs=_refs(asked.spatial_refs))
             )
     return message
+
+
+def _tracking(tracking: Tracking | None) -> task_pb2.Tracking | None:
+    if tracking is None:
+        return None
+    seconds = tracking.max_unseen
+    return task_pb2.Tracking(max_unseen=None if seconds is None else duration(seconds))
 
 
 def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:

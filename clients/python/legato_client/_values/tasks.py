@@ -81,13 +81,21 @@ class CaptionTask:
 
 
 @dataclass(frozen=True, slots=True)
+class Tracking:
+    """Follow objects from frame to frame; a track waits `max_unseen` seconds (2) for its object."""
+
+    max_unseen: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DetectTask:
-    """Box every instance of `object`."""
+    """Box every instance of `object`; `tracking` is for the standing tasks of a session."""
 
     object: str
     max_objects: int | None = None
     sampling: Sampling = Sampling()
     task_id: str = ""
+    tracking: Tracking | None = None
 
 
 @dataclass(frozen=True, slots=True)
