@@ -12,9 +12,9 @@ from legato_service.tracking.box_filter import LEAST_SIZE, Array
 
 GATE = 20.0
 """The greatest squared distance in standard deviations; of four axes 0.0005 lie beyond it."""
-NEW_OBJECTS = 0.1
+NEW_OBJECTS = 0.02
 """New objects expected in a frame. A track that explains a box worse than these does not get it."""
-SUDDEN = 4.0
+SUDDEN = 2.0
 """Taken from the gain of a track whose object starts or stops of a sudden: few do in a frame."""
 LEAST_GAIN = 1e-9
 """A gain below it is a rounding error."""
@@ -24,12 +24,14 @@ def gains(mean_TA: Array, variance_TA: Array, box_DA: Array) -> Array:
     """How much better each track explains each box than a new object does; TD.
 
     In natural logarithms of likelihoods; minus infinity beyond `GATE`. The variances include the
-    measurement's. A new object may be anywhere in the picture, and about as large as the track.
+    measurement's. A new object may be anywhere in the picture, and about as large as the track;
+    a track that was long unseen may not be elsewhere either, so its spread is limited to the same.
     """
     difference_TDA = box_DA[None] - mean_TA[:, None]
     distance_TD = (difference_TDA**2 / variance_TA[:, None]).sum(axis=-1)
-    size_TA = np.maximum(mean_TA[:, 2:], LEAST_SIZE)
-    spread_T = np.log(2 * np.pi * variance_TA).sum(axis=-1) - 2 * np.log(size_TA).sum(axis=-1)
+    unit_TA = np.ones_like(mean_TA)
+    unit_TA[:, 2:] = np.maximum(mean_TA[:, 2:], LEAST_SIZE)
+    spread_T = np.minimum(np.log(2 * np.pi * variance_TA / unit_TA**2), 0).sum(axis=-1)
     gain_TD = -0.5 * (distance_TD + spread_T[:, None]) - np.log(NEW_OBJECTS)
     return np.where(distance_TD <= GATE, gain_TD, -np.inf)
 

@@ -20,7 +20,7 @@ Array: TypeAlias = npt.NDArray[np.float64]
 FADING = 2.0  # seconds in which an acceleration fades to 1 / e
 # Standard deviations, in widths (of x and width) or heights (of y and height) of the box.
 MEASUREMENT = 0.02
-SPEED_A = np.array([3.0, 3.0, 0.6, 0.6])  # of an object seen for the first time, a second
+SPEED_A = np.array([4.0, 4.0, 0.8, 0.8])  # of an object seen for the first time, a second
 ACCELERATION_A = np.array([2.0, 2.0, 0.4, 0.4])  # a second squared
 QUANTUM = 0.001  # a share of the picture: the least error of a measurement
 LEAST_SIZE = 0.001  # a share of the picture
