@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--in-flight", type=int, default=0, metavar="FRAMES", help="default: the server's choice"
     )
+    parser.add_argument(
+        "--max-objects", type=int, metavar="COUNT", help="boxes of a noun; default: the model's"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/robot"), help="default %(default)s")
     parser.add_argument("--film", choices=("gif", "mp4"), help="write the whole clip, overlaid")
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION")
@@ -81,7 +84,14 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 async def _play(target: str, clip: Clip, args: argparse.Namespace) -> Recording:
     async with AsyncClient(target) as client:
-        return await play(client, clip, tuple(args.nouns), args.max_frame_age, args.in_flight)
+        return await play(
+            client,
+            clip,
+            tuple(args.nouns),
+            args.max_frame_age,
+            max_in_flight=args.in_flight,
+            max_objects=args.max_objects,
+        )
 
 
 def _write(
@@ -110,6 +120,7 @@ def _setting(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "max_frame_age_s": args.max_frame_age,
         "in_flight": args.in_flight or "the server's choice",
+        "max_objects": args.max_objects or "the model's choice",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average": f"{os.getloadavg()[0]:.1f} over the last minute, the server's own included",
     }

@@ -72,7 +72,9 @@ async def play(
     clip: Clip,
     nouns: tuple[str, ...],
     max_frame_age: float,
+    *,
     max_in_flight: int = 0,
+    max_objects: int | None = None,
 ) -> Recording:
     """Send every image at its time, and record what comes back until the session ends.
 
@@ -82,7 +84,10 @@ async def play(
     are frames the session is asked where the objects are now. LegatoError if the session does not
     open; how it failed later is in `Recording.failure`.
     """
-    tasks = [DetectTask(noun, task_id=noun, tracking=Tracking()) for noun in nouns]
+    tasks = [
+        DetectTask(noun, max_objects=max_objects, task_id=noun, tracking=Tracking())
+        for noun in nouns
+    ]
     recording = Recording(nouns, len(clip.files))
     async with client.session(
         tasks,
