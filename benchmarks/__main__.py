@@ -43,6 +43,7 @@ BENCHMARKS = (
     "serve",
     "speculation",
     "telemetry",
+    "tracking",
 )
 
 

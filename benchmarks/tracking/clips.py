@@ -42,7 +42,7 @@ class Motion:
 def clip(
     motion: Motion, seed: int, seconds: float, fps: float, missed: float, extra: float
 ) -> list[Frame]:
-    """`missed` is the share of visible things that are not found, `extra` boxes a frame are of nothing."""
+    """A share `missed` of what can be seen is not found; `extra` boxes a frame are of nothing."""
     rng = np.random.default_rng(seed)
     paths = motion.things(rng)
     frames = []
@@ -57,7 +57,9 @@ def clip(
     return frames
 
 
-def _found(visible: dict[int, Array], rng: np.random.Generator, missed: float, extra: float) -> Array:
+def _found(
+    visible: dict[int, Array], rng: np.random.Generator, missed: float, extra: float
+) -> Array:
     found = [
         box + rng.normal(size=4) * NOISE * np.tile(box[2:], 2)
         for box in visible.values()
@@ -86,7 +88,9 @@ def _shared(one: Array, other: Array) -> float:
 # ---------------------------------------------------------------- motions
 
 
-def _swing(rng: np.random.Generator, middle: float, reach: float, period: tuple[float, float]) -> Callable[[float], float]:
+def _swing(
+    rng: np.random.Generator, middle: float, reach: float, period: tuple[float, float]
+) -> Callable[[float], float]:
     length, phase = rng.uniform(*period), rng.uniform(0, 2 * math.pi)
     return lambda t: middle + reach * math.sin(2 * math.pi * t / length + phase)
 
@@ -153,7 +157,9 @@ def _dashing(rng: np.random.Generator) -> Path:
     return lambda t: np.array([*(np.interp(t, times, places[:, i]) for i in (0, 1)), *size])
 
 
-def _path(x: Callable[[float], float], y: Callable[[float], float], side: Callable[[float], float]) -> Path:
+def _path(
+    x: Callable[[float], float], y: Callable[[float], float], side: Callable[[float], float]
+) -> Path:
     return lambda t: np.array([x(t), y(t), side(t), side(t) * ASPECT])
 
 

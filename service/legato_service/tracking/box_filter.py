@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -68,6 +69,35 @@ def predict(state: BoxState, time: float) -> tuple[Array, Array]:
     return state.mean_AK @ transition_KK.T, covariance_AKK + noise_A[:, None, None] * noise_KK
 
 
+def places(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
+    """Mean and variance of the boxes at `time`, as of a measurement to come; TA."""
+    step_TK, noise_T = _steps(states, time)
+    mean_TAK = np.stack([state.mean_AK for state in states])
+    covariance_TAKK = np.stack([state.covariance_AKK for state in states])
+    spread_TA = np.einsum("tk,takl,tl->ta", step_TK, covariance_TAKK, step_TK)
+    return _places(np.einsum("tak,tk->ta", mean_TAK, step_TK), spread_TA, noise_T)
+
+
+def places_anew(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
+    """The same, if only the last measurement of each is known."""
+    step_TK, noise_T = _steps(states, time)
+    box_TA = np.stack([state.box_A for state in states])
+    spread_TA = (step_TK[:, 1:2] * SPEED_A) ** 2 + (step_TK[:, 2:] * ACCELERATION_A) ** 2
+    return _places(box_TA, measurement_variance(box_TA) + spread_TA * _unit(box_TA) ** 2, noise_T)
+
+
+def _places(mean_TA: Array, spread_TA: Array, noise_T: Array) -> tuple[Array, Array]:
+    noise_TA = noise_T[:, None] * (ACCELERATION_A * _unit(mean_TA)) ** 2
+    return mean_TA, spread_TA + noise_TA + measurement_variance(mean_TA)
+
+
+def _steps(states: Sequence[BoxState], time: float) -> tuple[Array, Array]:
+    """What takes each state to a place at `time`, and its noise."""
+    steps = [_transition(time - state.time) for state in states]
+    step_TK = np.stack([transition_KK[0] for transition_KK, _ in steps])
+    return step_TK, np.array([noise_KK[0, 0] for _, noise_KK in steps])
+
+
 def update(state: BoxState, time: float, box_A: Array, *, sudden: bool = False) -> BoxState:
     """The state at `time` with one more measurement."""
     before = begin(state.time, state.box_A) if sudden else state
@@ -89,6 +119,11 @@ def _unit(box_A: Array) -> Array:
     """What the deviations of each axis are multiples of."""
     size = np.maximum(box_A[..., 2:], LEAST_SIZE)
     return np.concatenate([size, size], axis=-1)
+
+
+def forget_transitions() -> None:
+    """After a change of `FADING`."""
+    _transition.cache_clear()
 
 
 @functools.lru_cache(64)  # the objects of a frame mostly share the last one that they were seen in

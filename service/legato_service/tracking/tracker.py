@@ -147,9 +147,9 @@ class Tracker:
         if not self._tracks or len(boxes_DA) == 0:
             return []
         states = [track.nearest(time) for track in self._tracks]
-        anew = [box_filter.begin(state.time, state.box_A) for state in states]
-        smooth_TD = _gains(states, time, boxes_DA)
-        sudden_TD = _gains(anew, time, boxes_DA) - association.SUDDEN
+        smooth_TD = association.gains(*box_filter.places(states, time), boxes_DA)
+        anew_TD = association.gains(*box_filter.places_anew(states, time), boxes_DA)
+        sudden_TD = anew_TD - association.SUDDEN
         pairs = association.assign(np.maximum(smooth_TD, sudden_TD))
         return [(self._tracks[t], d, bool(sudden_TD[t, d] > smooth_TD[t, d])) for t, d in pairs]
 
@@ -164,11 +164,3 @@ class Tracker:
         gone = set(tracks)
         self._tracks = [track for track in self._tracks if track not in gone]
         self._ids.give_back(len(gone))
-
-
-def _gains(states: Sequence[BoxState], time: float, boxes_DA: Array) -> Array:
-    predicted = [box_filter.predict(state, time) for state in states]
-    mean_TA = np.stack([mean_AK[:, 0] for mean_AK, _ in predicted])
-    variance_TA = np.stack([covariance_AKK[:, 0, 0] for _, covariance_AKK in predicted])
-    variance_TA = variance_TA + box_filter.measurement_variance(mean_TA)
-    return association.gains(mean_TA, variance_TA, boxes_DA)

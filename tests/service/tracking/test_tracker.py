@@ -201,6 +201,23 @@ def test_the_promised_deviation_holds(gap, ahead):
     assert 0.9 <= np.mean(inside) <= 1
 
 
+@pytest.mark.parametrize("ahead", [-0.1, 0.0, 0.4])
+def test_places_of_many_are_those_of_each(ahead):
+    """What association asks of all tracks at once is what the filter would do with each."""
+    states = []
+    for path in (right, left):
+        state = box_filter.begin(0.0, np.array(path(0.0)))
+        states.append(box_filter.update(state, 0.1, np.array(path(0.1))))
+    anew = [box_filter.begin(state.time, state.box_A) for state in states]
+    for ours, each in ((box_filter.places, states), (box_filter.places_anew, anew)):
+        means, variances = ours(states, 0.1 + ahead)
+        for row, state in enumerate(each):
+            mean_AK, covariance_AKK = box_filter.predict(state, 0.1 + ahead)
+            own = box_filter.measurement_variance(mean_AK[:, 0])
+            assert np.allclose(means[row], mean_AK[:, 0])
+            assert np.allclose(variances[row], covariance_AKK[:, 0, 0] + own)
+
+
 def test_a_step_in_time_is_the_same_as_two():
     """The prediction over a gap does not depend on how it is cut."""
     state = box_filter.begin(0.0, np.array(right(0.0)))
