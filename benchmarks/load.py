@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from legato_client import AsyncClient, Sampling
+from legato_client import AsyncClient, DetectResult, QueryResult, Sampling
 
 from benchmarks.photos import stamped
 from benchmarks.workloads import Job
@@ -172,7 +172,11 @@ async def _ask(client: AsyncClient, job: Job, jpeg: bytes) -> Call:
     sampling = Sampling(temperature=0.0, max_tokens=job.tokens, seed=0)
     start = time.perf_counter()
     try:
-        answer = await client.query(jpeg, job.question, sampling=sampling)
+        answer: DetectResult | QueryResult
+        if job.detects:
+            answer = await client.detect(jpeg, job.question, max_objects=max(1, job.tokens // 3))
+        else:
+            answer = await client.query(jpeg, job.question, sampling=sampling)
     except Exception as error:  # noqa: BLE001 - a benchmark counts what failed and goes on
         return Call(start, time.perf_counter(), job.timed, error=f"{type(error).__name__}: {error}")
     end = time.perf_counter()

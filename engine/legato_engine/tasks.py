@@ -32,13 +32,15 @@ class Task(Protocol):
     """A state machine that turns a request's committed tokens into events.
 
     If `constrained`, the constraint depends on committed tokens, so sampling waits for the previous
-    commit. Otherwise it never changes, and sampling may run a step ahead.
+    commit. Otherwise it never changes, and sampling may run a step ahead. With `follows_table` each
+    constraint is the `successor` of the one before, so that a device needs no host for it.
     """
 
     prompt: tuple[PromptToken, ...]  # after the shared prefix (BOS and image, or BOS alone)
     sampling: SamplingParams  # resolved: no field is None except top_k
     max_tokens: int  # including the terminal token
     constrained: bool
+    follows_table: bool
     has_payload: bool
 
     def constraint(self) -> int:
@@ -61,10 +63,21 @@ class Task(Protocol):
 
 
 class Constraint(NamedTuple):
-    """The tokens that a row may sample: `allowed` (None: all) minus `suppressed`."""
+    """The tokens that a row may sample: `allowed` (None: all) minus `suppressed`.
+
+    After token `on` (None: any) comes constraint `then` (None: the same).
+    """
 
     allowed: tuple[int, ...] | None = None
     suppressed: tuple[int, ...] = ()
+    then: int | None = None
+    on: int | None = None
+
+
+def successor(constraints: Sequence[Constraint], constraint: int, token_id: int) -> int:
+    """The constraint after a token that was sampled under `constraint`."""
+    of = constraints[constraint]
+    return constraint if of.then is None or of.on not in (None, token_id) else of.then
 
 
 def with_token(events: Sequence[Event], token: TokenInfo) -> list[Event]:

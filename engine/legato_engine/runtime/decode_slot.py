@@ -14,8 +14,8 @@ from legato_engine.device.base import Device
 from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import Fields, StagingBuffer
 
-MAX_PASSES = 10
-"""Host sides of the staged steps; the matrix library is faster for prompts of more steps."""
+MAX_PASSES = 64
+"""Host sides of the staged steps; a prompt of more steps is left to the matrix library."""
 
 SHARED_PASSES = 4
 """Steps of a shared launch; its decodes wait for all of them."""

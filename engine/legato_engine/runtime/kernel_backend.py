@@ -18,6 +18,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import Sampler
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
+from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
 from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
@@ -103,12 +104,16 @@ class KernelBackend:
         else:
             self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
-    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
+    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
-        del sampled
-        shape = (slot, bucket, bucket, rank > 0)
-        forward = self._graphs.captured(self._forward_work, *shape)
-        return forward, self._graphs.captured(self._sample_work, slot, bucket, False)
+        graphs, payload = self._graphs, needs.payload
+        works = [
+            graphs.captured(self._forward_work, slot, bucket, bucket, rank > 0),
+            graphs.captured(self._sample_work, slot, bucket, payload),
+        ]
+        if needs.logprobs:
+            works.append(graphs.captured(self._logprobs_work, slot, payload))
+        return tuple(works)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)

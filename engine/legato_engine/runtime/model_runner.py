@@ -6,10 +6,11 @@ The decode path allocates no memory, and only `collect` waits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from legato_engine import failpoints
@@ -19,7 +20,7 @@ from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
-from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
@@ -28,7 +29,7 @@ from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table, successor_table
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
@@ -54,7 +55,7 @@ class LaunchEvents:
     sample_start: Event
     sample_end: Event
     copy_end: Event
-    logprobs: bool = dataclasses.field(default=False, kw_only=True)  # the launch computed them
+    needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
 
 
 class ModelRunner:
@@ -112,6 +113,7 @@ class ModelRunner:
             bank=adapters,
             buckets=tuple(buckets),
             constraints_CV=_constraints(model, device),
+            successor_C2=successor_table(model.constraints).to(device.torch_device),
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
@@ -208,10 +210,10 @@ class ModelRunner:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
         if rows and not launch.plan.loops:
-            sampled, payload, events.logprobs = _needs(rows)
+            sampled, payload, logprobs = events.needs = _needs(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
-            if events.logprobs:
+            if logprobs:
                 self._backend.logprobs(launch.slot, bucket, payload=payload)
         events.sample_end = compute.record(events.sample_end)
         copy.wait_event(events.sample_end)
@@ -223,9 +225,9 @@ class ModelRunner:
         """Forwards with their sampling; in the times all of it is the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
-        sampled, _, _ = _needs(rows)
         bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
-        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, sampled=sampled)
+        events.needs = _needs(rows)
+        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -237,12 +239,16 @@ class ModelRunner:
             return []
         outputs = self._slots[launch.slot].outputs.host
         if self._drafts is not None:
-            return self._drafted(launch.slot, len(rows), logprobs=events.logprobs)
-        count = len(rows)
+            return self._drafted(launch.slot, len(rows), logprobs=events.needs.logprobs)
+        return self._sampled(outputs, launch)
+
+    def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
+        """One token of each row."""
+        count, needs = len(launch.plan.sampled_rows), self._events[launch.slot].needs
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
-            outputs["logprob"][:count].tolist() if events.logprobs else repeat(None),
+            outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
         ]
         tokens = map(SampledToken._make, zip(*fields, strict=False))
         return [RowTokens((token,)) for token in tokens]
@@ -268,8 +274,8 @@ class ModelRunner:
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
-        end = self._events[launch.slot].copy_end
-        return self._loops.next_tokens(launch.slot, len(launch.plan.rows), end)
+        outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
+        return None if outputs is None else self._sampled(outputs, launch)
 
     def end_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"
@@ -299,14 +305,14 @@ def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
 
 
-def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
+def _needs(rows: Sequence[ScheduledSequence]) -> Needs:
     sampled = payload = logprobs = False
     for row in rows:
         task = row.sequence.task
         sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
         payload = payload or task.has_payload
         logprobs = logprobs or row.sequence.request.logprobs
-    return sampled, payload, logprobs
+    return Needs(sampled, payload, logprobs)
 
 
 def _draft_state(

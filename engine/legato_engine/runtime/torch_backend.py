@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
@@ -64,9 +65,15 @@ class TorchBackend:
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
         self._graphs.run(self._logprobs_work, slot, bucket, payload)
 
-    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
-        forward = self._graphs.captured(self._forward_work, slot, bucket, 1, rank)
-        return forward, self._graphs.captured(self._sample_work, slot, bucket, sampled, False)
+    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
+        graphs, payload = self._graphs, needs.payload
+        works = [
+            graphs.captured(self._forward_work, slot, bucket, 1, rank),
+            graphs.captured(self._sample_work, slot, bucket, needs.sampled, payload),
+        ]
+        if needs.logprobs:
+            works.append(graphs.captured(self._logprobs_work, slot, bucket, payload))
+        return tuple(works)
 
     def prefill(
         self,

@@ -113,12 +113,7 @@ def _tokens_left(sequence: Sequence) -> int:
 
 
 def _may_loop(sequence: Sequence) -> bool:
-    """Neither its constraint nor its output needs the host, and it was prefilled."""
+    """Its constraint needs no host, and it was prefilled."""
     task = sequence.task
-    return not (
-        task.constrained
-        or task.has_payload
-        or sequence.request.logprobs
-        or sequence.preempted
-        or sequence.progress.last_position < 0
-    )
+    known = task.follows_table or not task.constrained
+    return known and not sequence.preempted and sequence.progress.last_position >= 0

@@ -249,6 +249,8 @@ def _max_objects(message: Detect | Point, path: str) -> int | None:
 
 
 def _refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+    if not messages:
+        return ()
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} spatial references", field=f"{path}spatial_refs")
     return tuple(

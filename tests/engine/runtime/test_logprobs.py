@@ -97,7 +97,7 @@ def run(assembly, prepared, *requests):
 
 def definition(model, logits_V, constraint, hidden_1D, token):
     """Log-softmax over allowed tokens, plus that of the value's bin."""
-    allowed, suppressed = model.constraints[constraint]
+    allowed, suppressed = model.constraints[constraint][:2]
     ids = [i for i in (range(len(logits_V)) if allowed is None else allowed) if i not in suppressed]
     mass = math.log(sum(math.exp(logits_V[i].double()) for i in ids))
     logprob = logits_V[token.token_id].item() - mass

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from legato_client import LegatoError, Sampling, Task
+from legato_client import LegatoError, Task
 from legato_client.batch import coco, sources, tasks
 from legato_client.batch.errors import RunRefused
 from legato_client.batch.output import Output
@@ -40,10 +40,9 @@ def add_command(commands: Any) -> None:
         "--task",
         action="append",
         required=True,
-        type=_task_name,
+        type=arguments.task_name,
         metavar="TASK",
-        help="detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or "
-        "query:QUESTION; may be repeated",
+        help=arguments.TASK_HELP,
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
@@ -192,11 +191,3 @@ def _report(
 
 def _choice(args: argparse.Namespace) -> Choice:
     return Choice(args.every, args.fps)
-
-
-def _task_name(text: str) -> str:
-    try:
-        tasks.parse(text, Sampling(), None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

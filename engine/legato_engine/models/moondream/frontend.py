@@ -143,13 +143,10 @@ class MoondreamFrontend:
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
         answer = self._answer(request)
-        template = self._config.templates.query
-        if not task.reasoning or template is None:
+        if not task.reasoning or self._config.templates.query is None:
             return QuerySkill(setup, answer)
-        tokens = self._config.tokens
-        num_answer_tokens = max(1, template.suffix.count(tokens.answer))
-        reasoning = ReasoningOutput(self._tokenizer, tokens)
-        return ReasonedQuerySkill(setup, answer, reasoning, num_answer_tokens)
+        reasoning = ReasoningOutput(self._tokenizer, self._config.tokens)
+        return ReasonedQuerySkill(setup, answer, reasoning, self._config.num_answer_tokens)
 
     def _listing(
         self,

@@ -28,7 +28,7 @@ TRUTH = json.loads((SAMPLES / "truth.json").read_text())
 ABSENT = ("elephant", "piano")
 EOS = 0
 LIMIT = 60
-DETECT_CYCLE = (Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE)
+DETECT_CYCLE = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
 TOLERANCE = 1e-3
 
 

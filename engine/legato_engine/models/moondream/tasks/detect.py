@@ -8,7 +8,7 @@ from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
 # Ints, because enum lookup is slow.
-_CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
+_CYCLE = (int(Allow.DETECT_X), int(Allow.DETECT_Y), int(Allow.DETECT_SIZE))
 
 
 class DetectSkill(ObjectListSkill[ObjectEvent]):

@@ -8,7 +8,7 @@ from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
 # Ints, because enum lookup is slow.
-_X, _Y = int(Allow.COORD_OR_EOS), int(Allow.COORD)
+_X, _Y = int(Allow.POINT_X), int(Allow.POINT_Y)
 
 
 class PointSkill(ObjectListSkill[PointEvent]):

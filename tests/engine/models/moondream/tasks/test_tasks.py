@@ -95,7 +95,7 @@ def test_detect_follows_its_cycle(make):
     for token in [*tokens, *plain(EOS)]:
         seen.append(task.constraint())
         events.append(task.consume(token))
-    assert seen == [Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE] * 2 + [Allow.COORD_OR_EOS]
+    assert seen == [Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE] * 2 + [Allow.DETECT_X]
     first = ObjectEvent(box=Box(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.375), label="cup")
     assert [len(e) for e in events] == [0, 0, 1, 0, 0, 1, 0]
     assert events[2] == [first]
@@ -134,12 +134,12 @@ def test_point_follows_its_cycle(make):
     """Coord or EOS, coord; a point is an event at once."""
     task = make(PointTask(object="cup", max_objects=2))
     assert task.max_tokens == 5
-    assert task.constraint() == Allow.COORD_OR_EOS
+    assert task.constraint() == Allow.POINT_X
     assert task.consume(coord(0.25)) == []
-    assert task.constraint() == Allow.COORD
+    assert task.constraint() == Allow.POINT_Y
     event = PointEvent(point=Point(x=0.25, y=0.75), label="cup")
     assert task.consume(coord(0.75)) == [event]
-    assert task.constraint() == Allow.COORD_OR_EOS
+    assert task.constraint() == Allow.POINT_X
     run(task, [coord(0.1), coord(0.2)])
     assert task.finish_reason is FinishReason.MAX_OBJECTS
     assert task.result(FinishReason.MAX_OBJECTS).points[0] == event
