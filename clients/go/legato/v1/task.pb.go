@@ -656,7 +656,8 @@ type DetectTask struct {
 	MaxObjects *uint32 `protobuf:"varint,2,opt,name=max_objects,json=maxObjects,proto3,oneof" json:"max_objects,omitempty"`
 	// Give the objects of results a `track_id` and a `motion`; those of deltas have none. Only in the standing tasks of a
 	// session; elsewhere INVALID_ARGUMENT INVALID_FIELD. Where `UpdateTasks` gives a task of the same id and object,
-	// its tracks go on. Absent: no tracking.
+	// its tracks go on; those of other tasks end, and later results of frames before it have none. Absent: no tracking. A server
+	// without the capability `tracking` ignores it.
 	Tracking      *Tracking `protobuf:"bytes,5,opt,name=tracking,proto3" json:"tracking,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

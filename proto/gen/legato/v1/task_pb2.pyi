@@ -372,7 +372,8 @@ class DetectTask(_message.Message):
     def tracking(self) -> Global___Tracking:
         """Give the objects of results a `track_id` and a `motion`; those of deltas have none. Only in the standing tasks of a
         session; elsewhere INVALID_ARGUMENT INVALID_FIELD. Where `UpdateTasks` gives a task of the same id and object,
-        its tracks go on. Absent: no tracking.
+        its tracks go on; those of other tasks end, and later results of frames before it have none. Absent: no tracking. A server
+        without the capability `tracking` ignores it.
         """
 
     def __init__(
