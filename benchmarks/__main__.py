@@ -25,6 +25,7 @@ BENCHMARKS = (
     "access",
     "adapters",
     "beside",
+    "confidence",
     "devices",
     "e2e",
     "fleet",

@@ -279,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     most = max(arguments.streams) + 1
     config = msgspec.structs.replace(
-        model_config(arguments), max_running=most, max_waiting=2 * most, crops_per_launch=0
+        model_config(arguments), max_running=most, max_waiting=2 * most + _LIVE, crops_per_launch=0
     )
     graph = assemble(config)
     assemblies = {"graph": graph, "loop": with_decode_path(graph, "loop")}

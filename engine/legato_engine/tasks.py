@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from legato_engine.core import (
+    Certainty,
     Event,
     FinishReason,
     PromptToken,
@@ -26,6 +27,9 @@ class SampledToken(NamedTuple):
     token_id: int  # -1 if the row's logits were not finite
     payload: tuple[float, float]  # opaque to all but the model
     logprob: float | None = None  # None if no row of the batch requested it
+    certainty: Certainty | None = None  # None unless a row of the batch has a task with payloads
+    alternatives: tuple[tuple[int, float], ...] = ()
+    """Likeliest tokens and their logprobs, in falling order; empty if no row requested any."""
 
 
 class Task(Protocol):

@@ -45,7 +45,7 @@ def test_an_image_gives_an_array_with_its_stamp(fresh, tmp_path):
         fresh.until_matched()
         header = fresh.show()
         until(lambda: fresh.listen() or fresh.found)
-        (_, array), = fresh.found  # fmt: skip
+        (array,) = fresh.found
         assert array.header == header
         assert [each.results[0].hypothesis.class_id for each in array.detections] == 2 * [
             "red circle"
@@ -89,7 +89,7 @@ def test_a_camera_outlives_its_servers(fresh, tmp_path, seconds):
                 farewell(busy)
         until(lambda: told(fresh, "answering") or play(fresh, 0.2, shown))
         until(lambda: fresh.listen() or reconnects(fresh) == 2)
-    stamps = [(each.header.stamp.sec, each.header.stamp.nanosec) for _, each in fresh.found]
+    stamps = [(each.header.stamp.sec, each.header.stamp.nanosec) for each in fresh.found]
     assert len(stamps) == len(set(stamps))
     assert set(stamps) <= set(shown)
 
@@ -108,7 +108,7 @@ def play(bus, seconds, shown):
 
 def is_answered(bus, stamps):
     """Whether one of these images has its array."""
-    return any((a.header.stamp.sec, a.header.stamp.nanosec) in stamps for _, a in bus.found[-9:])
+    return any((a.header.stamp.sec, a.header.stamp.nanosec) in stamps for a in bus.found[-9:])
 
 
 def reconnects(bus):

@@ -90,9 +90,11 @@ from legato_client._values.results import (
     SegmentResult,
     Timings,
     Token,
+    TokenAlternative,
+    TokenCertainty,
     Usage,
 )
-from legato_client._values.server import Limits, ModelInfo, ServerInfo
+from legato_client._values.server import ConfidenceInfo, Limits, ModelInfo, ServerInfo
 from legato_client._values.session import (
     Answer,
     FrameDelta,
@@ -136,6 +138,7 @@ __all__ = [
     "CaptionTask",
     "Client",
     "ClientTooOld",
+    "ConfidenceInfo",
     "DeadlineExceeded",
     "DecodeSteps",
     "DetectResult",
@@ -210,6 +213,8 @@ __all__ = [
     "TimelineUpdate",
     "Timings",
     "Token",
+    "TokenAlternative",
+    "TokenCertainty",
     "TokensDelta",
     "TrackNow",
     "Tracking",

@@ -15,6 +15,7 @@ class Needs(NamedTuple):
     sampled: bool  # it is not greedy
     payload: bool  # its task has values
     logprobs: bool
+    alternatives: bool = False  # to its tokens; never in a loop
 
 
 class Backend(Protocol):
@@ -48,8 +49,8 @@ class Backend(Protocol):
         """The work of a step, in order, to be repeated at fixed addresses."""
         ...
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Compute them for what `sample` chose with this `payload`."""
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
         ...
 
     def prefill(

@@ -6,6 +6,7 @@ The decode path allocates no memory, and only `collect` waits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -210,15 +211,19 @@ class ModelRunner:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
         if rows and not launch.plan.loops:
-            sampled, payload, logprobs = events.needs = _needs(rows)
+            needs = events.needs = _needs(rows)
             bucket = self._staging.bucket(count)
-            self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
-            if logprobs:
-                self._backend.logprobs(launch.slot, bucket, payload=payload)
+            self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
+            if needs.logprobs:
+                self._backend.logprobs(
+                    launch.slot, bucket, payload=needs.payload, alternatives=needs.alternatives
+                )
         events.sample_end = compute.record(events.sample_end)
         copy.wait_event(events.sample_end)
         if rows and not launch.plan.loops:
             slot.outputs.download(copy)
+            if events.needs.alternatives:
+                slot.alternatives.download(copy)
         events.copy_end = copy.record(events.copy_end)
 
     def _loop(self, launch: Launch) -> None:
@@ -227,7 +232,9 @@ class ModelRunner:
         rows, events = launch.plan.rows, self._events[launch.slot]
         bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
         events.needs = _needs(rows)
-        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, events.needs)
+        ended = all(row.sequence.finalized for row in rows)  # by the commit before
+        num_steps = 0 if ended else launch.plan.num_steps
+        self._loops.start(launch.slot, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -237,37 +244,26 @@ class ModelRunner:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows or launch.plan.loops:
             return []
-        outputs = self._slots[launch.slot].outputs.host
         if self._drafts is not None:
-            return self._drafted(launch.slot, len(rows), logprobs=events.needs.logprobs)
-        return self._sampled(outputs, launch)
+            return self._drafted(launch.slot, len(rows), events.needs)
+        return self._sampled(self._slots[launch.slot].outputs.host, launch)
 
     def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
         """One token of each row."""
-        count, needs = len(launch.plan.sampled_rows), self._events[launch.slot].needs
-        fields: list[Iterable[Any]] = [
-            outputs["token"][:count].tolist(),
-            map(tuple, outputs["payload"][:count].tolist()),
-            outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
-        ]
-        tokens = map(SampledToken._make, zip(*fields, strict=False))
+        slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
+        tokens = _sampled_tokens(outputs, slot, len(launch.plan.sampled_rows), needs)
         return [RowTokens((token,)) for token in tokens]
 
-    def _drafted(self, slot: int, num_rows: int, *, logprobs: bool) -> list[RowTokens]:
+    def _drafted(self, slot: int, num_rows: int, needs: Needs) -> list[RowTokens]:
         """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
         outputs = self._slots[slot].outputs.host
         counts = outputs["count"][:num_rows].tolist()
         proposed = outputs["proposed"][:num_rows].tolist()
-        end = sum(proposed) + num_rows
-        tokens, payloads = (outputs[name][:end].tolist() for name in ("token", "payload"))
-        likely = outputs["logprob"][:end].tolist() if logprobs else [None] * end
+        tokens = _sampled_tokens(outputs, self._slots[slot], sum(proposed) + num_rows, needs)
         rows, first = [], 0
         descriptors = map(Descriptor._make, self._descriptors[slot][:num_rows].tolist())
         for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
-            accepted = tuple(
-                SampledToken(tokens[index], tuple(payloads[index]), likely[index])
-                for index in range(first, first + count)
-            )
+            accepted = tuple(tokens[first : first + count])
             rows.append(RowTokens(accepted, drafted, learnt))
             first += 1 + drafted if count else 0
         return rows
@@ -306,13 +302,37 @@ def _corrupt(slot: DecodeSlot) -> None:
 
 
 def _needs(rows: Sequence[ScheduledSequence]) -> Needs:
-    sampled = payload = logprobs = False
+    sampled = payload = logprobs = alternatives = False
     for row in rows:
-        task = row.sequence.task
+        task, request = row.sequence.task, row.sequence.request
         sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
         payload = payload or task.has_payload
-        logprobs = logprobs or row.sequence.request.logprobs
-    return Needs(sampled, payload, logprobs)
+        logprobs = logprobs or request.logprobs
+        alternatives = alternatives or request.top_logprobs > 0
+    return Needs(sampled, payload, logprobs, alternatives)
+
+
+def _sampled_tokens(
+    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, count: int, needs: Needs
+) -> list[SampledToken]:
+    fields: list[Iterable[Any]] = [
+        outputs["token"][:count].tolist(),
+        map(tuple, outputs["payload"][:count].tolist()),
+        outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
+        map(tuple, outputs["certainty"][:count].tolist()) if needs.payload else repeat(None),
+        _alternatives(slot, count) if needs.alternatives else repeat(()),
+    ]
+    return list(map(SampledToken._make, zip(*fields, strict=False)))
+
+
+def _alternatives(slot: DecodeSlot, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Without the tokens that a constraint forbids."""
+    host = slot.alternatives.host
+    tokens, logprobs = (host[name][:count].tolist() for name in ("token", "logprob"))
+    return [
+        tuple((token, likely) for token, likely in zip(*row, strict=True) if likely > -math.inf)
+        for row in zip(tokens, logprobs, strict=True)
+    ]
 
 
 def _draft_state(

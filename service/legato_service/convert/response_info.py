@@ -84,6 +84,10 @@ def fill_tokens(
             message.coordinate = token.coordinate
         if token.size is not None:
             message.size.width, message.size.height = token.size
+        if token.certainty is not None:
+            message.certainty.existence, message.certainty.concentration = token.certainty
+        for each in token.alternatives:
+            message.alternatives.add(token_id=each.token_id, text=each.text, logprob=each.logprob)
 
 
 def duration(seconds: float) -> duration_pb2.Duration:

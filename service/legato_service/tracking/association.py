@@ -15,7 +15,7 @@ GATE = 20.0
 NEW_OBJECTS = 0.02
 """New objects expected in a frame. A track that explains a box worse than these does not get it."""
 SUDDEN = 2.0
-"""Taken from the gain of a track whose object starts or stops of a sudden: few do in a frame."""
+"""Taken from the gain of a track whose object starts or stops suddenly: few do in a frame."""
 LEAST_GAIN = 1e-9
 """A gain below it is a rounding error."""
 

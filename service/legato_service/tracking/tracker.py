@@ -143,7 +143,7 @@ class Tracker:
         self._forget([each for each in self._tracks if newest - each.last_seen > self.max_unseen])
 
     def _pairs(self, time: float, boxes_DA: Array) -> list[tuple[Track, int, bool]]:
-        """Tracks with the indices of their boxes, and whether they moved there of a sudden."""
+        """Tracks with the indices of their boxes, and whether they moved there suddenly."""
         if not self._tracks or len(boxes_DA) == 0:
             return []
         states = [track.nearest(time) for track in self._tracks]

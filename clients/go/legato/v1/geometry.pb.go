@@ -371,7 +371,7 @@ func (x *BoxAxes) GetHeight() float32 {
 //
 // The box `t` seconds after the frame's capture is at `position + velocity * t + acceleration * t^2 / 2`, with a standard
 // deviation of the root of `position_deviation^2 + (velocity_deviation * t)^2 + (acceleration_deviation * t^2 / 2)^2`.
-// For up to a second or so that holds well for things that swing or are carried; whatever starts or stops of a sudden is
+// For up to a second or so that holds well for things that swing or are carried; whatever starts or stops suddenly is
 // elsewhere.
 type Motion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -470,7 +470,8 @@ type DetectedObject struct {
 	Box *Box `protobuf:"bytes,1,opt,name=box,proto3" json:"box,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none. Never made up.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none. Never made up.
 	Confidence *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	// Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
 	// session. Empty: not tracked; also where more than 512 tracks were alive in the session.
@@ -553,7 +554,8 @@ type PointedObject struct {
 	Point *Point `protobuf:"bytes,1,opt,name=point,proto3" json:"point,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none.
 	Confidence    *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -620,7 +622,8 @@ type Outline struct {
 	Box *Box `protobuf:"bytes,2,opt,name=box,proto3" json:"box,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,3,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none.
 	Confidence *float32 `protobuf:"fixed32,4,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	// True if this is the decoder's own path, false if a refiner improved it.
 	Coarse        bool `protobuf:"varint,5,opt,name=coarse,proto3" json:"coarse,omitempty"`

@@ -11,6 +11,7 @@ from legato_client._values.results import Box, FrameStamp, Point
 
 SpatialRef = Point | Box
 CaptionLength = Literal["short", "normal", "long"]
+ObjectOrder = Literal["model", "confidence"]
 Role = Literal["system", "user", "assistant"]
 
 
@@ -35,7 +36,8 @@ class Options:
 
     `request_id` empty lets the server choose one. `model` empty means the served default.
     `cache_image` None leaves the server's default. `return_tokens` tells every token, in
-    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` (0) also how likely each was.
+    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` also how likely each
+    was, with as many alternatives (0 to 20).
     """
 
     request_id: str = ""
@@ -89,24 +91,32 @@ class Tracking:
 
 @dataclass(frozen=True, slots=True)
 class DetectTask:
-    """Box every instance of `object`; `tracking` is for the standing tasks of a session."""
+    """Box every instance of `object` whose confidence is at least `min_confidence`.
+
+    `order` is that of the result; "confidence" puts the greatest first. `tracking` is for the
+    standing tasks of a session.
+    """
 
     object: str
     max_objects: int | None = None
     sampling: Sampling = Sampling()
     task_id: str = ""
+    min_confidence: float | None = None
+    order: ObjectOrder = "model"
     tracking: Tracking | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PointTask:
-    """Point at every instance of `object`."""
+    """Point at every instance of `object`; see `DetectTask`."""
 
     object: str
     max_objects: int | None = None
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: Sampling = Sampling()
     task_id: str = ""
+    min_confidence: float | None = None
+    order: ObjectOrder = "model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,22 @@ def positive(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("must be in 0..1")
+    return value
+
+
+def add_min_confidence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-confidence",
+        type=share,
+        metavar="C",
+        help="leave out objects that the model is less sure of, 0 to 1",
+    )
+
+
 def at_least_one(text: str) -> int:
     value = int(text)
     if value < 1:

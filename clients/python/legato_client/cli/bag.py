@@ -47,6 +47,7 @@ def add_command(commands: Any) -> None:
     add("--parallel", type=arguments.at_least_one, default=_PARALLEL, metavar="N",
         help="images that are asked about at the same time, default %(default)s")  # fmt: skip
     add("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 def _run(args: argparse.Namespace, terminal: Terminal) -> Count:
     from legato_client.ros import arrays, bag
 
-    asked = tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+    sampling, least = arguments.sampling_of(args), args.min_confidence
+    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
     if not arrays.have_places(asked.values()):
         raise bag.BagRefused("a bag has room for boxes and points: detect, point or segment")
     if args.out.exists() and args.out.samefile(args.source):

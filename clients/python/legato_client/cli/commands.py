@@ -10,6 +10,7 @@ from legato_client._version import version
 from legato_client.cli import (
     arguments,
     bag,
+    calibrate,
     chat,
     completion,
     demo,
@@ -31,8 +32,8 @@ from legato_client.cli import (
 from legato_client.cli.exits import CommandError
 
 _OWN = (
-    demo, tasks, run, watch, bag, ros2, chat, info, metrics, status, load, token, http, playground,
-    completion,
+    demo, tasks, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
+    playground, completion,
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ def add_command(commands: Any) -> None:
     add("--track", action="store_true",
         help="follow detected objects from image to image: the id of a Detection2D")  # fmt: skip
     add("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except ModuleNotFoundError as error:
         problem = f"ROS 2 needs {error.name}: {install.hint('dds')}"
         raise CommandError(problem, ExitCode.USAGE) from None
-    asked = tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+    sampling, least = arguments.sampling_of(args), args.min_confidence
+    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
     if not arrays.have_places(asked.values()):
         problem = "the message has room for boxes and points: detect, point or segment"
         raise CommandError(problem, ExitCode.USAGE)

@@ -69,6 +69,7 @@ def add_command(commands: Any) -> None:
         "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
     )
     parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -114,7 +115,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _tasks(args: argparse.Namespace) -> dict[str, Task]:
     try:
-        return tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+        sampling, least = arguments.sampling_of(args), args.min_confidence
+        return tasks.parse_all(args.task, sampling, args.max_objects, least)
     except ValueError as error:
         raise RunRefused(f"--task: {error}") from None
 
@@ -126,6 +128,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "tasks": args.task,
         **{name.replace("_", "-"): value for name, value in sampling.items()},
         "max-objects": args.max_objects,
+        "min-confidence": args.min_confidence,
         "model": args.model,
         "adapter": args.adapter,
         "every": args.every,

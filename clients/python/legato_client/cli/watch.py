@@ -63,6 +63,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--track", action="store_true",
                         help="follow detected objects from picture to picture")  # fmt: skip
     parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -88,7 +89,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     from legato_client.cli.watch_view import View  # needs Pillow
     from legato_client.live import camera
 
-    asked = tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+    sampling, least = arguments.sampling_of(args), args.min_confidence
+    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
     source = camera.source_of(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()

@@ -180,7 +180,7 @@ class Motion(_message.Message):
 
     The box `t` seconds after the frame's capture is at `position + velocity * t + acceleration * t^2 / 2`, with a standard
     deviation of the root of `position_deviation^2 + (velocity_deviation * t)^2 + (acceleration_deviation * t^2 / 2)^2`.
-    For up to a second or so that holds well for things that swing or are carried; whatever starts or stops of a sudden is
+    For up to a second or so that holds well for things that swing or are carried; whatever starts or stops suddenly is
     elsewhere.
     """
 
@@ -248,7 +248,9 @@ class DetectedObject(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none. Never made up."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none. Never made up.
+    """
     track_id: _builtins.str
     """Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
     session. Empty: not tracked; also where more than 512 tracks were alive in the session.
@@ -292,7 +294,9 @@ class PointedObject(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none.
+    """
     @_builtins.property
     def point(self) -> Global___Point:
         """Where it is."""
@@ -332,7 +336,9 @@ class Outline(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none.
+    """
     coarse: _builtins.bool
     """True if this is the decoder's own path, false if a refiner improved it."""
     @_builtins.property
