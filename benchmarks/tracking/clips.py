@@ -139,7 +139,7 @@ def _walk(rng: np.random.Generator) -> Path:
 
 
 def _dash(rng: np.random.Generator) -> list[Path]:
-    """Small things that start and stop all suddenly, as hands and tools do."""
+    """Small things that start and stop suddenly, as hands and tools do."""
     return [_dashing(rng) for _ in range(3)]
 
 

@@ -109,10 +109,13 @@ class Tracker:
         return len(self._tracks)
 
     def observe(self, sequence: int, time: float, boxes_DA: Array) -> list[Tracked | None]:
-        """Follow the objects of a frame; None for each that is one too many for `TrackIds`."""
-        if self._is_closed:
-            return [None] * len(boxes_DA)
+        """Follow the objects of a frame; None for each that is one too many for `TrackIds`.
+
+        A result so late that all tracks of its time may have ended has none either.
+        """
         self._expire(sequence, time)
+        if self._is_closed or time < self._newest[1] - self.max_unseen:
+            return [None] * len(boxes_DA)
         found: list[Tracked | None] = [None] * len(boxes_DA)
         seen: set[Track] = set()
         for track, index, sudden in self._pairs(time, boxes_DA):

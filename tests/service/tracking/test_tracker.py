@@ -160,6 +160,16 @@ def test_a_clock_that_is_set_back_starts_anew():
     assert len(following) == 1
 
 
+def test_a_result_that_is_far_too_late_has_no_tracks():
+    """Its time, which a client may invent, hurts no track."""
+    following = tracker()
+    for k in range(30, 60):
+        (name,) = see(following, k, right)
+    boxes = np.array([right(2.0)])
+    assert following.observe(3, -1e9, boxes) == [None]
+    assert see(following, 60, right) == [name]
+
+
 def test_a_frame_without_objects_is_no_failure():
     """Neither as the first one nor later."""
     following = tracker()

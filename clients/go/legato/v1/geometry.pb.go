@@ -474,7 +474,8 @@ type DetectedObject struct {
 	// calibrated. Absent: the model gives none. Never made up.
 	Confidence *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	// Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
-	// session. Empty: not tracked; also where more than 512 tracks were alive in the session.
+	// session. Empty: not tracked; also where 512 others of the session are, or a result is later than
+	// `Tracking.max_unseen`.
 	TrackId string `protobuf:"bytes,4,opt,name=track_id,json=trackId,proto3" json:"track_id,omitempty"`
 	// How it moves. Present where `track_id` is not empty.
 	Motion        *Motion `protobuf:"bytes,5,opt,name=motion,proto3" json:"motion,omitempty"`

@@ -253,7 +253,8 @@ class DetectedObject(_message.Message):
     """
     track_id: _builtins.str
     """Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
-    session. Empty: not tracked; also where more than 512 tracks were alive in the session.
+    session. Empty: not tracked; also where 512 others of the session are, or a result is later than
+    `Tracking.max_unseen`.
     """
     @_builtins.property
     def box(self) -> Global___Box:
