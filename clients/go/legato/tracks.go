@@ -117,8 +117,9 @@ func (m *trackMemory) now(at time.Time) []TrackNow {
 	return tracks
 }
 
+// lives is also false far ahead of the track's time: the clock was set back since.
 func (m *trackMemory) lives(each seenTrack, at time.Time) bool {
-	return at.Sub(each.captured) <= m.tasks[each.task]
+	return at.Sub(each.captured).Abs() <= m.tasks[each.task]
 }
 
 // number is the order of the tracks' beginnings.

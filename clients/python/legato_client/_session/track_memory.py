@@ -83,8 +83,9 @@ class TrackMemory:
         return (seen.task_id, seen.found.label) in self._max_unseen_ns
 
     def _lives(self, seen: _Seen, at_ns: int) -> bool:
+        """Also false far ahead of its time: the clock was set back since."""
         limit = self._max_unseen_ns[seen.task_id, seen.found.label]
-        return at_ns - seen.captured_ns <= limit
+        return abs(at_ns - seen.captured_ns) <= limit
 
 
 def _extrapolated(seen: _Seen, at_ns: int) -> TrackNow:

@@ -102,6 +102,17 @@ def test_an_object_that_was_not_found_waits_as_long_as_was_asked(connect, server
         assert now(session, 13) == ()
 
 
+def test_a_clock_that_is_set_back_leaves_no_tracks_of_the_future(connect, server):
+    """The tracks of before go, those of after stay."""
+    server.sessions.on_frame = script([found("1", 0.5)], [found("2", 0.5)])
+    with connect([CUPS]) as session:
+        for seconds in (1000, 10):
+            session.send(JPEG, stamp=stamp(seconds))
+            next(session)
+        assert [each.track_id for each in now(session, 10)] == ["2"]
+        assert now(session, 1000) == ()
+
+
 def test_a_late_result_does_not_take_a_track_back(connect, server):
     """The newest capture counts, not the newest arrival."""
     server.sessions.on_frame = script([found("1", 0.5)], [found("1", 0.25)])
