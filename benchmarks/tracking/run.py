@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clips", type=int, default=4, help="of each kind; default %(default)d")
     parser.add_argument("--seconds", type=float, default=20, help="of a clip; default %(default)g")
     arguments = parser.parse_args(argv)
+    if importlib.util.find_spec("motmetrics") is None:
+        parser.error('needs motmetrics: pip install -e ".[trackers]"')
     clips = {
         motion: [
             clip(motion, seed, arguments.seconds, FPS, MISSED, EXTRA)
