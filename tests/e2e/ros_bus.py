@@ -36,7 +36,7 @@ class Bus:
         self._camera = participant.writer(IMAGE, messages.Image, SENSOR_DATA)
         self._detections = participant.reader(DETECTIONS, messages.Detection2DArray, DEFAULT)
         self._diagnostics = participant.reader("/diagnostics", messages.DiagnosticArray, DEFAULT)
-        self.found: list[tuple[float, messages.Detection2DArray]] = []
+        self.found: list[messages.Detection2DArray] = []
         self.told: list[messages.DiagnosticStatus] = []
 
     def show(self) -> messages.Header:
@@ -52,9 +52,12 @@ class Bus:
 
     def listen(self) -> None:
         """Take what has come."""
-        self.found += [(time.time(), each) for each in self._detections.take(100)]
+        for array in self._detections.take(100):
+            if isinstance(array, messages.Detection2DArray):  # not word of a writer's end
+                self.found.append(array)
         for array in self._diagnostics.take(100):
-            self.told += array.status
+            if isinstance(array, messages.DiagnosticArray):
+                self.told += array.status
 
     def info(self) -> messages.VisionInfo | None:
         """What a subscriber that comes now is told of the model."""

@@ -1,4 +1,4 @@
-"""`legato watch` plays a clip to a server without a model."""
+"""`legato watch` before real servers."""
 
 from __future__ import annotations
 
@@ -8,55 +8,80 @@ import sys
 
 import av
 import pytest
+from legato_client import Box
 from legato_client.cli import main
 from legato_client.cli.exits import ExitCode
 
-from tests.clients.python.live.streams import HttpCamera, add_stream, encoded
-from tests.e2e.server import ENVIRONMENT, Server, until
+from tests.clients.python.live.streams import HttpCamera
+from tests.e2e.scenes import SIZE, overlap, two_shapes
+from tests.e2e.server import ENVIRONMENT, until
 from tests.e2e.test_lost_servers import end, started
 
 NULL = ("--model", "null", "--null-objects", "2")
-FRAMES = 50
+FRAMES = 6
 
 
 @pytest.fixture
 def clip(tmp_path):
-    """Two seconds."""
+    """A second of two shapes that sink."""
     path = tmp_path / "clip.mp4"
     with av.open(str(path), "w") as container:
-        stream = add_stream(container, "mpeg4")
+        stream = container.add_stream("mpeg4", rate=FRAMES)
+        stream.width, stream.height = SIZE
+        stream.bit_rate = 8_000_000
         for number in range(FRAMES):
-            container.mux(encoded(stream, number))
+            frame = av.VideoFrame.from_image(two_shapes(4 * number).image)
+            frame.pts = number
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
+
+
+@pytest.fixture
+def legato(server, monkeypatch, capsys):
+    """Run `legato watch`: the numbers of its session."""
+    monkeypatch.setenv("LEGATO_SERVER", server.address)
+
+    def watch(*words):
+        assert main(["watch", *map(str, words), "--task", "detect:red circle", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return watch
 
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_clip_is_answered_and_drawn(clip, tmp_path, capsys):
-    """Each frame is answered or accounted for; `--every-frame` answers all, in order."""
+def test_every_frame_of_a_clip_is_answered(legato, clip, tmp_path):
+    """In order, rightly, and drawn at its time."""
     lines, film = tmp_path / "out.jsonl", tmp_path / "out.mp4"
-    with Server(tmp_path, *NULL) as server:
-        words = ["watch", str(clip), "--server", server.address, "--task", "detect:cup", "--json"]
-        assert main([*words, "--output", str(lines), "--output", str(film)]) == 0
-        figures = json.loads(capsys.readouterr().out)
-        sent = figures["answered"] + sum(figures["dropped"].values())
-        assert figures["sent"] == sent
-        assert sent + figures["replaced"] + figures["refused"] == figures["taken"] == FRAMES
-        assert figures["model"] == "null"
-        found = lines_of(lines)
-        assert len(found) == figures["answered"]
-        assert len(found[0]["results"]["detect:cup"]["objects"]) == 2
-        with av.open(str(film)) as container:
-            assert 0 < sum(1 for _ in container.decode(video=0)) <= figures["answered"]
-
-        words += ["--rate", "4", "--every-frame", "--output", str(lines)]
-        assert main(words) == 0
-        assert [line["frame"] for line in lines_of(lines)] == list(range(FRAMES))
+    figures = legato(clip, "--every-frame", "--output", lines, "--output", film)
+    assert (figures["taken"], figures["answered"], figures["lost"]) == (FRAMES, FRAMES, 0)
+    assert figures["not_drawn"] == 0
+    assert [line["frame"] for line in lines_of(lines)] == list(range(FRAMES))
+    for number, line in enumerate(lines_of(lines)):
+        (circle,) = line["results"]["detect:red circle"]["objects"]
+        assert overlap(Box(**circle["box"]), two_shapes(4 * number).boxes["red circle"]) > 0.6
+    with av.open(str(film)) as container:
+        times = [float(frame.time) for frame in container.decode(video=0)]
+    assert times == pytest.approx([number / FRAMES for number in range(FRAMES)], abs=1e-3)
 
 
+def test_the_newest_frames_of_a_clip_are_answered(legato, clip, tmp_path):
+    """Of more than the server answers; each is accounted for."""
+    lines = tmp_path / "out.jsonl"
+    figures = legato(clip, "--rate", "20", "--jpeg", "90", "--max-side", "160", "--output", lines)
+    sent = figures["answered"] + sum(figures["dropped"].values())
+    assert figures["sent"] == sent
+    assert sent + figures["replaced"] + figures["refused"] == figures["taken"] == FRAMES
+    found = lines_of(lines)
+    assert len(found) == figures["answered"]
+    assert found[-1]["frame"] == FRAMES - 1
+    assert (found[-1]["width"], found[-1]["height"]) == (160, 120)
+
+
+@pytest.mark.slow
 def test_a_stream_outlives_its_server_and_itself(tmp_path):
     """The server is killed, the source is cut off: both are found again, and it goes on.
 

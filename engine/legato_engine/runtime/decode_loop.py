@@ -53,7 +53,7 @@ class DecodeLoops:
                 self._loop(slot, bucket, rank, each)
 
     def start(self, slot: int, bucket: int, rank: int, num_steps: int, needs: Needs) -> None:
-        """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
+        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
         loop = self._loop(slot, bucket, rank, _widened(needs))
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
@@ -63,7 +63,8 @@ class DecodeLoops:
             self._step.zero_()
             loop()
 
-        self._resources.compute.submit(work)
+        if num_steps:
+            self._resources.compute.submit(work)
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()

@@ -232,7 +232,9 @@ class ModelRunner:
         rows, events = launch.plan.rows, self._events[launch.slot]
         bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
         events.needs = _needs(rows)
-        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, events.needs)
+        ended = all(row.sequence.finalized for row in rows)  # by the commit before
+        num_steps = 0 if ended else launch.plan.num_steps
+        self._loops.start(launch.slot, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:

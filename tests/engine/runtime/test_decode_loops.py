@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
+from legato_engine.core import FinishReason
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, advance, control_step
@@ -17,7 +18,8 @@ from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.tasks import Constraint, successor
 
-from benchmarks.loops import question, randomly, recorded
+from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
+from benchmarks.speculation.run import RecordedTask
 from tests.loop_answers import Ask, Tolerant, results
 
 SCRATCH = 9
@@ -40,6 +42,14 @@ def graph():
 @pytest.fixture(scope="module")
 def looping(graph: Assembly) -> Assembly:
     return with_decode_path(graph, "loop")
+
+
+class EndsAtOnce(RecordedTask):
+    """A task that ends with its first token."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return FinishReason.STOP if self.tokens else None
 
 
 def answers(assembly: Assembly, lengths: list[int], num_failures: int = 0) -> Answers:
@@ -87,6 +97,34 @@ def test_every_skill_runs_in_loops(looping: Assembly, kind: int, depth: int) -> 
     _, run = results(looping, [Ask(kind, 30, logprobs=True, after=0)], depth)
     assert run.steps > 1
     assert run.launches == 1
+
+
+def test_a_loop_whose_answers_have_ended_runs_no_step(
+    looping: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that ends with its first token is known to be empty before its loop begins."""
+    steps = list[LoopTensors]()
+
+    def control(loop: LoopTensors) -> bool:
+        steps.append(loop)
+        return control_step(loop)
+
+    monkeypatch.setattr("legato_engine.runtime.decode_loop.control_step", control)
+    for ends in (True, False):
+        sequence = skilled(looping, picture(looping), 0, 30)
+        if ends:
+            sequence.task = EndsAtOnce(sequence.task)
+        run = Decodes(looping, at_once=1)
+        del steps[:]
+        run.scheduler.submit(sequence)
+        run.scheduler.drain()
+        assert run.launches == 1
+        assert (len(steps) == 0) == ends
+
+
+def test_a_short_answer_is_no_loop(looping: Assembly) -> None:
+    _, run = results(looping, [Ask(4, 4, logprobs=False, after=0)], 2)
+    assert run.launches == run.steps > 1
 
 
 def test_requests_come_and_go(looping: Assembly) -> None:

@@ -130,9 +130,12 @@ class Camera:
 
     def _named(self, error: OSError | ValueError) -> OSError | ValueError:
         """The error without a password."""
+        source = self._source
+        if source.is_file:
+            return error
         if isinstance(error, OSError):
-            return OSError(error.errno, error.strerror, self._source.shown)
-        return ValueError(str(error).replace(self._source.name, self._source.shown))
+            return OSError(error.errno, error.strerror, source.shown)
+        return ValueError(str(error).replace(source.name, source.shown))
 
     def _play(self) -> None:
         source, before = self._source, self._count

@@ -51,7 +51,7 @@ class Asked:
             "tasks": named,
             "policy": "every_frame" if self.every else "latest_wins",
             "max_frame_age": self.max_age,
-            "when_full": "wait" if self.every else "drop",
+            "when_full": "drop",  # never, as the feed waits for room before it chooses a picture
             "model": self.model,
             "adapter": self.adapter,
             "name": self.name,
@@ -168,6 +168,8 @@ class Feed:
         """Send pictures until the session takes no more, or there are none."""
         while not (lane.leaves or self._stopped.is_set()):
             self._settle()
+            if not lane.has_room():
+                continue
             shot = self._again.popleft() if self._again else self._mailbox.take(self._must_look)
             if shot is not None:
                 self._send(lane, shot)

@@ -49,8 +49,8 @@ class Totals:
 class Figures:
     """Counts, for any thread.
 
-    `replaced` pictures gave way to a newer one before they were sent, `refused` ones found the
-    server's credits used up. `lost` ones were sent to a session that ended without their outcome;
+    `replaced` pictures gave way to a newer one before they were sent, `refused` ones met the end of
+    a session. `lost` ones were sent to a session that ended without their outcome;
     so were `resent` ones, which then wait again.
     """
 
@@ -111,7 +111,7 @@ def summary(totals: Totals) -> list[str]:
         f"{number} {words}"
         for number, words in (
             (totals.replaced, "gave way to a newer one"),
-            (totals.refused, "found no room at the server"),
+            (totals.refused, "met the end of a session"),
             (totals.unreadable, "could not be read"),
         )
         if number

@@ -14,6 +14,7 @@ from legato_client._values.session import FrameDropped, FrameResult, GoAway
 from legato_client.live.figures import Figures
 from legato_client.live.shot import Shot
 
+_LOOK = 0.2  # seconds; how soon a sender without room sees that it should end
 Outcomes = Mapping[str, Result | LegatoError]
 
 
@@ -65,6 +66,14 @@ class Lane:
     @property
     def model(self) -> str:
         return self._session.terms.model
+
+    def has_room(self) -> bool:
+        """Wait a moment for room for a picture."""
+        try:
+            return self._session.wait_for_credit(_LOOK)
+        except LegatoError:
+            self.leaves = True
+            return False
 
     def send(self, shot: Shot) -> None:
         """Convert and send it. Raises LegatoError if the session takes no more pictures."""

@@ -49,7 +49,9 @@ class Topics:
     copied: tuple[str, ...] = ()
 
     def is_copied(self, topic: str) -> bool:
-        return any(fnmatch.fnmatchcase(topic, pattern) for pattern in self.copied)
+        """Not what an earlier run wrote to the topics of this one."""
+        own = topic in (self.detections, self.drawings)
+        return not own and any(fnmatch.fnmatchcase(topic, pattern) for pattern in self.copied)
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,16 +192,15 @@ class Answering:
             is_raw = hasattr(image, "encoding")
             shown: ImageInput = pictures.raw(image) if is_raw else pictures.compressed(image)
             outcomes = self._ask(shown)
+            failure = next((each for each in outcomes if isinstance(each, LegatoError)), None)
+            if failure is not None:
+                return str(failure)
+            array = arrays.of(outcomes, image.header, _size(outcomes), self._absent_score)
+            drawing = b""
+            if self._topics.drawings:
+                drawing = cdr.compressed_image(array.header, "jpeg", _drawn(shown, outcomes))
         except (OSError, ValueError, struct.error) as error:
             return str(error)
-        failure = next((each for each in outcomes if isinstance(each, LegatoError)), None)
-        if failure is not None:
-            return str(failure)
-        size = _size(outcomes)
-        array = arrays.of(outcomes, image.header, size, self._absent_score)
-        drawing = b""
-        if self._topics.drawings:
-            drawing = cdr.compressed_image(array.header, "jpeg", _drawn(shown, outcomes))
         return array, drawing
 
     def _write(

@@ -52,7 +52,7 @@ class Health:
             "images": str(totals.taken),
             "answered": str(totals.answered),
             "replaced by newer ones": str(totals.replaced),
-            "no room at the server": str(totals.refused),
+            "met the end of a session": str(totals.refused),
             "unreadable": str(totals.unreadable),
             **{f"dropped {reason}": str(n) for reason, n in sorted(totals.dropped.items())},
             "lost": str(totals.lost),

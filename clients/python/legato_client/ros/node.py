@@ -68,7 +68,8 @@ class Node:
         self._engine = "unknown"
         self._told_model = ""
         kind = messages.CompressedImage if parameters.compressed else messages.Image
-        participant = Participant(parameters.domain)
+        self._participant = participant = Participant(parameters.domain)
+        self._unpublished = 0
         self._waiting = participant.waiting()
         self._images = participant.reader(parameters.image, kind, SENSOR_DATA)
         self._found = participant.writer(parameters.detections, messages.Detection2DArray, DEFAULT)
@@ -125,7 +126,7 @@ class Node:
                 continue
             for sample in samples:
                 if isinstance(sample, messages.Image | messages.CompressedImage):
-                    self._feed.offer(self._shot(sample))
+                    self._take(sample)
 
     def _ask_engine(self) -> None:
         """In a thread of its own: a server that hangs must not keep diagnostics back."""
@@ -136,6 +137,12 @@ class Node:
                 self._engine = f"unknown: {error.reason or error.code}"
 
     # ------------------------------------------------------------ images
+
+    def _take(self, sample: messages.Image | messages.CompressedImage) -> None:
+        if sample.header.stamp.sec < 0:  # no time of ROS
+            self.figures.count("unreadable")
+        else:
+            self._feed.offer(self._shot(sample))
 
     def _shot(self, sample: messages.Image | messages.CompressedImage) -> Shot:
         number, self._count = self._count, self._count + 1
@@ -164,17 +171,18 @@ class Node:
         assert isinstance(header, messages.Header), "it is put there with the image"
         size = image.width, image.height
         array = arrays.of(outcomes, header, size, self._parameters.absent_score)
-        _written(self._found, ros2.to_ros(array, messages))
+        self._write(self._found, ros2.to_ros(array, messages))
 
     def _tell_model(self) -> None:
         model = self._feed.model
         if model != self._told_model:
             self._told_model = model
             info = messages.VisionInfo(_now(), method=model, database_location="")
-            _written(self._info, info)
+            self._write(self._info, info)
 
     def _tell(self) -> None:
         level, message, values = self._health.now(self._engine)
+        values["not published"] = str(self._unpublished)
         status = messages.DiagnosticStatus(
             int(level),
             f"{self._parameters.name}: {self._parameters.image}",
@@ -182,16 +190,14 @@ class Node:
             self._feed.model,
             [messages.KeyValue(key, value) for key, value in values.items()],
         )
-        _written(self._told, messages.DiagnosticArray(_now(), [status]))
+        self._write(self._told, messages.DiagnosticArray(_now(), [status]))
 
-
-def _written(writer: DataWriter[MessageT], message: MessageT) -> None:
-    """A reader that does not keep up must not end the node; the next message is a newer one."""
-    try:
-        writer.write(message)
-    except DDSException as error:
-        if error.code != DDSException.DDS_RETCODE_TIMEOUT:
-            raise
+    def _write(self, writer: DataWriter[MessageT], message: MessageT) -> None:
+        """A message that DDS does not take must not end the node: the next one is newer."""
+        try:
+            writer.write(message)
+        except DDSException:
+            self._unpublished += 1
 
 
 def _now() -> messages.Header:

@@ -29,7 +29,7 @@ def never() -> bool:
 
 
 def test_the_newest_picture_takes_the_place():
-    """The others are counted by whoever puts."""
+    """`put` says how many others there were."""
     mailbox = Mailbox(every=False)
     assert [mailbox.put(shot(n)) for n in range(3)] == [0, 1, 1]
     assert mailbox.take(never).number == 2
@@ -135,6 +135,6 @@ def test_every_picture_is_in_the_summary():
     assert totals.age_p50 == pytest.approx(0.2, rel=0.02)
     lines = summary(totals)
     assert "9 frames" in lines[0]
-    assert "6 sent, 2 gave way to a newer one, 1 found no room" in lines[0]
+    assert "6 sent, 2 gave way to a newer one, 1 met the end of a session" in lines[0]
     assert lines[1] == "4 answered, 1 dropped as too_old, 1 lost with a session, 4 tasks failed"
     assert re.search(r"half within 20\d ms, 95 % within 40\d ms", lines[2])
