@@ -25,6 +25,7 @@ BENCHMARKS = (
     "access",
     "adapters",
     "beside",
+    "cpu_peers",
     "devices",
     "e2e",
     "fleet",

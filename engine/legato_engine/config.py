@@ -35,6 +35,7 @@ MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
+WEIGHT_DTYPES = ("auto", "model", "int8", "int4")
 DECODE_PATHS = ("auto", "graph", "loop")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
@@ -42,6 +43,7 @@ _CHOICES = {
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
     "kv_dtype": ("auto", "model", "fp8"),
+    "weight_dtype": WEIGHT_DTYPES,
 }
 _RANGES = {
     "adapter_slots": (1, math.inf),
@@ -116,6 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pictures_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
+    weight_dtype: str = "auto"  # of linear layers on a CPU: auto, model (as dtype), int8, int4
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024
