@@ -127,6 +127,11 @@ def pack(weight_OI: torch.Tensor, kind: str) -> PackedWeight | None:
     return FloatWeight(weight_OI) if rounds_alike else None
 
 
+def head_kind(kind: str) -> str:
+    """The kind of a model's head: 4 bits cost it more accuracy than all layers together."""
+    return "int8" if kind == "int4" else kind
+
+
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Map [..., in] to [..., out]; missing inputs of x count as zeros."""
     if (missing := weight.in_features - x.shape[-1]) > 0:

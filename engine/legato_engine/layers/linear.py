@@ -102,7 +102,7 @@ class PackedLinear(Linear):
 
 
 def pack_linears(network: nn.Module, kind: str) -> None:
-    """Pack all linear layers of a network on the CPU."""
+    """Pack all linear layers of a network on the CPU that are not packed."""
     for module in network.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.packed is None:
             module.pack(kind)

@@ -86,9 +86,12 @@ class DecoderNetwork(nn.Module):
 
     def pack(self, kind: str) -> None:
         """Pack all linear maps on the CPU; a tied head is packed beside the embeddings."""
-        pack_linears(self, kind)
+        head_kind = packed_weights.head_kind(kind)
         if self.config.tied_head:
-            self._tied_head = packed_weights.pack(self.embed_tokens.weight, kind)
+            self._tied_head = packed_weights.pack(self.embed_tokens.weight, head_kind)
+        else:
+            self.lm_head.pack(head_kind)
+        pack_linears(self, kind)
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         assert not span.bidirectional, "a text model has no bidirectional prefix"

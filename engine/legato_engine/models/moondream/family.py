@@ -55,6 +55,7 @@ class MoondreamBundle:
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
+        from legato_engine.kernels.packed_weights import head_kind
         from legato_engine.layers.linear import pack_linears
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
@@ -80,6 +81,7 @@ class MoondreamBundle:
             network.vision.use_fp8()
         model = MoondreamModel(self.config, network)
         if device.type == "cpu":
+            network.text.lm_head.pack(head_kind(weight_dtype))
             pack_linears(network, weight_dtype)
         return model
 
