@@ -208,7 +208,7 @@ release: | $(STAMP) ## build, check, tag and upload the version of this commit
 chart-check: | $(STAMP) $(DEPLOY_STAMP) ## the Helm chart, the compose file and the Containerfile: rendered, validated, linted
 	@$(PY) -m pytest -m "deploy and not slow" tests/deploy $(ARGS)
 
-image-check: | $(STAMP) $(DEPLOY_STAMP) ## chart-check, the steps of an image without a container engine, and kube-score where go is
+image-check: | $(STAMP) $(DEPLOY_STAMP) ## chart-check, the steps of an image, a container where Podman is, and kube-score where go is
 	@if test -x $(TOOLS)/kube-score; then true; \
 	elif ! command -v go >/dev/null; then echo "image-check: no go, so its checks by kube-score are skipped"; \
 	else GOBIN=$(TOOLS) go install $(KUBE_SCORE); fi

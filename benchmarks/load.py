@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from legato_client import AsyncClient, Sampling
+from legato_client import AsyncClient, DetectResult, QueryResult, Sampling
 
 from benchmarks.photos import stamped
 from benchmarks.workloads import Job
@@ -40,8 +40,9 @@ class Call:
 class Cell:
     """The figures of one workload at one number of callers; times are in milliseconds.
 
+    `answered` counts all calls that succeeded, `calls` the timed ones, `failed` all others.
     `per_second` counts answers while all callers are busy, over `window` seconds. Latencies are of
-    the timed calls that succeeded, `failed` is of all. `load_cpu` is the share of a core that the
+    the timed calls that succeeded. `load_cpu` is the share of a core that the
     busiest load process used.
     """
 
@@ -57,6 +58,7 @@ class Cell:
     cached_share: float
     load_cpu: float
     errors: tuple[str, ...]
+    answered: int = 0
 
 
 def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
@@ -65,7 +67,9 @@ def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
     errors = tuple(sorted({call.error for call in calls if call.error}))[:5]
     failed = sum(bool(call.error) for call in calls)
     if len(good) < 2:
-        return Cell(len(good), failed, 0, 0, 0, 0, 0, 0, 0, 0, load_cpu, errors)
+        return Cell(
+            len(good), failed, 0, 0, 0, 0, 0, 0, 0, 0, load_cpu, errors, len(calls) - failed
+        )
     cuts = statistics.quantiles([(call.end - call.start) * 1e3 for call in good], n=100)
     opening, closing = min(call.start for call in good), max(call.start for call in good)
     answered = sum(opening < call.end <= closing for call in calls if not call.error)
@@ -83,6 +87,7 @@ def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
         cached_share=statistics.fmean(call.cached for call in good),
         load_cpu=load_cpu,
         errors=errors,
+        answered=len(calls) - failed,
     )
 
 
@@ -172,7 +177,11 @@ async def _ask(client: AsyncClient, job: Job, jpeg: bytes) -> Call:
     sampling = Sampling(temperature=0.0, max_tokens=job.tokens, seed=0)
     start = time.perf_counter()
     try:
-        answer = await client.query(jpeg, job.question, sampling=sampling)
+        answer: DetectResult | QueryResult
+        if job.detects:
+            answer = await client.detect(jpeg, job.question, max_objects=max(1, job.tokens // 3))
+        else:
+            answer = await client.query(jpeg, job.question, sampling=sampling)
     except Exception as error:  # noqa: BLE001 - a benchmark counts what failed and goes on
         return Call(start, time.perf_counter(), job.timed, error=f"{type(error).__name__}: {error}")
     end = time.perf_counter()

@@ -4,9 +4,11 @@
 
 `step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
 to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
-`launches`, `waits`: decodes of one answer, and commits that wait for the device. `join`: how long a
-request that arrives while others decode waits for its first token. `--steps` short answers with
-random lengths, arrivals and aborts are compared with the same answers alone.
+`launches`, `waits`: decodes of one answer, and waits of the host for one to end. `blocking` is the
+graph with one launch at a time. `join`: how long a request that arrives while others decode waits
+for its first token. `--steps` of short answers of every skill, with random lengths, arrivals and
+aborts, are compared with each other: tokens, values and log-probabilities depend on the question
+alone.
 """
 
 from __future__ import annotations
@@ -19,38 +21,61 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload, fixed_length
-from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+    SegmentTask,
+)
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
+from legato_engine.errors import TaskUnsupported
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
+from PIL import Image
 
 from benchmarks import record
 from benchmarks.speculation.run import RecordedTask
 
 PATHS = ("graph", "loop")
+STEPS = {"blocking": ("graph", 1), "graph": ("graph", 2), "loop": ("loop", 2)}
+"""Decode path and launches in flight by the names of steps."""
+
 _MS = 1e3
 _LIVE = 6  # requests of the random part at once
+_SKILLS = 5
+_KINDS = 10  # of its questions, and of its other requests
 
 
 class Decodes(SilentSink):
     """Runs sequences and counts their decodes."""
 
-    def __init__(self, assembly: Assembly, *, at_once: int) -> None:
-        self.launches = self.commits = self.steps = 0
+    def __init__(
+        self, assembly: Assembly, *, at_once: int, depth: int = 2, shares: bool = False
+    ) -> None:
+        self.launches = self.waits = self.steps = 0
         self.scheduler: Scheduler = assembly.scheduler(
-            self, pipeline_depth=2, prefills_per_decode=at_once, shares=False, observer=self
+            self, pipeline_depth=depth, prefills_per_decode=at_once, shares=shares, observer=self
         )
 
     def committed(self, launched: StepRecord) -> None:
         if launched.launch.plan.kind is LaunchKind.DECODE:
             self.launches += 1
+            self.waits += launched.wait_end > launched.wait_start  # for the end of the launch
             self.steps += launched.num_followed or 1
 
 
@@ -63,17 +88,19 @@ def recorded(sequences: Sequence[EngineSequence]) -> list[RecordedTask]:
     return tasks
 
 
-def steps_of(assembly: Assembly, streams: int, length: int, context: int) -> dict[str, Any]:
+def steps_of(
+    assembly: Assembly, streams: int, length: int, context: int, depth: int = 2
+) -> dict[str, Any]:
     """One run of equal answers."""
     workload = Workload(assembly, kind="query", count=streams, length=length, context=context)
     sequences = workload.sequences()
     tasks = recorded(sequences)
-    run = Decodes(assembly, at_once=streams)
+    run = Decodes(assembly, at_once=streams, depth=depth)
     for sequence in sequences:
         run.scheduler.submit(sequence)
     while any(len(task.tokens) < 2 for task in tasks):
         run.scheduler.step()
-    launches, cpu = run.launches, time.process_time()
+    launches, waits, cpu = run.launches, run.waits, time.process_time()
     have = len(tasks[0].tokens)
     run.scheduler.drain()
     cpu = time.process_time() - cpu
@@ -84,6 +111,7 @@ def steps_of(assembly: Assembly, streams: int, length: int, context: int) -> dic
         "ms": (end - begin) / num_steps * _MS,
         "host_us": cpu * 1e6 / (length - have) / streams,
         "launches": run.launches - launches,
+        "waits": run.waits - waits,
         "tokens": [task.tokens for task in tasks],
     }
 
@@ -111,16 +139,25 @@ def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[fl
     return waits
 
 
-def load(assembly: Assembly, callers: int, num_tokens: int) -> float:
-    """Tokens a second when each of `callers` asks again as soon as it has an answer."""
-    draw = random.Random(3)
-    run = Decodes(assembly, at_once=1)
+def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
+    """Tokens a second when each of `callers` asks again as soon as it has an answer.
+
+    Questions, or `lists` of objects and points about a known image; as in a server, prompts share
+    launches with decodes.
+    """
+    draw, image = random.Random(3), picture(assembly)
+    run = Decodes(assembly, at_once=1, shares=True)
     live: list[tuple[EngineSequence, RecordedTask]] = []
     count = committed = 0
     begin = time.perf_counter()
     while committed < num_tokens:
         while len(live) < callers:
-            sequence = question(assembly, count, draw.randint(8, 64))
+            length = draw.randint(8, 64)
+            if lists:
+                kind = _SKILLS * (count // 2) + count % 2  # detections and points in turn
+                sequence = skilled(assembly, image, kind, length)
+            else:
+                sequence = question(assembly, count, length)
             (task,) = recorded([sequence])
             sequence.seq_id = count
             count += 1
@@ -148,27 +185,83 @@ def question(assembly: Assembly, index: int, length: int) -> EngineSequence:
     return fixed_length(sequence, length, 0, constraints)
 
 
+def picture(assembly: Assembly) -> PreparedImage:
+    info = ImageInfo(image_id="picture", width=64, height=48, cache_hit=False)
+    pixels = np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    return assembly.frontend.prepare_image(Image.fromarray(pixels), "picture", info)
+
+
+def skilled(
+    assembly: Assembly, image: PreparedImage, index: int, length: int, *, logprobs: bool = False
+) -> EngineSequence:
+    """One of the skills about an image, a caption if the model lacks it, with an answer that ends
+    where it ends, or after `length` tokens.
+    """
+    label = f"thing {index}"
+    task = (
+        DetectTask(object=label, max_objects=length),
+        PointTask(object=label, max_objects=length),
+        QueryTask(question=label, reasoning=True),
+        SegmentTask(object=label),
+        CaptionTask(),
+    )[index % _SKILLS]
+    request = Request(
+        request_id=RequestKey(f"skill-{index}"),
+        task=task,
+        image=CachedImage(image_id="picture"),
+        sampling=SamplingParams(seed=index, max_tokens=length),
+        logprobs=logprobs,
+        return_tokens=logprobs,
+    )
+    try:
+        return make_sequence(assembly.frontend, request, image)
+    except TaskUnsupported:
+        caption = msgspec.structs.replace(request, task=CaptionTask())
+        return make_sequence(assembly.frontend, caption, image)
+
+
+def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
+    """What the device chose for an answer: tokens and, where it has any, values with their
+    certainty, and log-probabilities.
+    """
+    payload, logprobs = sequence.task.has_payload, sequence.request.logprobs
+    return [
+        (
+            token.token_id,
+            *((token.payload, token.certainty) if payload else ()),
+            *((token.logprob,) if logprobs else ()),
+        )
+        for token in task.sampled
+    ]
+
+
 def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
     """Answers of random lengths that come and are aborted at random, against each one alone."""
     draw = random.Random(seed)
     run = Decodes(assembly, at_once=1)
     live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
-    taken: dict[int, list[int]] = {}
+    taken: dict[int, list[tuple[object, ...]]] = {}
     totals = dict.fromkeys(("answers", "aborted", "different"), 0)
     count = 0
+    image = picture(assembly)
 
-    def check(kind: int, task: RecordedTask) -> None:
+    def make(kind: int, length: int) -> EngineSequence:
+        if kind % 2:
+            return question(assembly, kind, length)
+        return skilled(assembly, image, kind // 2, length, logprobs=kind // 2 % 3 == 0)
+
+    def check(kind: int, sequence: EngineSequence, task: RecordedTask) -> None:
         """Tokens depend on the question alone, so a longer answer begins with a shorter one."""
-        longest = taken.setdefault(kind, [])
-        both = min(len(longest), len(task.tokens))
-        totals["different"] += longest[:both] != task.tokens[:both]
-        if len(task.tokens) > len(longest):
-            taken[kind] = task.tokens
+        longest, tokens = taken.setdefault(kind, []), values_of(sequence, task)
+        both = min(len(longest), len(tokens))
+        totals["different"] += longest[:both] != tokens[:both]
+        if len(tokens) > len(longest):
+            taken[kind] = tokens
 
     while run.steps < num_steps:
         if len(live) < _LIVE and draw.random() < 0.2:
-            kind, length = draw.randint(0, 15), draw.randint(2, 60)
-            sequence = question(assembly, kind, length)
+            kind, length = draw.randint(0, 2 * _KINDS - 1), draw.randint(2, 60)
+            sequence = make(kind, length)
             sequence.request = msgspec.structs.replace(
                 sequence.request, request_id=RequestKey(f"{count}")
             )
@@ -183,7 +276,7 @@ def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
         run.scheduler.step()
         for each in [each for each in live if each[2].finalized]:
             live.remove(each)
-            check(each[0], each[3])
+            check(each[0], each[2], each[3])
             totals["answers"] += 1
     run.scheduler.drain()
     return totals | {"steps": run.steps, "launches": run.launches}
@@ -193,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     most = max(arguments.streams) + 1
     config = msgspec.structs.replace(
-        model_config(arguments), max_running=most, max_waiting=2 * most, crops_per_launch=0
+        model_config(arguments), max_running=most, max_waiting=2 * most + _LIVE, crops_per_launch=0
     )
     graph = assemble(config)
     assemblies = {"graph": graph, "loop": with_decode_path(graph, "loop")}
@@ -202,7 +295,11 @@ def main(argv: Sequence[str]) -> int:
         path: joins(assembly, 1, arguments.joins, arguments.context)
         for path, assembly in assemblies.items()
     }
-    loads = [_loads(assemblies, callers, arguments.load) for callers in arguments.streams]
+    loads = [
+        _loads(assemblies, callers, arguments.load, lists=lists)
+        for lists in (False, True)
+        for callers in arguments.streams
+    ]
     totals = randomly(assemblies["loop"], arguments.steps, seed=1)
     graph.device.close()
     figures = {
@@ -212,8 +309,8 @@ def main(argv: Sequence[str]) -> int:
         "loads": loads,
         "random": totals,
     }
-    heads = ("streams", "path", "step ms", "host us a token", "launches", "same tokens")
-    lines = [_cells(row, path) for row in rows for path in PATHS]
+    heads = ("streams", "path", "step ms", "host us a token", "launches", "waits", "same tokens")
+    lines = [_cells(row, path) for row in rows for path in STEPS]
     join = [
         (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
         for path, taken in waits.items()
@@ -223,7 +320,9 @@ def main(argv: Sequence[str]) -> int:
         "",
         record.table(("path", "join P50 ms", "slowest ms"), join),
         "",
-        record.table(("callers", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]),
+        record.table(
+            ("callers", "ask for", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]
+        ),
         "",
         record.table(tuple(totals), [tuple(totals.values())]),
     ]
@@ -235,11 +334,12 @@ def _row(
     assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
-    runs: dict[str, list[dict[str, Any]]] = {path: [] for path in PATHS}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in STEPS}
     for repeat in range(arguments.repeats + 1):
-        for path in PATHS if repeat % 2 else PATHS[::-1]:
-            taken = steps_of(assemblies[path], streams, arguments.length, arguments.context)
-            runs[path].append(taken)
+        for name in STEPS if repeat % 2 else reversed(STEPS):
+            path, depth = STEPS[name]
+            sizes = streams, arguments.length, arguments.context
+            runs[name].append(steps_of(assemblies[path], *sizes, depth=depth))
     tokens = runs["graph"][0]["tokens"]
     row: dict[str, Any] = {
         "streams": streams,
@@ -249,29 +349,32 @@ def _row(
         kept = all_runs[1:]
         row[path] = {
             what: statistics.median(run[what] for run in kept)
-            for what in ("ms", "host_us", "launches")
+            for what in ("ms", "host_us", "launches", "waits")
         }
         row[path]["all_ms"] = [run["ms"] for run in kept]
     return row
 
 
-def _loads(assemblies: dict[str, Assembly], callers: int, num_tokens: int) -> dict[str, Any]:
+def _loads(
+    assemblies: dict[str, Assembly], callers: int, num_tokens: int, *, lists: bool
+) -> dict[str, Any]:
     """Tokens a second of each path, in turns."""
     taken: dict[str, list[float]] = {path: [] for path in PATHS}
     for path in (*PATHS, *reversed(PATHS)):
-        taken[path].append(load(assemblies[path], callers, num_tokens))
-    return {"callers": callers, **taken}
+        taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
+    return {"callers": callers, "lists": lists, **taken}
 
 
 def _load_cells(row: dict[str, Any]) -> tuple[object, ...]:
     graph, loop = (statistics.mean(row[path]) for path in PATHS)
-    return row["callers"], f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
+    what = "lists" if row["lists"] else "answers"
+    return row["callers"], what, f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
 
 
 def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
     of = row[path]
     times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
-    return row["streams"], path, *times, of["launches"], row["identical"]
+    return row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -20,6 +20,7 @@ class Job:
     question: str
     tokens: int
     timed: bool
+    detects: bool = False  # instead of a question: objects, of three tokens each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,11 +23,19 @@ from legato_engine.core import (
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import SampledToken, Task
+from legato_engine.tasks import Constraint, SampledToken, Task, successor
 
 VOCABULARY = 97
 STOP_EVERY = 13  # token ids divisible by it end a task
 SILENT_EVERY = 5  # token ids divisible by it give no event
+LISTS = 8
+TABLE = (
+    *[Constraint()] * LISTS,
+    Constraint(then=LISTS + 1),
+    Constraint(then=LISTS + 2),
+    Constraint(then=LISTS, on=7),
+)
+"""The constraints of fake tasks; those from `LISTS` on follow one another."""
 
 
 def sample_token(seed: int, position: int, constraint: int) -> int:
@@ -55,7 +63,10 @@ class FakeClock:
 
 
 class FakeTask:
-    """Reads tokens until a stop token; when constrained, its constraint depends on all of them."""
+    """Reads tokens until a stop token; when constrained, its constraint depends on all of them.
+
+    With `follows_table` by `TABLE`, which a device can do.
+    """
 
     def __init__(
         self,
@@ -64,12 +75,15 @@ class FakeTask:
         num_prompt: int = 1,
         max_tokens: int = 8,
         constrained: bool = False,
+        follows_table: bool = False,
         fails_at: int | None = None,
     ) -> None:
         self.prompt = tuple(PromptToken(token_id) for token_id in range(num_prompt))
         self.sampling = SamplingParams(seed=seed)
         self.max_tokens = max_tokens
         self.constrained = constrained
+        self.follows_table = follows_table
+        self._listed = LISTS
         self.has_payload = constrained
         self.fails_at = fails_at
         self.tokens: list[int] = []
@@ -79,6 +93,8 @@ class FakeTask:
     def constraint(self) -> int:
         """Return a constraint that is never 0; an unconstrained task's never changes."""
         assert self.sampling.seed is not None
+        if self.follows_table:
+            return self._listed
         return 1 + (sum(self.tokens) % 7 if self.constrained else self.sampling.seed % 3)
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
@@ -88,6 +104,7 @@ class FakeTask:
         if len(self.tokens) == self.fails_at:
             raise ValueError("this task cannot read its token")
         self.tokens.append(token.token_id)
+        self._listed = successor(TABLE, self._listed, token.token_id)
         if token.token_id % STOP_EVERY == 0:
             self.finish_reason = FinishReason.STOP
         return () if token.token_id % SILENT_EVERY == 0 else (TextDelta(text=str(token.token_id)),)
@@ -103,7 +120,11 @@ class FakeTask:
 
     def expected_tokens(self, prompt_length: int) -> list[int]:
         """Return the tokens that this task reads when it runs alone."""
-        alone = FakeTask(max_tokens=self.max_tokens, constrained=self.constrained)
+        alone = FakeTask(
+            max_tokens=self.max_tokens,
+            constrained=self.constrained,
+            follows_table=self.follows_table,
+        )
         alone.sampling = self.sampling
         while alone.finish_reason is None and len(alone.tokens) < self.max_tokens:
             position = prompt_length + len(alone.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from benchmarks.publish.decode_paths import NAMES, counts
 from benchmarks.publish.peers import peers
 from benchmarks.publish.svg import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
 from benchmarks.publish.tables import LONE_STAGES
@@ -21,6 +22,7 @@ def draw(records: Records) -> dict[str, str]:
     """Return the SVG of each chart by its name."""
     return {
         "chart-decode": decode(records),
+        "chart-launches": launches(records),
         "chart-lone": lone(records),
         "chart-two-slots": two_slots(records),
     }
@@ -59,6 +61,16 @@ def lone(records: Records) -> str:
     legend = list(zip(LONE_STAGES.values(), colors, strict=True))
     title = "Query of a new 850x600 image, alone through gRPC: median ms by stage"
     return _bars(title, [("", bars)], legend)
+
+
+def launches(records: Records) -> str:
+    """Launches and waits of one answer by decode path."""
+    bars: list[tuple[str, list[Part], str]] = []
+    for name, each in counts(records).items():
+        parts = [(each["launches"], BLUE, ""), (each["waits"], ORANGE, "")]
+        bars.append((NAMES[name], parts, f"{each['launches']} + {each['waits']}"))
+    legend = [("decode launches", BLUE), ("waits of the host for one", ORANGE)]
+    return _bars("One answer of 256 tokens", [("", bars)], legend)
 
 
 def two_slots(records: Records) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.publish import fleet
+from benchmarks.publish import decode_paths, fleet
 from benchmarks.publish.peers import peers, reference_total
 from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
@@ -293,5 +293,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "service": service,
     "speculation": speculation,
     "tiny": tiny,
+    **decode_paths.TABLES,
     **fleet.TABLES,
 }

@@ -177,7 +177,8 @@ class Engine:
             token_1 = torch.tensor([token_id], device=self._device)
             heads = self._model.capabilities.values
             assert heads is not None, "the reference is compared with a Moondream"
-            payload_12 = heads.payload(hidden_D[None], token_1)
+            logits_1V = self._model.logits(hidden_D[None])
+            payload_12, _ = heads.values(hidden_D[None], token_1, logits_1V)
         first, second = payload_12[0].tolist()
         return first, second
 

@@ -11,7 +11,6 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 
 import msgspec
 from legato_engine.config import SPECULATION_OFF
@@ -28,6 +27,7 @@ from benchmarks.speculation.workloads import (
     REAL,
     at_once,
     cache_for,
+    rates_of,
     real_requests,
     sample_images,
     synthetic_requests,
@@ -140,8 +140,8 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
         profile, requests = PROFILES[load.name], load.make()
         cramped = cache_for(off, profile, requests)
         plain = _plain(cramped, load, plan)
-        rates = [rate for rate, _ in zip(cycle(profile.rates), requests, strict=False)]
-        oracle.know(list(map(_history, plain.sequences, plain.tokens)), rates=rates)
+        known = list(map(_history, plain.sequences, plain.tokens))
+        oracle.know(known, rates=rates_of(profile, requests))
         changed = (
             (setting, cache_for(each, profile, requests)) for setting, each in speculative.items()
         )

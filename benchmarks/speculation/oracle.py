@@ -14,6 +14,7 @@ from legato_engine.config import MAX_BLOCK_SIZE
 from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
+Rate = float | Sequence[float]
 _NO_MATCH = -2  # a token that no row has
 _FIFTHS = 5  # rates of 0.2, 0.4, ... are met exactly
 
@@ -47,7 +48,7 @@ class OracleProposer:
         known: Sequence[Sequence[int]],
         device: torch.device,
         *,
-        rates: Sequence[float],
+        rates: Sequence[Rate],
         vocab_size: int,
         seed: int = 0,
         capacity: tuple[int, int] = (0, 0),
@@ -64,17 +65,19 @@ class OracleProposer:
         self._is_any_NC[-1] = True
         self.know(known, rates=rates)
 
-    def know(self, known: Sequence[Sequence[int]], *, rates: Sequence[float]) -> None:
+    def know(self, known: Sequence[Sequence[int]], *, rates: Sequence[Rate]) -> None:
         """Replace the known sequences, as `known_history` gives them.
 
-        `rates` has one rate per sequence, or one for all.
+        `rates` has one rate per sequence, or one for all; a rate may be a list by position, whose
+        last one holds for the rest.
         """
         rows = [[*tokens, *[UNKNOWN] * (self._length - len(tokens))] for tokens in known]
         known_NC = torch.tensor(rows)
-        rates_N = np.broadcast_to(np.asarray(rates, float), len(known))
         right_NC = torch.zeros(known_NC.shape, dtype=torch.bool)
         longest = max(map(len, known))
-        right_NC[:, :longest] = torch.from_numpy(_right(rates_N, longest, self._seed))
+        rates_NC = np.array([_by_position(rate, longest) for rate in rates])
+        rates_NC = np.broadcast_to(rates_NC, (len(known), longest))
+        right_NC[:, :longest] = torch.from_numpy(_right(rates_NC, self._seed))
         prepared_NC = torch.where(right_NC, known_NC, (known_NC + 1) % self._vocab_size)
         prepared_NC.masked_fill_(known_NC == UNKNOWN, UNKNOWN)
         here = (slice(len(known)), slice(self._length))
@@ -104,16 +107,19 @@ class OracleProposer:
         draft_RK.copy_(self._prepared_NC[match_R1, next_RK.clamp(max=last)])
 
 
-def _right(
-    rates_N: npt.NDArray[np.float64], num_positions: int, seed: int
-) -> npt.NDArray[np.bool_]:
+def _by_position(rate: Rate, num_positions: int) -> npt.NDArray[np.float64]:
+    given = np.atleast_1d(np.asarray(rate, float))[:num_positions]
+    return np.pad(given, (0, num_positions - len(given)), mode="edge")
+
+
+def _right(rates_NC: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.bool_]:
     """[N, C]: whether each sequence's token at each position is drafted right.
 
     Given the past, the draw at each position is uniform over 0 to 1, because strata and the parts
     within them are permuted at random. So no policy can predict it.
     """
     draw = np.random.default_rng(seed)
-    count = len(rates_N)
+    count, num_positions = rates_NC.shape
     num_groups = -(-count // _FIFTHS)
     fifths_GF = np.tile(np.arange(_FIFTHS), (num_groups, 1))
     parts_GF = np.tile(np.arange(num_groups)[:, None], (1, _FIFTHS))
@@ -124,7 +130,7 @@ def _right(
         part_GF = np.take_along_axis(draw.permuted(parts_GF, axis=0), fifth_GF, axis=1)
         within_GF = (part_GF + draw.random(part_GF.shape)) / num_groups
         luck_GF = (fifth_GF + within_GF) / _FIFTHS
-        alike_N = np.lexsort((draw.random(count), tried_N))
-        right_NC[alike_N, position] = luck_GF.ravel()[:count] < rates_N[alike_N]
+        alike_N = np.lexsort((draw.random((count,)), tried_N))
+        right_NC[alike_N, position] = luck_GF.ravel()[:count] < rates_NC[alike_N, position]
         tried_N = ~(tried_N & right_NC[:, position])
     return right_NC

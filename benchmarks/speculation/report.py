@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import record
 from benchmarks.plots import Line, Panel, write_svg
+from benchmarks.speculation.workloads import PROFILES
 
 Row = dict[str, Any]
 _ADAPTIVE = ("seed", "budget")
@@ -156,10 +159,23 @@ def _by_request(rows: Sequence[Row], y_name: str, field: int) -> Iterator[Panel]
     for row in rows:
         if row["setting"] in _ADAPTIVE:
             lines = [
-                Line(f"request {i}", [(point[0], point[field]) for point in points], steps=True)
+                Line(
+                    _named(row["workload"], i),
+                    [(point[0], point[field]) for point in points],
+                    steps=True,
+                )
                 for i, points in enumerate(row["series"]["blocks"][:_SHOWN])
             ]
             yield Panel(f"{row['workload']}: {row['setting']}", "ms", y_name, lines)
+
+
+def _named(workload: str, index: int) -> str:
+    """By the rate of its draft tokens, where requests differ in it."""
+    profile = PROFILES.get(workload)
+    if profile is None or len(profile.rates) == 1:
+        return f"request {index}"
+    rate = profile.rates[index % len(profile.rates)]
+    return " ".join(f"{each:g}" for each in np.atleast_1d(rate))
 
 
 def _pressure(rows: Sequence[Row]) -> Iterator[Panel]:

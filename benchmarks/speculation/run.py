@@ -91,11 +91,13 @@ class RecordedTask:
     def __init__(self, inner: Task) -> None:
         self._inner = inner
         self.tokens: list[int] = []
+        self.sampled: list[SampledToken] = []
         self.times: list[float] = []
         self.prompt = inner.prompt
         self.sampling = inner.sampling
         self.max_tokens = inner.max_tokens
         self.constrained = inner.constrained
+        self.follows_table = inner.follows_table
         self.has_payload = inner.has_payload
 
     @property
@@ -115,6 +117,7 @@ class RecordedTask:
     def consume(self, token: SampledToken) -> Sequence[Event]:
         """Record the token and pass it on."""
         self.tokens.append(token.token_id)
+        self.sampled.append(token)
         self.times.append(time.perf_counter())
         return self._inner.consume(token)
 

@@ -34,6 +34,8 @@ from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
 from PIL import Image
 
+from benchmarks.speculation.oracle import Rate
+
 FEWEST = 4
 """Requests of a profile, so that all its rates occur."""
 
@@ -50,12 +52,13 @@ _SHORTAGE = 0.4
 class Profile:
     """Requests whose tokens are drafted right at `rates`, one rate per request in turn.
 
-    Answers have `length` tokens (0: the plan's). With `pressure` the cache has pages for only a
-    part of the answers, twice as many requests wait, and all begin with the same words.
-    There are `times` as many requests as in the plan.
+    A rate may be a course: one for each of so many equal parts of the answer. Answers have `length`
+    tokens (0: the plan's). With `pressure` the cache has pages for only a part of the answers,
+    twice as many requests wait, and all begin with the same words. There are `times` as many
+    requests as in the plan.
     """
 
-    rates: tuple[float, ...]
+    rates: tuple[float | tuple[float, ...], ...]
     times: int = 1
     length: int = 0
     pressure: bool = False
@@ -66,11 +69,27 @@ PROFILES = {
     "0.6": Profile((0.6,), times=_MEASURED),
     "0.8": Profile((0.8,), times=_MEASURED),
     "mixed": Profile((0.95, 0.1, 0.6, 0.8)),
+    "changing": Profile(
+        (0.95, (0.95, 0.95, 0.05, 0.95, 0.95), (0.95, 0.95, 0.05, 0.05, 0.05), 0.35), times=2
+    ),
     "structured": Profile((0.9,)),
     "creative": Profile((0.35,)),
     "near the end": Profile((0.8,), length=8),
     "under pressure": Profile((0.95, 0.1, 0.6, 0.8), pressure=True),
 }
+
+
+def rates_of(profile: Profile, requests: Sequence[EngineSequence]) -> list[Rate]:
+    """Each request's rate, by position if it has a course."""
+    rates: list[Rate] = []
+    for request, rate in zip(requests, itertools.cycle(profile.rates), strict=False):
+        if isinstance(rate, float):
+            rates.append(rate)
+            continue
+        part = -(-(request.max_length - request.prompt_length) // len(rate))
+        course = [each for each in rate for _ in range(part)]
+        rates.append([rate[0]] * request.prompt_length + course)
+    return rates
 
 
 def at_once(assembly: Assembly, profile: Profile) -> int:

@@ -73,19 +73,30 @@ class CaptionTask(Value, frozen=True):
     length: CaptionLength = CaptionLength.NORMAL
 
 
+class ObjectOrder(enum.StrEnum):
+    """The order of objects in a result."""
+
+    MODEL = "model"
+    CONFIDENCE = "confidence"  # the greatest first
+
+
 class DetectTask(Value, frozen=True):
-    """Find all instances of `object`."""
+    """Find all instances of `object`, but for those of a known and lower `min_confidence`."""
 
     object: str
     max_objects: int | None = None
+    min_confidence: float = 0.0
+    order: ObjectOrder = ObjectOrder.MODEL
 
 
 class PointTask(Value, frozen=True):
-    """Point at all instances of `object`."""
+    """Point at all instances of `object`; see `DetectTask`."""
 
     object: str
     max_objects: int | None = None
     spatial_refs: tuple[SpatialRef, ...] = ()
+    min_confidence: float = 0.0
+    order: ObjectOrder = ObjectOrder.MODEL
 
 
 class SegmentTask(Value, frozen=True):
@@ -222,12 +233,19 @@ class RequestKey(
         return self.caller_id == target.caller_id and target.tenant in ("", self.tenant)
 
 
+Certainty = tuple[float, float]
+"""Of a token with a value: its probability against that of ending, and that of its value and the
+values close to it. (1, 1) for other tokens.
+"""
+
+
 class Resumed(Value, frozen=True):
     """What was done for a request by engines that were lost. Times are `time.monotonic()` seconds.
 
-    Its outputs have told the tokens in `token_ids`, with `payloads` if the task has them and
-    `logprobs` if the request wants them. A request that is `alone` runs with nothing beside it. One
-    that is not `admitted` comes from a caller's checkpoint, and has no place in the queue yet.
+    Its outputs have told the tokens in `token_ids`, with `payloads` and `certainties` if the task
+    has them (a caller may not know the latter) and `logprobs` if the request wants them. A request
+    that is `alone` runs with nothing beside it. One that is not `admitted` comes from a caller's
+    checkpoint, and has no place in the queue yet.
     """
 
     arrival: float
@@ -235,6 +253,7 @@ class Resumed(Value, frozen=True):
     token_ids: tuple[int, ...] = ()
     payloads: tuple[tuple[float, float], ...] = ()
     logprobs: tuple[float, ...] = ()
+    certainties: tuple[Certainty, ...] = ()
     admitted: bool = True
     alone: bool = False
     fingerprint: str = ""  # of its content, if `alone`
@@ -258,6 +277,7 @@ class Request(Value, frozen=True):
     cache_image: bool = True
     return_tokens: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0  # alternatives to each token; above 0 only with `logprobs`
     deltas: bool = True
     progress: bool = True
     priority: int = 0
@@ -285,6 +305,14 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class Alternative(Value, frozen=True):
+    """A token that might have been chosen; `logprob` is without that of a value."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
 class TokenInfo(Value, frozen=True):
     """A sampled token and its text, empty while a character is incomplete, or its value.
 
@@ -297,6 +325,8 @@ class TokenInfo(Value, frozen=True):
     logprob: float | None = None
     coordinate: float | None = None
     size: tuple[float, float] | None = None  # width, height
+    certainty: Certainty | None = None  # only beside a logprob
+    alternatives: tuple[Alternative, ...] = ()
 
 
 class TextDelta(Value, frozen=True):
@@ -327,6 +357,7 @@ class PointEvent(Value, frozen=True):
 
     point: Point
     label: str
+    confidence: float | None = None
 
 
 class ObjectEvent(Value, frozen=True):
@@ -334,6 +365,7 @@ class ObjectEvent(Value, frozen=True):
 
     box: Box
     label: str
+    confidence: float | None = None
 
 
 class OutlineEvent(Value, frozen=True):
@@ -368,13 +400,13 @@ class CaptionResult(Value, frozen=True):
 
 
 class DetectResult(Value, frozen=True):
-    """All boxes, in the model's order."""
+    """All boxes."""
 
     objects: tuple[ObjectEvent, ...] = ()
 
 
 class PointResult(Value, frozen=True):
-    """All points, in the model's order."""
+    """All points."""
 
     points: tuple[PointEvent, ...] = ()
 
@@ -386,6 +418,7 @@ class Outline(Value, frozen=True):
     box: Box
     label: str
     coarse: bool = True
+    confidence: float | None = None
 
 
 class SegmentResult(Value, frozen=True):
@@ -403,6 +436,15 @@ SKILL_OF_RESULT: Mapping[type, str] = {
     PointResult: "point",
     SegmentResult: "segment",
 }
+
+
+class ConfidenceInfo(Value, frozen=True):
+    """Skills whose results have confidences, and those of them that were calibrated."""
+
+    skills: tuple[str, ...]
+    calibrated: tuple[str, ...] = ()
+    fitted_on: str = ""
+    fitted_at: int = 0  # seconds since the epoch; 0: not calibrated
 
 
 class Usage(Value, frozen=True):

@@ -6,8 +6,8 @@ import dataclasses
 import enum
 from typing import Any, Protocol
 
-from legato_engine.core import PromptToken, Request
-from legato_engine.tasks import Task
+from legato_engine.core import Certainty, PromptToken, Request
+from legato_engine.tasks import SampledToken, Task
 
 TokenKey = tuple[int, tuple[float, float]]
 """A token id with its payload; with the preceding ones it determines the KV."""
@@ -151,6 +151,9 @@ class Sequence:
     progress: Progress = dataclasses.field(default_factory=Progress)
     draft_stats: DraftStats | None = None
     tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
+    certainties: list[Certainty] = dataclasses.field(default_factory=list)
+    """Of committed tokens, if the task has payloads; later ones only, if a caller lost the first.
+    """
 
     def __post_init__(self) -> None:
         self.tokens = [(token.token_id, token.payload) for token in self.prompt]
@@ -220,6 +223,11 @@ class Sequence:
             kept = max(num_prompt - first, 0)
             keys[kept:] = [(token_id, NO_PAYLOAD) for token_id, _ in keys[kept:]]
         return tuple(keys) if start >= self.prefix_length else (BOS_KEY, *keys)
+
+    def commit(self, token: SampledToken) -> None:
+        self.tokens.append((token.token_id, token.payload))
+        if self.task.has_payload and token.certainty is not None:
+            self.certainties.append(token.certainty)
 
     def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count a committed launch's draft tokens.

@@ -10,6 +10,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 
 from benchmarks.loops import Decodes, question, randomly, recorded
+from tests.loop_answers import Ask, results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,21 @@ def test_answers_have_the_bits_of_single_steps(
     looped, num_loops = answers(looping, lengths)
     assert looped == plain
     assert num_loops <= 1 + 3 * (len(set(lengths)) - 1)
+
+
+SKILLS = [Ask(kind, 40, logprobs=kind % 2 == 0, after=kind) for kind in range(5)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("asked", [*([ask] for ask in SKILLS), SKILLS + SKILLS[::-1]])
+def test_every_skill_has_the_bits_of_single_steps(
+    graph: Assembly, looping: Assembly, asked: list[Ask], depth: int
+) -> None:
+    """Tokens, values, log-probabilities, events, ends and results; a lone answer is one launch."""
+    plain, _ = results(graph, asked, depth)
+    looped, run = results(looping, asked, depth)
+    assert looped == plain
+    assert len(asked) > 1 or run.launches <= 1
 
 
 def test_ten_thousand_short_steps_with_arrivals_and_aborts(looping: Assembly) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,23 +9,16 @@ import msgspec
 import pytest
 import torch
 from cuda.bindings import driver, runtime
-from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.core import RequestKey
 from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
-from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.scheduler.launch import LaunchKind
-from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.sink import SilentSink
-from legato_engine.scheduler.step_record import StepRecord
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models import hub_folder
+from tests.gpu.decodes import RANKS, ROWS, Decodes, close, decoding
 from tests.gpu.guard import GuardViolation, guarded
-
-ROWS = 4
-RANKS = {"x": 8, "y": 64}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,53 +84,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
     assembly = assemble(config)
     yield assembly
     close(assembly)
-
-
-def close(assembly: Assembly) -> None:
-    """Give its memory back."""
-    assembly.device.close()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-class Decodes(SilentSink):
-    """Counts committed launches by kind, and draft tokens."""
-
-    def __init__(self) -> None:
-        self.kinds: list[LaunchKind] = []
-        self.drafted = 0
-
-    def committed(self, record: StepRecord) -> None:
-        """Count it."""
-        self.kinds.append(record.launch.plan.kind)
-        self.drafted += record.drafted
-
-
-def decoding(
-    assembly: Assembly, seen: Decodes, *, length: int, adapters: tuple[str, ...] = ()
-) -> Scheduler:
-    """Return a scheduler whose rows all decode, and have answers of `length` tokens."""
-    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
-    frontend, support = assembly.frontend, assembly.model.capabilities.adapters
-    for index in range(ROWS):
-        request = Request(
-            request_id=RequestKey(str(index)),
-            task=QueryTask(question="What? " * 3),
-            sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
-        )
-        adapter = None
-        if index < len(adapters):
-            assert support is not None
-            name = adapters[index]
-            data = (Path(assembly.config.adapters) / f"{name}.safetensors").read_bytes()
-            adapter = support.read_adapter(data, name, max(RANKS.values()))
-        sequence = make_sequence(frontend, request, None, adapter)
-        constraints = range(len(frontend.constraints))
-        scheduler.submit(fixed_length(sequence, length, 0, constraints))
-    for _ in range(2 * ROWS + 4):
-        scheduler.step()
-    assert scheduler.load().running == ROWS
-    return scheduler
 
 
 @pytest.mark.parametrize("adapters", [(), ("x", "y")])

@@ -5,12 +5,14 @@ Shape legend: B rows of a batch, R rows of the state, V vocabulary, C constraint
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 import torch
-from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.kernels.cuda.sampling import SampledTokens, Sampler
 from legato_engine.kernels.cuda.value_heads import ValueReader, ValueSizes
+from legato_engine.kernels.reference_certainty import concentration, existence
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table, greedy
 from legato_engine.tasks import Constraint
@@ -213,9 +215,43 @@ def test_payloads_are_those_of_the_bins() -> None:
         scalar_divisor=1024,
         scalar_token=COORD,
         pair_token=SIZE,
+        end_token=0,
+        scalar_reach=32,
+        pair_reach=51,
+        vocab=64,
+    )
+    logits_BV = torch.randn(9, 64, generator=generator).cuda()
+    constraints_CV = constraint_table([Constraint(), Constraint((COORD, SIZE))], 64).cuda()
+    constraint_B = torch.arange(9, device="cuda") % 2
+    sampled = SampledTokens(
+        row_B=row_B,
+        token_B=token_B,
+        hidden_BD=coord_BN,
+        logits_BV=logits_BV,
+        constraints_CV=constraints_CV,
+        constraint_S=constraint_B,
+        entry_B=None,
+        payload_B2=payload_B2,
+        certainty_B2=torch.full((9, 2), 7.0, device="cuda"),
     )
     reader = ValueReader(sizes)
-    reader.read(state, coord_BN, size_BN, row_B, payload_B2)
+    reader.read(state, coord_BN, size_BN, sampled)
+    chained = dataclasses.replace(
+        sampled,
+        constraint_S=constraint_B.flip(0),
+        entry_B=torch.arange(8, -1, -1, device="cuda"),
+        certainty_B2=torch.full((9, 2), 7.0, device="cuda"),
+    )
+    reader.read(state, coord_BN, size_BN, chained, overlap=False)
+    assert torch.equal(chained.certainty_B2, sampled.certainty_B2)
+    pair_BN = size_BN.reshape(9, 2, 1024)
+    near_pair_B2 = concentration(pair_BN, pair_BN.argmax(-1), 51)
+    near_B = concentration(coord_BN, coord_BN.argmax(-1), 32)
+    near_B[1::3] = near_pair_B2[1::3].prod(-1)
+    exists_B = existence(logits_BV + constraints_CV[constraint_B], token_B, 0)
+    certainty_B2 = torch.stack([exists_B, near_B], dim=-1)
+    certainty_B2[2::3] = 1.0
+    torch.testing.assert_close(sampled.certainty_B2, certainty_B2, rtol=2e-6, atol=1e-7)
     coord_B = torch.from_numpy(coord_BN.cpu().numpy().argmax(-1)) / 1024
     bins_B2 = torch.from_numpy(size_BN.reshape(9, 2, 1024).cpu().numpy().argmax(-1)).float()
     expected_B2 = torch.exp2(bins_B2 / 1023 * 10 - 10)

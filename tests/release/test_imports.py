@@ -14,9 +14,10 @@ from packaging.utils import canonicalize_name
 
 from release.distributions import CLIENT, ROOT, SERVER
 
-# Imported inside functions, by callers who have it: an array is an image, videos and GGUF files are
-# read by packages of extras.
-OPTIONAL = {"legato_client": {"av", "numpy"}, "legato_service": set(), "legato_engine": {"gguf"}}
+# Imported by callers who have it: an array is an image; videos, bags, DDS and GGUF files are read
+# by packages of extras.
+CLIENTS_EXTRAS = {"av", "cyclonedds", "mcap", "mcap_ros2", "numpy"}
+OPTIONAL = {"legato_client": CLIENTS_EXTRAS, "legato_service": set(), "legato_engine": {"gguf"}}
 PACKAGES = [
     ("clients/python/legato_client", CLIENT),
     ("service/legato_service", SERVER),

@@ -100,6 +100,7 @@ func (c *Client) Detect(ctx context.Context, image Image, object string, options
 	detect := ask.task.GetDetect()
 	request := &legatov1.DetectRequest{
 		Image: ask.image, Object: detect.Object, MaxObjects: detect.MaxObjects,
+		MinConfidence: detect.MinConfidence, Order: detect.Order,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
 	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Detect, request, detectOf)
@@ -114,6 +115,7 @@ func (c *Client) Point(ctx context.Context, image Image, object string, options 
 	point := ask.task.GetPoint()
 	request := &legatov1.PointRequest{
 		Image: ask.image, Object: point.Object, MaxObjects: point.MaxObjects, SpatialRefs: point.SpatialRefs,
+		MinConfidence: point.MinConfidence, Order: point.Order,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
 	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Point, request, pointsOf)

@@ -133,6 +133,10 @@ func stampOf(from *legatov1.FrameStamp) FrameStamp {
 
 func tokenOf(from *legatov1.Token) Token {
 	token := Token{ID: from.TokenId, Text: from.Text, Logprob: from.Logprob}
+	token.Alternatives = all(from.Alternatives, alternativeOf)
+	if sure := from.Certainty; sure != nil {
+		token.Certainty = &Certainty{sure.Existence, sure.Concentration}
+	}
 	switch value := from.Value.(type) {
 	case *legatov1.Token_Coordinate:
 		token.Coordinate = &value.Coordinate
@@ -140,6 +144,10 @@ func tokenOf(from *legatov1.Token) Token {
 		token.Size = &Size{value.Size.GetWidth(), value.Size.GetHeight()}
 	}
 	return token
+}
+
+func alternativeOf(from *legatov1.TokenAlternative) Alternative {
+	return Alternative{from.TokenId, from.Text, from.Logprob}
 }
 
 // word is an enum's value without its prefix; empty for UNSPECIFIED, a number for what is newer than this package.

@@ -70,6 +70,34 @@ func WithMaxObjects(count uint32) TaskOption {
 	})
 }
 
+// WithMinConfidence leaves out what a detection or pointing finds with a lower confidence, in [0, 1].
+func WithMinConfidence(confidence float32) TaskOption {
+	return taskOption(func(t *Task) {
+		switch kind := t.message.Kind.(type) {
+		case *legatov1.Task_Detect:
+			kind.Detect.MinConfidence = &confidence
+		case *legatov1.Task_Point:
+			kind.Point.MinConfidence = &confidence
+		default:
+			t.wrong = misuse("min_confidence", "only a detection or pointing has it")
+		}
+	})
+}
+
+// WithOrder sets the order of the objects in the result of a detection or pointing.
+func WithOrder(order ObjectOrder) TaskOption {
+	return taskOption(func(t *Task) {
+		switch kind := t.message.Kind.(type) {
+		case *legatov1.Task_Detect:
+			kind.Detect.Order = legatov1.ObjectOrder(order)
+		case *legatov1.Task_Point:
+			kind.Point.Order = legatov1.ObjectOrder(order)
+		default:
+			t.wrong = misuse("order", "only a detection or pointing has it")
+		}
+	})
+}
+
 // WithReasoning has a query think first; the thoughts are [QueryResult.Reasoning].
 func WithReasoning() TaskOption {
 	return taskOption(func(t *Task) {
@@ -177,6 +205,11 @@ func WithTokens() CallOption {
 func WithLogprobs() CallOption {
 	alternatives := uint32(0)
 	return callOption(func(c *callSettings) { c.options.TopLogprobs = &alternatives })
+}
+
+// WithAlternatives is [WithLogprobs] with as many [Token.Alternatives], at most 20.
+func WithAlternatives(count uint32) CallOption {
+	return callOption(func(c *callSettings) { c.options.TopLogprobs = &count })
 }
 
 // WithHeartbeat bounds the silence of a stream, at least 100 ms.

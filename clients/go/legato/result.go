@@ -198,6 +198,26 @@ type Token struct {
 	Coordinate *float32
 	// Size is that of the box around the place before it; nil for other tokens.
 	Size *Size
+	// Alternatives are the likeliest tokens in its place, the likeliest first, with [WithAlternatives].
+	Alternatives []Alternative
+	// Certainty is nil for tokens without a value, and unless [WithLogprobs].
+	Certainty *Certainty
+}
+
+// Alternative is a token that the model might have chosen.
+type Alternative struct {
+	ID      uint32
+	Text    string
+	Logprob float32
+}
+
+// Certainty is how sure the model was of a token with a value. The product of both over the tokens of an object is its
+// confidence, before any calibration.
+type Certainty struct {
+	// Existence is the token's probability against that of ending.
+	Existence float32
+	// Concentration is the probability of the values close to the token's.
+	Concentration float32
 }
 
 func (s FrameStamp) message() *legatov1.FrameStamp {

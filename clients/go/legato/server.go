@@ -47,6 +47,17 @@ type Model struct {
 	// StreamingRegions: Generate sends points and objects while it decodes.
 	StreamingRegions bool
 	MaxContextTokens uint32
+	// Confidence is nil where no result has one.
+	Confidence *ConfidenceInfo
+}
+
+// ConfidenceInfo is how the confidences of a model are to be read.
+type ConfidenceInfo struct {
+	// Tasks have them; those of CalibratedTasks are shares of objects that are right, the others only order objects.
+	Tasks, CalibratedTasks []string
+	// FittedOn names what the calibration was fitted on; it is empty, and FittedAt zero, where there is none.
+	FittedOn string
+	FittedAt time.Time
 }
 
 // ServerInfo asks what the server is. It answers while its engine still loads.
@@ -99,5 +110,14 @@ func limitsOf(from *legatov1.Limits) Limits {
 }
 
 func modelOf(from *legatov1.Model) Model {
-	return Model{from.Name, from.Aliases, from.Tasks, from.StreamingRegions, from.MaxContextTokens}
+	return Model{
+		from.Name, from.Aliases, from.Tasks, from.StreamingRegions, from.MaxContextTokens, confidenceInfoOf(from.Confidence),
+	}
+}
+
+func confidenceInfoOf(from *legatov1.Confidence) *ConfidenceInfo {
+	if from == nil {
+		return nil
+	}
+	return &ConfidenceInfo{from.Tasks, from.CalibratedTasks, from.FittedOn, timeOf(from.FittedAt)}
 }

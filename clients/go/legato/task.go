@@ -20,6 +20,15 @@ const (
 	LongCaption   = CaptionLength(legatov1.CaptionLength_CAPTION_LENGTH_LONG)
 )
 
+// ObjectOrder is the order of objects in a result.
+type ObjectOrder int32
+
+// The orders of objects; 0 is OrderModel.
+const (
+	OrderModel      = ObjectOrder(legatov1.ObjectOrder_OBJECT_ORDER_MODEL)
+	OrderConfidence = ObjectOrder(legatov1.ObjectOrder_OBJECT_ORDER_CONFIDENCE) // the greatest first
+)
+
 // QueryTask answers a question.
 func QueryTask(question string, options ...TaskOption) Task {
 	query := &legatov1.QueryTask{Question: question}

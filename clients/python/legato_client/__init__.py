@@ -89,9 +89,11 @@ from legato_client._values.results import (
     SegmentResult,
     Timings,
     Token,
+    TokenAlternative,
+    TokenCertainty,
     Usage,
 )
-from legato_client._values.server import Limits, ModelInfo, ServerInfo
+from legato_client._values.server import ConfidenceInfo, Limits, ModelInfo, ServerInfo
 from legato_client._values.session import (
     Answer,
     FrameDelta,
@@ -132,6 +134,7 @@ __all__ = [
     "CaptionTask",
     "Client",
     "ClientTooOld",
+    "ConfidenceInfo",
     "DeadlineExceeded",
     "DecodeSteps",
     "DetectResult",
@@ -205,6 +208,8 @@ __all__ = [
     "TimelineUpdate",
     "Timings",
     "Token",
+    "TokenAlternative",
+    "TokenCertainty",
     "TokensDelta",
     "Unauthenticated",
     "Unavailable",

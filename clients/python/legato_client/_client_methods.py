@@ -89,12 +89,16 @@ class ClientMethods(BaseClient):
         object: str,
         *,
         max_objects: int | None = None,
+        min_confidence: float | None = None,
+        order: _tasks.ObjectOrder = "model",
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.DetectResult:
         """Box every instance of `object`."""
-        task = _tasks.DetectTask(object, max_objects, sampling)
+        task = _tasks.DetectTask(
+            object, max_objects, sampling, min_confidence=min_confidence, order=order
+        )
         shown, file = await self._image_or_file(image)
         request = requests.detect(shown, task, options)
         return await self._unary(methods.DETECT, request, timeout, file)
@@ -106,12 +110,21 @@ class ClientMethods(BaseClient):
         *,
         max_objects: int | None = None,
         spatial_refs: Sequence[_tasks.SpatialRef] = (),
+        min_confidence: float | None = None,
+        order: _tasks.ObjectOrder = "model",
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.PointResult:
         """Point at every instance of `object`."""
-        task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
+        task = _tasks.PointTask(
+            object,
+            max_objects,
+            tuple(spatial_refs),
+            sampling,
+            min_confidence=min_confidence,
+            order=order,
+        )
         shown, file = await self._image_or_file(image)
         request = requests.point(shown, task, options)
         return await self._unary(methods.POINT, request, timeout, file)

@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 
 from legato_engine.core import (
+    Certainty,
     Event,
     ImageSource,
     ObjectEvent,
@@ -64,6 +65,7 @@ class RequestStream(msgspec.Struct, eq=False):
     _token_ids: list[int] = []
     _payloads: list[tuple[float, float]] = []
     _logprobs: list[float] = []
+    _certainties: list[Certainty] = []
     _pending: list[StreamOutput | LegatoError] = []
     _num_loose: int = 0  # of the last pending, deltas that are not merged
     _waiter: asyncio.Future[None] | None = None  # for the next output
@@ -77,6 +79,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self._token_ids = list(resumed.token_ids)
             self._payloads = list(resumed.payloads)
             self._logprobs = list(resumed.logprobs)
+            self._certainties = list(resumed.certainties)
 
     @property
     def request_id(self) -> RequestKey:
@@ -159,12 +162,14 @@ class RequestStream(msgspec.Struct, eq=False):
 
     def resumed(self, image: ImageSource | None, *, alone: bool = False) -> Request:
         """Return the request for another engine, with what has been told."""
+        known = len(self._certainties) == len(self._token_ids)  # else a caller lost some
         resumed = Resumed(
             arrival=self.arrival,
             first_token=self._first_token,
             token_ids=tuple(self._token_ids),
             payloads=tuple(self._payloads),
             logprobs=tuple(self._logprobs),
+            certainties=tuple(self._certainties) if known else (),
             alone=alone,
         )
         return msgspec.structs.replace(self.request, image=image, resumed=resumed)
@@ -180,6 +185,7 @@ class RequestStream(msgspec.Struct, eq=False):
         self._token_ids += delta.token_ids
         self._payloads += delta.payloads
         self._logprobs += delta.logprobs
+        self._certainties += delta.certainties
 
     def _as_begun(self, done: Done) -> Done:
         """Repeat what the first engine said in `Started`."""
@@ -240,6 +246,7 @@ def _merged(deltas: list[Delta]) -> Delta:
         token_ids=tuple([each for delta in deltas for each in delta.token_ids]),
         payloads=tuple([each for delta in deltas for each in delta.payloads]),
         logprobs=tuple([each for delta in deltas for each in delta.logprobs]),
+        certainties=tuple([each for delta in deltas for each in delta.certainties]),
     )
 
 

@@ -88,6 +88,7 @@ class Assembly:
             adapters=self.bank is not None,
             kv_dtype=dtype_name(self.kv.k_LNHSE.dtype),
             kv_token_bytes=token_bytes(self.model),
+            confidence=self.frontend.confidence,
         )
 
     def scheduler(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from legato_engine.core import Event, FinishReason, RequestKey, Timings, Usage
+from legato_engine.core import Certainty, Event, FinishReason, RequestKey, Timings, Usage
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import LegatoError, to_value
@@ -104,8 +104,10 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
     request.num_told += len(tokens)
     payloads: tuple[tuple[float, float], ...] = ()
     logprobs: tuple[float, ...] = ()
+    certainties: tuple[Certainty, ...] = ()
     if sequence.task.has_payload:
         payloads = tuple([payload for _, payload in tokens])
+        certainties = tuple(sequence.certainties[-len(tokens) :])
     if sequence.request.logprobs:
         logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-len(tokens) :]])
     return Delta(
@@ -114,6 +116,7 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
         token_ids=tuple([token_id for token_id, _ in tokens]),
         payloads=payloads,
         logprobs=logprobs,
+        certainties=certainties,
     )
 
 

@@ -29,7 +29,7 @@ def replay(sequence: Sequence, resumed: Resumed, frontend: ModelFrontend) -> lis
     for index, token in enumerate(_tokens(resumed)):
         _check(sequence, token.token_id, index, frontend)
         infos += tokens_of(task.consume(token))
-        sequence.tokens.append((token.token_id, token.payload))
+        sequence.commit(token)
     sequence.progress.num_launched = sequence.num_committed
     sequence.timing.first_token = resumed.first_token
     return infos
@@ -56,4 +56,5 @@ def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFronten
 def _tokens(resumed: Resumed) -> Iterator[SampledToken]:
     payloads = resumed.payloads or repeat(NO_PAYLOAD)
     logprobs = resumed.logprobs or repeat(None)
-    return map(SampledToken, resumed.token_ids, payloads, logprobs)
+    certainties = resumed.certainties or repeat(None)
+    return map(SampledToken, resumed.token_ids, payloads, logprobs, certainties)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from legato_engine.core import (
+    Certainty,
+    ConfidenceInfo,
     EncodedImage,
     Event,
     FinishReason,
@@ -121,6 +123,7 @@ class ModelInfo(Value, frozen=True):
     adapters: bool = False
     kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
+    confidence: ConfidenceInfo | None = None  # None: results have none
 
 
 class Loading(Value, frozen=True):
@@ -303,6 +306,7 @@ class Delta(Value, frozen=True):
     token_ids: tuple[int, ...] = ()
     payloads: tuple[tuple[float, float], ...] = ()
     logprobs: tuple[float, ...] = ()
+    certainties: tuple[Certainty, ...] = ()
 
 
 class Done(Value, frozen=True):

@@ -11,7 +11,7 @@ from legato_engine.kernels.cuda import draft_layer
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, DraftWeights
 from legato_engine.kernels.cuda.drafting import DraftKernels, DraftTensors, LookupKernel
 from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
-from legato_engine.kernels.cuda.sampling import RowTensors, Sampler
+from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens, Sampler
 from legato_engine.kernels.cuda.switch import Switch
 from legato_engine.kernels.cuda.while_loop import WhileLoop
 from legato_engine.kernels.decode_loop import LoopTensors
@@ -26,6 +26,7 @@ __all__ = [
     "DraftWeights",
     "ImagePipeline",
     "RowTensors",
+    "SampledTokens",
     "Sampler",
     "StitchPool",
     "Switch",

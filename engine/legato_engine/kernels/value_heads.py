@@ -8,7 +8,7 @@ import torch
 
 from legato_engine.kernels.cuda.packed_layers import packed_head
 from legato_engine.kernels.cuda.packing import pack
-from legato_engine.kernels.cuda.sampling import RowTensors
+from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
 from legato_engine.kernels.cuda.value_heads import (
     Bins,
     DecoderWeights,
@@ -26,6 +26,7 @@ __all__ = [
     "MlpDecoders",
     "NormedDecoders",
     "RowTensors",
+    "SampledTokens",
     "TokenInputs",
     "ValueEncoder",
     "ValueHeads",
@@ -80,17 +81,10 @@ class ValueHeads:
         batch = token_B.shape[0]
         return self._bins.scalar_bins_BN[:batch], self._bins.pair_bins_BS[:batch]
 
-    def read(
-        self,
-        state: RowTensors,
-        hidden_BD: torch.Tensor,
-        token_B: torch.Tensor,
-        row_B: torch.Tensor,
-        payload_B2: torch.Tensor,
-    ) -> None:
-        """Write values here and in their rows; zeros for plain tokens."""
-        scalar_BN, pair_BS = self.bins(token_B, hidden_BD)
-        self._reader.read(state, scalar_BN, pair_BS, row_B, payload_B2)
+    def read(self, state: RowTensors, sampled: SampledTokens) -> None:
+        """Write payloads, also to their rows, and certainties; 0 and 1 for plain tokens."""
+        scalar_BN, pair_BS = self.bins(sampled.token_B, sampled.hidden_BD)
+        self._reader.read(state, scalar_BN, pair_BS, sampled)
 
 
 def _bins(sizes: ValueSizes, decoders: MlpDecoders | NormedDecoders, device: torch.device) -> Bins:

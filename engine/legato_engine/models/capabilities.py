@@ -26,14 +26,19 @@ Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 class ValueHeads(Protocol):
     """Heads that read the value (a coordinate, a size) of a sampled token."""
 
-    def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """[B, 2] float32, zero for plain tokens."""
+    def values(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payloads, zero for plain tokens, and certainties (`core.Certainty`), one for them.
+
+        Both [B, 2] float32; `logits_BV` are constrained.
+        """
         ...
 
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
     ) -> torch.Tensor:
-        """[B] float32 of what `payload` returned, zero for plain tokens."""
+        """[B] float32 of the payloads that `values` returned, zero for plain tokens."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from legato_engine.core import ImageInfo, Request
+from legato_engine.core import ConfidenceInfo, ImageInfo, Request
 from legato_engine.tasks import Constraint, Task
 
 
@@ -35,6 +35,7 @@ class ModelFrontend(Protocol):
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
     vocab_size: int
+    confidence: ConfidenceInfo | None  # None: results have none
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""

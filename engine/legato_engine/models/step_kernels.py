@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.accelerated import RowTensors
+    from legato_engine.kernels.accelerated import RowTensors, SampledTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,13 +64,6 @@ class StepKernels(Protocol):
         """Fill the final residual stream and the float32 logits, if given; write K and V."""
         ...
 
-    def payload(
-        self,
-        state: RowTensors,
-        hidden_BD: torch.Tensor,
-        token_B: torch.Tensor,
-        row_B: torch.Tensor,
-        payload_B2: torch.Tensor,
-    ) -> None:
-        """Write sampled tokens' values to `payload_B2` and to their rows' state."""
+    def values(self, state: RowTensors, sampled: SampledTokens) -> None:
+        """Write the tokens' payloads, also to their rows' state, and their certainties."""
         ...

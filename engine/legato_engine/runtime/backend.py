@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
+
+
+class Needs(NamedTuple):
+    """What some row of a launch needs of its sampling."""
+
+    sampled: bool  # it is not greedy
+    payload: bool  # its task has values
+    logprobs: bool
+    alternatives: bool = False  # to its tokens; never in a loop
 
 
 class Backend(Protocol):
@@ -33,15 +42,15 @@ class Backend(Protocol):
         ...
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """`sampled`: some row is not greedy. `payload`: some row has a task with values."""
+        """As `Needs` says."""
         ...
 
-    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
-        """The work of a step without payloads, in order, to be repeated at fixed addresses."""
+    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
+        """The work of a step, in order, to be repeated at fixed addresses."""
         ...
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Compute them for what `sample` chose with this `payload`."""
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        """Compute them for what `sample` chose with this `payload`, and `alternatives` to it."""
         ...
 
     def prefill(

@@ -1,27 +1,26 @@
 """Several decode steps as one launch, without the host between them.
 
-The rows have pages for all steps. The host follows the tokens through a ring and may end the loop
-after any step.
+The rows have pages for all steps, and their constraints follow the model's table. The host follows
+the outputs through a ring and may end the loop after any step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import product
 
+import numpy as np
 import torch
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import LoopTensors, control_step
-from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.loops import MAX_STEPS
-from legato_engine.scheduler.runner import RowTokens
-from legato_engine.sequence import NO_PAYLOAD
-from legato_engine.tasks import SampledToken
 
 _POLL_SECONDS = 2e-5
 _ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
@@ -31,30 +30,31 @@ class DecodeLoops:
     """The loops of every slot, each made once for a batch."""
 
     def __init__(self, resources: Resources, backend: Backend) -> None:
-        on, most = resources.device.torch_device, resources.buckets[-1]
+        on = resources.device.torch_device
         self._resources = resources
         self._backend = backend
         self._rings = [
-            TokenRing(resources.device, max_steps=MAX_STEPS, max_rows=most) for _ in resources.slots
+            TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
+            for slot in resources.slots
         ]
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
         self._read_at = 0.0
         self._step_seconds = 0.0
-        self._made: dict[tuple[int, int, int, bool], Work] = {}
+        self._made: dict[tuple[int, int, int, Needs], Work] = {}
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
     def warm_up(self) -> None:
         """Make every loop that a launch may need, and run none."""
-        for slot in range(len(self._rings)):
-            for bucket in self._resources.buckets:
-                for rank in self._resources.ranks:
-                    for sampled in (False, True):
-                        self._loop(slot, bucket, rank, sampled=sampled)
+        slots, resources = range(len(self._rings)), self._resources
+        needs = {_widened(Needs(*each)) for each in product((False, True), repeat=3)}
+        for slot, bucket, rank in product(slots, resources.buckets, resources.ranks):
+            for each in sorted(needs):
+                self._loop(slot, bucket, rank, each)
 
-    def start(self, slot: int, bucket: int, rank: int, num_steps: int, *, sampled: bool) -> None:
-        """Enqueue at most `num_steps` steps; the rows and their constraints are staged."""
-        loop = self._loop(slot, bucket, rank, sampled=sampled)
+    def start(self, slot: int, bucket: int, rank: int, num_steps: int, needs: Needs) -> None:
+        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
+        loop = self._loop(slot, bucket, rank, _widened(needs))
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
 
@@ -63,20 +63,21 @@ class DecodeLoops:
             self._step.zero_()
             loop()
 
-        self._resources.compute.submit(work)
+        if num_steps:
+            self._resources.compute.submit(work)
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
 
-    def next_tokens(self, slot: int, num_rows: int, end: Event) -> list[RowTokens] | None:
-        """Wait for the next step's tokens, or None once the loop's `end` has passed."""
+    def next_outputs(self, slot: int, end: Event) -> Mapping[str, np.ndarray] | None:
+        """Wait for the next step's outputs, or None once the loop's `end` has passed."""
         ring = self._rings[slot]
         for seconds in self._looks():
-            ended = end.query()  # first: tokens are there before it
-            tokens = ring.read(num_rows)
-            if tokens is not None:
+            ended = end.query()  # first: outputs are there before it
+            outputs = ring.read()
+            if outputs is not None:
                 self._measure(time.perf_counter())
-                return [RowTokens((SampledToken(token, NO_PAYLOAD),)) for token in tokens]
+                return outputs
             if ended:
                 end.wait()  # raises the device's failure
                 break
@@ -97,13 +98,13 @@ class DecodeLoops:
         while True:
             yield _POLL_SECONDS
 
-    def _loop(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> Work:
-        key = (slot, bucket, rank, sampled)
+    def _loop(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
+        key = (slot, bucket, rank, needs)
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, slot: int, bucket: int, rank: int, sampled: bool) -> Work:
+    def _make(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
         buffers, ring = self._resources.slots[slot], self._rings[slot]
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
         loop = LoopTensors(
@@ -112,16 +113,24 @@ class DecodeLoops:
             fresh_B=staged["fresh"],
             sample_position_B=staged["sample_position"],
             token_B=buffers.tokens_R[:bucket],
+            constraint_B=buffers.constraint.device["constraint"][:bucket],
+            successor_C2=self._resources.successor_C2,
+            outputs_N=buffers.outputs.device_bytes,
             limit=self._limit,
             step=self._step,
-            ring_SB=ring.ring_SB,
+            ring_SN=ring.ring_SN,
             words=ring.words,
             scratch_row=self._resources.state.scratch_row,
         )
-        works = self._backend.loop_works(slot, bucket, rank, sampled=sampled)
+        works = self._backend.loop_works(slot, bucket, rank, needs)
         if works not in self._by_works:
             self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
         return self._by_works[works]
+
+
+def _widened(needs: Needs) -> Needs:
+    """Log-probabilities are rare, and one loop with values does for all of them."""
+    return needs._replace(payload=True) if needs.logprobs else needs
 
 
 def _on_the_host(works: tuple[Work, ...], loop: LoopTensors) -> Work:

@@ -14,12 +14,15 @@ from legato_engine.device.base import Device
 from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import Fields, StagingBuffer
 
-MAX_PASSES = 10
-"""Host sides of the staged steps; the matrix library is faster for prompts of more steps."""
+MAX_PASSES = 64
+"""Host sides of the staged steps; a prompt of more steps is left to the matrix library."""
 
 SHARED_PASSES = 4
 """Steps of a shared launch; its decodes wait for all of them."""
 
+
+MAX_ALTERNATIVES = 20
+"""Alternatives to a token that a launch computes."""
 
 STEP_FIELDS = (
     "row",  # of the page table and the row state
@@ -54,6 +57,8 @@ class DecodeSlot:
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
     - `outputs`: by token.
+    - `alternatives`: of each token, the likeliest in falling order, if a row of the launch wants
+      them.
 
     With speculation a prompt also has its `history` (ids by position), `limit` (the last position
     to feed) and `descriptor`. A launch stages `SCHEDULED_FIELDS`, the pages that begin in it, and
@@ -129,14 +134,20 @@ class DecodeSlot:
             {
                 "token": rows,
                 "payload": pairs,
+                "certainty": pairs,
                 "logprob": ((max_rows,), torch.float32),
                 **learnt,
             },
+        )
+        places = (max_rows, min(MAX_ALTERNATIVES, vocab_size))
+        self.alternatives = StagingBuffer(
+            device, {"token": (places, torch.int64), "logprob": (places, torch.float32)}
         )
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)
         self.tokens_R = self.outputs.device["token"]
         self.payload_R2 = self.outputs.device["payload"]
+        self.certainty_R2 = self.outputs.device["certainty"]  # stale unless a row has payloads
         self.logprob_R = self.outputs.device["logprob"]  # stale unless a row wants it
         self.entry_R = self.staged.device["scheduled"] if speculates else None
 

@@ -71,8 +71,10 @@ class DecodeStep:
         state.token_R[row_B] = token_B
         slot.tokens_R[:batch].copy_(torch.where(finite_B, token_B, -1))
         if payload and self._values is not None:
-            payload_B2 = self._values.payload(slot.hidden_RD[:batch], token_B)
+            hidden_BD = slot.hidden_RD[:batch]
+            payload_B2, certainty_B2 = self._values.values(hidden_BD, token_B, logits_BV)
             state.payload_R2[row_B] = payload_B2
             slot.payload_R2[:batch].copy_(payload_B2)
+            slot.certainty_R2[:batch].copy_(certainty_B2)
         if state.drafts is not None:
             state.drafts.settle(slot, batch, state.token_R)

@@ -15,9 +15,10 @@ from itertools import product
 
 from legato_engine.device.base import Event
 from legato_engine.kernels import ops
-from legato_engine.kernels.accelerated import Sampler
+from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
+from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
 from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
@@ -92,8 +93,9 @@ class KernelBackend:
             if self._drafting is not None:
                 for adapted in adapters:
                     self._graphs.run(self._drafting_work, slot, adapted)
-            for payload in (False, True):
-                self.logprobs(slot, self.buckets[-1], payload=payload)
+            for payload, alternatives in product((False, True), repeat=2):
+                widest = self.buckets[-1]
+                self.logprobs(slot, widest, payload=payload, alternatives=alternatives)
         if self._encoder_runner is not None:
             self._encoder_runner.warm_up()
 
@@ -103,12 +105,16 @@ class KernelBackend:
         else:
             self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
-    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
+    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
-        del sampled
-        shape = (slot, bucket, bucket, rank > 0)
-        forward = self._graphs.captured(self._forward_work, *shape)
-        return forward, self._graphs.captured(self._sample_work, slot, bucket, False)
+        graphs, payload = self._graphs, needs.payload
+        works = [
+            graphs.captured(self._forward_work, slot, bucket, bucket, rank > 0),
+            graphs.captured(self._sample_work, slot, bucket, payload),
+        ]
+        if needs.logprobs:
+            works.append(graphs.captured(self._logprobs_work, slot, payload, False))
+        return tuple(works)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)
@@ -117,9 +123,9 @@ class KernelBackend:
         """The kernel reads from the row's state whether it is greedy."""
         self._graphs.run(self._sample_work, slot, bucket, payload)
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
         """Over all rows of the slot: torch's order of summation depends on their number."""
-        self._graphs.run(self._logprobs_work, slot, payload)
+        self._graphs.run(self._logprobs_work, slot, payload, alternatives)
 
     def prefill(
         self,
@@ -270,33 +276,40 @@ class KernelBackend:
     def _sample_work(self, slot: int, bucket: int, payload: bool) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = buffers.staged.device
-        row_B, tokens_B = staged["sample_row"][:bucket], buffers.tokens_R[:bucket]
+        sampled = SampledTokens(
+            row_B=staged["sample_row"][:bucket],
+            token_B=buffers.tokens_R[:bucket],
+            hidden_BD=buffers.hidden_RD[:bucket],
+            logits_BV=buffers.logits_RV[:bucket],
+            constraints_CV=self._resources.constraints_CV,
+            constraint_S=buffers.constraint.device["constraint"],
+            entry_B=None if buffers.entry_R is None else buffers.entry_R[:bucket],
+            payload_B2=buffers.payload_R2[:bucket],
+            certainty_B2=buffers.certainty_R2[:bucket],
+        )
 
         def work() -> None:
             self._sampler.sample(
                 state,
-                buffers.logits_RV[:bucket],
-                self._resources.constraints_CV,
-                buffers.constraint.device["constraint"],
-                row_B,
+                sampled.logits_BV,
+                sampled.constraints_CV,
+                sampled.constraint_S,
+                sampled.row_B,
                 staged["sample_position"][:bucket],
-                tokens_B,
-                entry_B=buffers.entry_R,
+                sampled.token_B,
+                entry_B=sampled.entry_B,
                 overlap=False,
             )
             if payload:
-                hidden_BD = buffers.hidden_RD[:bucket]
-                self._kernels.payload(
-                    state, hidden_BD, tokens_B, row_B, buffers.payload_R2[:bucket]
-                )
+                self._kernels.values(state, sampled)
             if state.drafts is not None:
                 state.drafts.settle(buffers, bucket, state.token_R)
 
         return work
 
-    def _logprobs_work(self, slot: int, payload: bool) -> Work:
+    def _logprobs_work(self, slot: int, payload: bool, alternatives: bool) -> Work:
         step = LogprobStep(self._resources, self._slots[slot], self.buckets[-1])
-        return lambda: step(payload)
+        return lambda: step(payload, alternatives)
 
 
 def _layouts(buckets: Sequence[int]) -> list[Layout]:

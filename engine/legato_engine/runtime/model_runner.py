@@ -6,10 +6,12 @@ The decode path allocates no memory, and only `collect` waits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from legato_engine import failpoints
@@ -19,7 +21,7 @@ from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
-from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
@@ -28,7 +30,7 @@ from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table, successor_table
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
@@ -54,7 +56,7 @@ class LaunchEvents:
     sample_start: Event
     sample_end: Event
     copy_end: Event
-    logprobs: bool = dataclasses.field(default=False, kw_only=True)  # the launch computed them
+    needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
 
 
 class ModelRunner:
@@ -112,6 +114,7 @@ class ModelRunner:
             bank=adapters,
             buckets=tuple(buckets),
             constraints_CV=_constraints(model, device),
+            successor_C2=successor_table(model.constraints).to(device.torch_device),
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
@@ -208,24 +211,30 @@ class ModelRunner:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
         if rows and not launch.plan.loops:
-            sampled, payload, events.logprobs = _needs(rows)
+            needs = events.needs = _needs(rows)
             bucket = self._staging.bucket(count)
-            self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
-            if events.logprobs:
-                self._backend.logprobs(launch.slot, bucket, payload=payload)
+            self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
+            if needs.logprobs:
+                self._backend.logprobs(
+                    launch.slot, bucket, payload=needs.payload, alternatives=needs.alternatives
+                )
         events.sample_end = compute.record(events.sample_end)
         copy.wait_event(events.sample_end)
         if rows and not launch.plan.loops:
             slot.outputs.download(copy)
+            if events.needs.alternatives:
+                slot.alternatives.download(copy)
         events.copy_end = copy.record(events.copy_end)
 
     def _loop(self, launch: Launch) -> None:
         """Forwards with their sampling; in the times all of it is the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
-        sampled, _, _ = _needs(rows)
         bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
-        self._loops.start(launch.slot, bucket, rank, launch.plan.num_steps, sampled=sampled)
+        events.needs = _needs(rows)
+        ended = all(row.sequence.finalized for row in rows)  # by the commit before
+        num_steps = 0 if ended else launch.plan.num_steps
+        self._loops.start(launch.slot, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -235,41 +244,34 @@ class ModelRunner:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows or launch.plan.loops:
             return []
-        outputs = self._slots[launch.slot].outputs.host
         if self._drafts is not None:
-            return self._drafted(launch.slot, len(rows), logprobs=events.logprobs)
-        count = len(rows)
-        fields: list[Iterable[Any]] = [
-            outputs["token"][:count].tolist(),
-            map(tuple, outputs["payload"][:count].tolist()),
-            outputs["logprob"][:count].tolist() if events.logprobs else repeat(None),
-        ]
-        tokens = map(SampledToken._make, zip(*fields, strict=False))
+            return self._drafted(launch.slot, len(rows), events.needs)
+        return self._sampled(self._slots[launch.slot].outputs.host, launch)
+
+    def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
+        """One token of each row."""
+        slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
+        tokens = _sampled_tokens(outputs, slot, len(launch.plan.sampled_rows), needs)
         return [RowTokens((token,)) for token in tokens]
 
-    def _drafted(self, slot: int, num_rows: int, *, logprobs: bool) -> list[RowTokens]:
+    def _drafted(self, slot: int, num_rows: int, needs: Needs) -> list[RowTokens]:
         """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
         outputs = self._slots[slot].outputs.host
         counts = outputs["count"][:num_rows].tolist()
         proposed = outputs["proposed"][:num_rows].tolist()
-        end = sum(proposed) + num_rows
-        tokens, payloads = (outputs[name][:end].tolist() for name in ("token", "payload"))
-        likely = outputs["logprob"][:end].tolist() if logprobs else [None] * end
+        tokens = _sampled_tokens(outputs, self._slots[slot], sum(proposed) + num_rows, needs)
         rows, first = [], 0
         descriptors = map(Descriptor._make, self._descriptors[slot][:num_rows].tolist())
         for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
-            accepted = tuple(
-                SampledToken(tokens[index], tuple(payloads[index]), likely[index])
-                for index in range(first, first + count)
-            )
+            accepted = tuple(tokens[first : first + count])
             rows.append(RowTokens(accepted, drafted, learnt))
             first += 1 + drafted if count else 0
         return rows
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
-        end = self._events[launch.slot].copy_end
-        return self._loops.next_tokens(launch.slot, len(launch.plan.rows), end)
+        outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
+        return None if outputs is None else self._sampled(outputs, launch)
 
     def end_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"
@@ -299,14 +301,38 @@ def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
 
 
-def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
-    sampled = payload = logprobs = False
+def _needs(rows: Sequence[ScheduledSequence]) -> Needs:
+    sampled = payload = logprobs = alternatives = False
     for row in rows:
-        task = row.sequence.task
+        task, request = row.sequence.task, row.sequence.request
         sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
         payload = payload or task.has_payload
-        logprobs = logprobs or row.sequence.request.logprobs
-    return sampled, payload, logprobs
+        logprobs = logprobs or request.logprobs
+        alternatives = alternatives or request.top_logprobs > 0
+    return Needs(sampled, payload, logprobs, alternatives)
+
+
+def _sampled_tokens(
+    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, count: int, needs: Needs
+) -> list[SampledToken]:
+    fields: list[Iterable[Any]] = [
+        outputs["token"][:count].tolist(),
+        map(tuple, outputs["payload"][:count].tolist()),
+        outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
+        map(tuple, outputs["certainty"][:count].tolist()) if needs.payload else repeat(None),
+        _alternatives(slot, count) if needs.alternatives else repeat(()),
+    ]
+    return list(map(SampledToken._make, zip(*fields, strict=False)))
+
+
+def _alternatives(slot: DecodeSlot, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Without the tokens that a constraint forbids."""
+    host = slot.alternatives.host
+    tokens, logprobs = (host[name][:count].tolist() for name in ("token", "logprob"))
+    return [
+        tuple((token, likely) for token, likely in zip(*row, strict=True) if likely > -math.inf)
+        for row in zip(tokens, logprobs, strict=True)
+    ]
 
 
 def _draft_state(

@@ -32,6 +32,7 @@ class Resources:
     bank: AdapterBank | None  # None: no row has an adapter
     buckets: tuple[int, ...]  # tokens, ascending
     constraints_CV: torch.Tensor  # float32, added to logits
+    successor_C2: torch.Tensor  # of `successor_table`
     graphs: GraphRunner
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from legato_engine.kernels.decode_loop import ANY
 from legato_engine.tasks import Constraint
 
 GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
@@ -25,6 +26,15 @@ def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torc
             row_V[list(constraint.allowed)] = 0.0
         row_V[list(constraint.suppressed)] = -torch.inf
     return table_CV
+
+
+def successor_table(constraints: Sequence[Constraint]) -> torch.Tensor:
+    """[C, 2] int64: after which token (`ANY`: all) which constraint follows."""
+    rows = [
+        (ANY, index) if of.then is None else (ANY if of.on is None else of.on, of.then)
+        for index, of in enumerate(constraints)
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def greedy(logits_BV: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ class StagingBuffer:
     """Fields packed into one pinned buffer and one device buffer.
 
     `hosts` are `copies` host sides, to fill one while another uploads; `host` is the first.
+    `device_bytes` has all fields.
     """
 
     def __init__(
@@ -28,26 +29,33 @@ class StagingBuffer:
         *,
         copies: int = 1,
     ) -> None:
-        spans: dict[str, tuple[int, int]] = {}
+        self._fields = fields
+        self._starts: dict[str, int] = {}
         size = 0
         for name, (shape, dtype) in fields.items():
-            length = math.prod(shape) * dtype.itemsize
-            spans[name] = (size, size + length)
-            size += -(-length // _ALIGNMENT) * _ALIGNMENT
+            self._starts[name] = size
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._hosts = [device.pinned((size,), torch.uint8) for _ in range(copies)]
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-        self.device: dict[str, torch.Tensor] = {}
-        self.hosts: list[dict[str, np.ndarray]] = [{} for _ in range(copies)]
-        for name, (shape, dtype) in fields.items():
-            start, stop = spans[name]
-            self.device[name] = self._device[start:stop].view(dtype).view(shape)
-            for host, views in zip(self._hosts, self.hosts, strict=True):
-                views[name] = host[start:stop].view(dtype).view(shape).numpy()
+        self.device_bytes = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        self.device = self._split(self.device_bytes)
+        self.hosts = [self.views(host) for host in self._hosts]
         self.host = self.hosts[0]
+
+    def views(self, host_bytes: torch.Tensor) -> dict[str, np.ndarray]:
+        """The fields of a copy of `device_bytes`."""
+        return {name: field.numpy() for name, field in self._split(host_bytes).items()}
+
+    def _split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = {}
+        for name, (shape, dtype) in self._fields.items():
+            start = self._starts[name]
+            stop = start + math.prod(shape) * dtype.itemsize
+            parts[name] = whole[start:stop].view(dtype).view(shape)
+        return parts
 
     def upload(self, stream: Stream, copy: int = 0) -> None:
         """The host side must not change until the copy is done."""
-        stream.copy(self._device, self._hosts[copy])
+        stream.copy(self.device_bytes, self._hosts[copy])
 
     def download(self, stream: Stream) -> None:
-        stream.copy(self._hosts[0], self._device)
+        stream.copy(self._hosts[0], self.device_bytes)

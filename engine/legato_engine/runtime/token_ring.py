@@ -1,23 +1,29 @@
-"""Tokens of a decode loop on their way to the host, one step at a time.
+"""Outputs of a decode loop's steps on their way to the host.
 
-Shape legend: S steps, B tokens of a step.
+Shape legend: S steps, N bytes of a step's outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 
 from legato_engine.device.base import Device
 from legato_engine.kernels.decode_loop import DONE, STOP
+from legato_engine.runtime.staging import StagingBuffer
 
 
 class TokenRing:
     """Page-locked memory that the device writes while the host reads it; one loop at a time."""
 
-    def __init__(self, device: Device, *, max_steps: int, max_rows: int) -> None:
-        self.ring_SB = device.pinned((max_steps, max_rows), torch.int64)
+    def __init__(self, device: Device, outputs: StagingBuffer, *, max_steps: int) -> None:
+        """Each step has copies of all fields of `outputs`."""
+        self.ring_SN = device.pinned((max_steps, len(outputs.device_bytes)), torch.uint8)
         self.words = device.pinned((2,), torch.int64)
-        self._tokens_SB, self._words = self.ring_SB.numpy(), self.words.numpy()
+        self._steps = [outputs.views(step_N) for step_N in self.ring_SN]
+        self._words = self.words.numpy()
         self._num_read = 0
 
     def reset(self) -> None:
@@ -29,10 +35,9 @@ class TokenRing:
         """The loop ends after the step that it is in."""
         self._words[STOP] = 1
 
-    def read(self, num_rows: int) -> list[int] | None:
-        """The tokens of the next step; None if it is not there yet."""
+    def read(self) -> Mapping[str, np.ndarray] | None:
+        """The next step's outputs, valid until the next loop; None if they are not there yet."""
         if int(self._words[DONE]) == self._num_read:
             return None
-        tokens: list[int] = self._tokens_SB[self._num_read, :num_rows].tolist()
         self._num_read += 1
-        return tokens
+        return self._steps[self._num_read - 1]

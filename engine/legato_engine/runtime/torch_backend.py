@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
@@ -46,8 +47,8 @@ class TorchBackend:
                     self.decode(slot, bucket, rank, bucket)
                 for sampled, payload in product((False, True), repeat=2):
                     self.sample(slot, bucket, sampled=sampled, payload=payload)
-                for payload in (False, True):
-                    self.logprobs(slot, bucket, payload=payload)
+                for payload, alternatives in product((False, True), repeat=2):
+                    self.logprobs(slot, bucket, payload=payload, alternatives=alternatives)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         if self._drafting is not None:
@@ -61,12 +62,18 @@ class TorchBackend:
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
 
-    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        self._graphs.run(self._logprobs_work, slot, bucket, payload)
+    def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
+        self._graphs.run(self._logprobs_work, slot, bucket, payload, alternatives)
 
-    def loop_works(self, slot: int, bucket: int, rank: int, *, sampled: bool) -> tuple[Work, ...]:
-        forward = self._graphs.captured(self._forward_work, slot, bucket, 1, rank)
-        return forward, self._graphs.captured(self._sample_work, slot, bucket, sampled, False)
+    def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
+        graphs, payload = self._graphs, needs.payload
+        works = [
+            graphs.captured(self._forward_work, slot, bucket, 1, rank),
+            graphs.captured(self._sample_work, slot, bucket, needs.sampled, payload),
+        ]
+        if needs.logprobs:
+            works.append(graphs.captured(self._logprobs_work, slot, bucket, payload, False))
+        return tuple(works)
 
     def prefill(
         self,
@@ -114,6 +121,6 @@ class TorchBackend:
         step = DecodeStep(self._resources, self._slots[slot], bucket)
         return lambda: step.sample(sampled, payload)
 
-    def _logprobs_work(self, slot: int, bucket: int, payload: bool) -> Work:
+    def _logprobs_work(self, slot: int, bucket: int, payload: bool, alternatives: bool) -> Work:
         step = LogprobStep(self._resources, self._slots[slot], bucket)
-        return lambda: step(payload)
+        return lambda: step(payload, alternatives)

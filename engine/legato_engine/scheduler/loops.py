@@ -15,7 +15,7 @@ from legato_engine.sequence import Sequence
 MAX_STEPS = 256
 """The most steps of a loop."""
 
-_FEWEST_STEPS = 2
+_FEWEST_STEPS = 4  # fewer are faster as single steps
 _SETTLED = 8  # steps of a loop that was worth its start and end
 _SHARE = 2  # of the free pages, a loop may take one in so many
 
@@ -43,7 +43,7 @@ class Loops:
 
     def extend(self, plan: Plan) -> Plan:
         """Return a decode of all running sequences with as many steps as they have tokens left and
-        pages for; any other plan as it is.
+        pages for, if these are enough; any other plan as it is.
         """
         if not self._may_extend(plan):
             return plan
@@ -113,12 +113,8 @@ def _tokens_left(sequence: Sequence) -> int:
 
 
 def _may_loop(sequence: Sequence) -> bool:
-    """Neither its constraint nor its output needs the host, and it was prefilled."""
+    """Its constraint needs no host, nor do alternatives, and it was prefilled."""
     task = sequence.task
-    return not (
-        task.constrained
-        or task.has_payload
-        or sequence.request.logprobs
-        or sequence.preempted
-        or sequence.progress.last_position < 0
-    )
+    known = task.follows_table or not task.constrained
+    known = known and not sequence.request.top_logprobs
+    return known and not sequence.preempted and sequence.progress.last_position >= 0

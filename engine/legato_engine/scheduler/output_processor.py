@@ -89,7 +89,7 @@ class OutputProcessor:
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
         self.num_tokens += 1
-        sequence.tokens.append((token.token_id, token.payload))
+        sequence.commit(token)
         if events:
             self._sink.delta(sequence, events)
         if task.finish_reason is not None or sequence.num_committed == task.max_tokens:

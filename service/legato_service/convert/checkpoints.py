@@ -38,6 +38,8 @@ class Checkpoints:
             message.values.extend([value for pair in delta.payloads for value in pair])
         if delta.logprobs:
             message.logprobs.extend(delta.logprobs)
+        if delta.certainties:
+            message.certainties.extend([share for pair in delta.certainties for share in pair])
 
 
 def of(request: core.Request, resumptions: int) -> Checkpoints:
@@ -79,6 +81,10 @@ def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -
     for index, value in enumerate(message.logprobs):
         if not math.isfinite(value):
             raise InvalidField("must be finite", field=f"{_FIELD}.logprobs[{index}]")
+    certainties = message.certainties if len(message.certainties) == 2 * count else ()
+    for index, value in enumerate(certainties):
+        if not 0 <= value <= 1:
+            raise InvalidField("must be in [0, 1]", field=f"{_FIELD}.certainties[{index}]")
     now = time.monotonic()
     return core.Resumed(
         arrival=now,
@@ -86,6 +92,7 @@ def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -
         token_ids=tuple(token_ids),
         payloads=tuple(zip(values[::2], values[1::2], strict=True)),
         logprobs=tuple(message.logprobs),
+        certainties=tuple(zip(certainties[::2], certainties[1::2], strict=True)),
         admitted=False,
     )
 

@@ -20,6 +20,7 @@ MAX_QUESTION = 32_768  # characters
 MAX_OBJECT = 1_024
 MAX_REFS = 64
 MAX_STOPS, MAX_STOP = 8, 64
+MAX_TOP_LOGPROBS = 20
 MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds
 
@@ -29,6 +30,11 @@ _LENGTHS = {
     task_pb2.CAPTION_LENGTH_SHORT: core.CaptionLength.SHORT,
     task_pb2.CAPTION_LENGTH_NORMAL: core.CaptionLength.NORMAL,
     task_pb2.CAPTION_LENGTH_LONG: core.CaptionLength.LONG,
+}
+_ORDERS = {
+    task_pb2.OBJECT_ORDER_UNSPECIFIED: core.ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_MODEL: core.ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_CONFIDENCE: core.ObjectOrder.CONFIDENCE,
 }
 
 
@@ -73,6 +79,13 @@ def request(
 ) -> core.Request:
     """The image and the deadline follow later."""
     logprobs = options.HasField("top_logprobs")
+    if options.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidField(
+            f"at most {MAX_TOP_LOGPROBS} alternatives",
+            field="options.top_logprobs",
+            limit=MAX_TOP_LOGPROBS,
+            actual=options.top_logprobs,
+        )
     return core.Request(
         request_id=key,
         task=task,
@@ -82,6 +95,7 @@ def request(
         cache_image=options.cache_image if options.HasField("cache_image") else True,
         return_tokens=logprobs or options.return_tokens,
         logprobs=logprobs,
+        top_logprobs=options.top_logprobs,
         deltas=deltas,
         progress=progress,
     )
@@ -115,6 +129,8 @@ def detect(message: Detect, path: str = "") -> core.DetectTask:
     return core.DetectTask(
         object=_text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=_max_objects(message, path),
+        min_confidence=_min_confidence(message, path),
+        order=_order(message, path),
     )
 
 
@@ -123,6 +139,8 @@ def point(message: Point, path: str = "") -> core.PointTask:
         object=_text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=_max_objects(message, path),
         spatial_refs=_refs(message.spatial_refs, path),
+        min_confidence=_min_confidence(message, path),
+        order=_order(message, path),
     )
 
 
@@ -224,7 +242,21 @@ def _max_objects(message: Detect | Point, path: str) -> int | None:
     return message.max_objects
 
 
+def _min_confidence(message: Detect | Point, path: str) -> float:
+    if not 0 <= message.min_confidence <= 1:  # refuses NaN too
+        raise InvalidField("must be in [0, 1]", field=f"{path}min_confidence")
+    return message.min_confidence
+
+
+def _order(message: Detect | Point, path: str) -> core.ObjectOrder:
+    if message.order not in _ORDERS:
+        raise InvalidField(f"{message.order} is not an order of objects", field=f"{path}order")
+    return _ORDERS[message.order]
+
+
 def _refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+    if not messages:
+        return ()
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} spatial references", field=f"{path}spatial_refs")
     return tuple(

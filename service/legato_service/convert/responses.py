@@ -233,16 +233,24 @@ def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) 
     message.label = value.label
     box, found = message.box, value.box
     box.x_min, box.y_min, box.x_max, box.y_max = found.x_min, found.y_min, found.x_max, found.y_max
+    if value.confidence is not None:
+        message.confidence = value.confidence
 
 
 def _fill_pointed(message: geometry_pb2.PointedObject, value: core.PointEvent) -> None:
     message.label = value.label
     message.point.x, message.point.y = value.point.x, value.point.y
+    if value.confidence is not None:
+        message.confidence = value.confidence
 
 
 def _outline(value: core.Outline) -> geometry_pb2.Outline:
     return geometry_pb2.Outline(
-        path=value.path, box=_box(value.box), label=value.label, coarse=value.coarse
+        path=value.path,
+        box=_box(value.box),
+        label=value.label,
+        confidence=value.confidence,
+        coarse=value.coarse,
     )
 
 

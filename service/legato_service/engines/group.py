@@ -95,11 +95,15 @@ class EngineGroup:
     @property
     def estimated_wait(self) -> float:
         """Seconds that a new request would wait where it waits least."""
-        return min([each.estimated_wait for each in self.serving or self.members])
+        if len(asked := self._asked) == 1:
+            return asked[0].estimated_wait
+        return min([each.estimated_wait for each in asked])
 
     @property
     def num_open(self) -> int:
-        return sum([each.num_open for each in self.members])
+        if len(members := self.members) == 1:
+            return members[0].num_open
+        return sum([each.num_open for each in members])
 
     @property
     def resumptions(self) -> int:
@@ -250,10 +254,11 @@ class EngineGroup:
     def _note_serving(self) -> None:
         """Every call asks for these, and they change with states only."""
         self.serving = [each for each in self.members if each.state is _READY]
+        self._asked = self.serving or self.members  # for what a new request meets
         models = [each.model for each in self.members if each.model is not None]
         self.model = models[0] if models else None  # None until the first engine was ready
         # Requests that the serving engines run and queue; infinite before one was ready.
-        self.capacity = sum(_capacity(each.model) for each in self.serving or self.members)
+        self.capacity = sum(_capacity(each.model) for each in self._asked)
 
     def _on_state(self, engine: Engine, state: EngineState) -> None:
         self._note_serving()

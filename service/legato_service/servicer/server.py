@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
+from legato_engine import core
 from legato_engine.errors import EngineStarting, InvalidField
 from legato_engine.ipc.messages import ModelInfo
 
@@ -85,6 +86,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
                 tasks=model.tasks,
                 streaming_regions=True,
                 max_context_tokens=model.max_context_tokens,
+                confidence=_confidence(model.confidence),
             )
         ]
 
@@ -100,6 +102,17 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_sessions=self._config.max_sessions,
             default_deadline=duration(self._config.unary_deadline),
         )
+
+
+def _confidence(info: core.ConfidenceInfo | None) -> pb.Confidence | None:
+    if info is None:
+        return None
+    message = pb.Confidence(
+        tasks=info.skills, calibrated_tasks=info.calibrated, fitted_on=info.fitted_on
+    )
+    if info.fitted_at:
+        message.fitted_at.FromSeconds(info.fitted_at)
+    return message
 
 
 def _version() -> str:

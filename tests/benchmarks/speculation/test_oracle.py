@@ -120,6 +120,21 @@ def test_tokens_are_right_as_often_as_asked(rate):
     assert right == pytest.approx(rate, abs=0.03)
 
 
+def test_a_rate_may_change_with_the_position():
+    """The last one given holds for the rest."""
+    known = [answers(1, 1000)[0], answers(1, 1000)[0]]
+    rates = [[1.0] * 100 + [0.0] * 200 + [0.5], 1.0]
+    proposer = OracleProposer(known, CPU, rates=rates, vocab_size=2000)
+    (first, second), tokens = proposer.tables[1][:2].tolist(), known[0]
+    assert first[1:100] == tokens[1:100]
+    assert not any(
+        said == token for said, token in zip(first[100:300], tokens[100:300], strict=True)
+    )
+    late = [said == token for said, token in zip(first[300:1000], tokens[300:1000], strict=True)]
+    assert fmean(late) == pytest.approx(0.5, abs=0.05)
+    assert second[1:1000] == tokens[1:1000]
+
+
 def test_sequences_share_luck_evenly():
     """Of a place, so many of them are right as the rate says, give or take one; and whether a token
     is right says nothing of the next one of its sequence.

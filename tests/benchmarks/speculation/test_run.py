@@ -7,7 +7,13 @@ from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import assemble
 
 from benchmarks.speculation.run import Run, interval
-from benchmarks.speculation.workloads import PROFILES, at_once, synthetic_requests
+from benchmarks.speculation.workloads import (
+    PROFILES,
+    Profile,
+    at_once,
+    rates_of,
+    synthetic_requests,
+)
 
 
 def test_an_interval_holds_the_rate_nearly_always():
@@ -56,6 +62,18 @@ def test_a_lone_rate_has_a_sample_of_it(assembly):
     for name, count in {"0.4": 10, "0.6": 10, "0.8": 10, "structured": 2}.items():
         requests = synthetic_requests(assembly, PROFILES[name], length=12, fewest=2)
         assert len(requests) == count
+
+
+def test_a_course_is_in_parts_of_the_answer(assembly):
+    """Each rate holds for an equal part of it, after the prompt."""
+    profile = Profile(((0.9, 0.1), 0.5))
+    one, other = synthetic_requests(assembly, profile, length=10, fewest=2)
+    first, second = rates_of(profile, [one, other])
+    answer = first[one.prompt_length :]
+    assert set(answer[:6]) == {0.9}
+    assert set(answer[6:]) == {0.1}
+    assert len(answer) >= 10
+    assert second == 0.5
 
 
 def test_under_pressure_all_are_there_at_once(assembly):

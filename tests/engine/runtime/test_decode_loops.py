@@ -7,15 +7,23 @@ import time
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
+from legato_engine.core import FinishReason
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
-from legato_engine.errors import InvalidField, LegatoError
-from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, control_step
-from legato_engine.sequence import Sequence
+from legato_engine.errors import InvalidField
+from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, advance, control_step
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.sampler import successor_table
+from legato_engine.tasks import Constraint, successor
 
-from benchmarks.loops import Decodes, question, randomly, recorded
+from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
+from benchmarks.speculation.run import RecordedTask
+from tests.loop_answers import Ask, Tolerant, results
 
 SCRATCH = 9
+TABLE = (Constraint(), Constraint(then=2), Constraint(then=1, on=8), Constraint(then=0, on=3))
 
 Answers = tuple[list[list[int]], int]
 
@@ -36,15 +44,12 @@ def looping(graph: Assembly) -> Assembly:
     return with_decode_path(graph, "loop")
 
 
-class Tolerant(Decodes):
-    """Keeps the failures."""
+class EndsAtOnce(RecordedTask):
+    """A task that ends with its first token."""
 
-    def __init__(self, assembly: Assembly, *, at_once: int) -> None:
-        self.failures: list[LegatoError] = []
-        super().__init__(assembly, at_once=at_once)
-
-    def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        self.failures.append(error)
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return FinishReason.STOP if self.tokens else None
 
 
 def answers(assembly: Assembly, lengths: list[int], num_failures: int = 0) -> Answers:
@@ -67,6 +72,59 @@ def test_answers_are_those_of_single_steps(graph: Assembly, looping: Assembly) -
     assert [len(tokens) for tokens in looped] == lengths
     assert num_steps >= max(lengths) - 1
     assert num_loops <= 3 * len(lengths)
+
+
+ASKS = st.builds(
+    Ask, st.integers(0, 6), st.integers(1, 30), st.booleans(), st.sampled_from([0, 0, 1, 3, 9])
+)
+
+
+@settings(max_examples=12)
+@given(asked=st.lists(ASKS, min_size=1, max_size=6), depth=st.sampled_from([1, 2]))
+def test_every_skill_comes_to_the_same(
+    graph: Assembly, looping: Assembly, asked: list[Ask], depth: int
+) -> None:
+    """Tokens, values, log-probabilities, events, ends and results, in any company."""
+    plain, _ = results(graph, asked, depth)
+    looped, _ = results(looping, asked, depth)
+    assert looped == plain
+
+
+@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_skill_runs_in_loops(looping: Assembly, kind: int, depth: int) -> None:
+    """With values and log-probabilities, a lone answer is one launch."""
+    _, run = results(looping, [Ask(kind, 30, logprobs=True, after=0)], depth)
+    assert run.steps > 1
+    assert run.launches == 1
+
+
+def test_a_loop_whose_answers_have_ended_runs_no_step(
+    looping: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that ends with its first token is known to be empty before its loop begins."""
+    steps = list[LoopTensors]()
+
+    def control(loop: LoopTensors) -> bool:
+        steps.append(loop)
+        return control_step(loop)
+
+    monkeypatch.setattr("legato_engine.runtime.decode_loop.control_step", control)
+    for ends in (True, False):
+        sequence = skilled(looping, picture(looping), 0, 30)
+        if ends:
+            sequence.task = EndsAtOnce(sequence.task)
+        run = Decodes(looping, at_once=1)
+        del steps[:]
+        run.scheduler.submit(sequence)
+        run.scheduler.drain()
+        assert run.launches == 1
+        assert (len(steps) == 0) == ends
+
+
+def test_a_short_answer_is_no_loop(looping: Assembly) -> None:
+    _, run = results(looping, [Ask(4, 4, logprobs=False, after=0)], 2)
+    assert run.launches == run.steps > 1
 
 
 def test_requests_come_and_go(looping: Assembly) -> None:
@@ -105,22 +163,36 @@ def loop_of(limit: int) -> LoopTensors:
         fresh_B=torch.tensor([3, 5, 0]),
         sample_position_B=torch.tensor([3, 5, 0]),
         token_B=torch.tensor([7, 8, -1]),
+        constraint_B=torch.tensor([0, 1, 0]),
+        successor_C2=successor_table(TABLE),
+        outputs_N=torch.arange(32, dtype=torch.uint8),
         limit=torch.tensor([limit]),
         step=torch.zeros(1, dtype=torch.int64),
-        ring_SB=torch.zeros(4, 3, dtype=torch.int64),
+        ring_SN=torch.zeros(4, 32, dtype=torch.uint8),
         words=torch.zeros(2, dtype=torch.int64),
         scratch_row=SCRATCH,
     )
 
 
 def test_a_control_step_publishes_and_advances() -> None:
-    """Padding stays, and its token is not looked at."""
+    """All outputs; padding stays, and its token is not looked at."""
     loop = loop_of(limit=3)
     assert [control_step(loop) for _ in range(3)] == [True, True, False]
     assert loop.position_B.tolist() == loop.fresh_B.tolist() == [6, 8, 0]
     assert loop.sample_position_B.tolist() == [6, 8, 0]
-    assert loop.ring_SB[:3, :2].tolist() == [[7, 8]] * 3
+    assert loop.ring_SN[:3].tolist() == [list(range(32))] * 3
+    assert not loop.ring_SN[3].any()
     assert int(loop.words[DONE]) == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 3, 8])), min_size=1))
+def test_a_control_step_leads_constraints_by_the_table(
+    cases: list[tuple[int, int]],
+) -> None:
+    """As the specification of the table does, whatever token came."""
+    constraints, tokens = (torch.tensor(each) for each in zip(*cases, strict=True))
+    advance(successor_table(TABLE), constraints, tokens)
+    assert constraints.tolist() == [successor(TABLE, *case) for case in cases]
 
 
 def test_the_host_ends_a_loop() -> None:
@@ -142,7 +214,7 @@ def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> 
     """It may hold a prefill in front; the host would sleep through the steps after it."""
     loops = looping.runner._loops
     assert loops is not None
-    loops.start(0, looping.runner._resources.buckets[0], 0, 2, sampled=False)
+    loops.start(0, looping.runner._resources.buckets[0], 0, 2, Needs(False, False, False))
     looping.device.compute.record().wait()
     now = time.perf_counter() + 1.0
     loops._measure(now)

@@ -63,10 +63,17 @@ class TorchKernels:
         if logits_BV is not None:
             logits_BV.copy_(self.model.logits(x_BD))
 
-    def payload(self, state, hidden_BD, token_B, row_B, payload_B2):
+    def values(self, state, sampled):
         """Write the values of sampled tokens to the batch and to their rows."""
-        payload_B2.copy_(self.model.payload(hidden_BD, token_B))
-        state.payload_R2[row_B] = payload_B2
+        constraint_B = sampled.constraint_S[: len(sampled.token_B)]
+        if sampled.entry_B is not None:
+            constraint_B = sampled.constraint_S[sampled.entry_B]
+        logits_BV = sampled.logits_BV + sampled.constraints_CV[constraint_B]
+        token_B = sampled.token_B.clamp(min=0)
+        payload_B2, certainty_B2 = self.model.values(sampled.hidden_BD, token_B, logits_BV)
+        sampled.payload_B2.copy_(payload_B2)
+        sampled.certainty_B2.copy_(certainty_B2)
+        state.payload_R2[sampled.row_B] = payload_B2
 
 
 class TorchEncoder:

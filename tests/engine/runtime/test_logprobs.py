@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
@@ -29,7 +30,7 @@ from PIL import Image
 
 from tests.engine.models.paged_session import PagedSession
 
-COORD, SIZE = 5, 6
+EOS, COORD, SIZE = 0, 5, 6
 IMAGE = CachedImage(image_id="p")
 ASKED: dict[str, TaskSpec] = {
     "caption": CaptionTask(),
@@ -97,7 +98,7 @@ def run(assembly, prepared, *requests):
 
 def definition(model, logits_V, constraint, hidden_1D, token):
     """Log-softmax over allowed tokens, plus that of the value's bin."""
-    allowed, suppressed = model.constraints[constraint]
+    allowed, suppressed = model.constraints[constraint][:2]
     ids = [i for i in (range(len(logits_V)) if allowed is None else allowed) if i not in suppressed]
     mass = math.log(sum(math.exp(logits_V[i].double()) for i in ids))
     logprob = logits_V[token.token_id].item() - mass
@@ -127,6 +128,64 @@ def test_logprobs_are_those_of_a_replay(assembly, prepared, name):
             session.feed(1, token.token_id, token.payload)
             hidden_1D = session.step()[1:2]
     assert name != "boxes" or {COORD, SIZE} <= {token.token_id for token in tokens}
+
+
+@pytest.mark.parametrize("name", ["boxes", "outline"])
+def test_certainties_are_those_of_a_replay(assembly, prepared, name):
+    """Existence is against EOS alone, under the constraint; the rest is near the value."""
+    (tokens,) = run(assembly, prepared, request(name, logprobs=False)).values()
+    model, task = assembly.model, assembly.frontend.make_task(request(name))
+    region, session, seen = model._network.region, PagedSession(model), set()
+    with torch.inference_mode():
+        hidden_1D = session.prefill(1, prepared, task.prompt)
+        for token in tokens:
+            expected = (1.0, 1.0)
+            if token.token_id in (COORD, SIZE):
+                logits_V = model.logits(hidden_1D)[0]
+                allowed = model.constraints[task.constraint()].allowed
+                may_end = allowed is None or EOS in allowed
+                versus = math.exp(logits_V[EOS] - logits_V[token.token_id]) if may_end else 0.0
+                coord = token.token_id == COORD
+                heads = region.coord_decoder if coord else region.size_decoder
+                bins_KN = heads(hidden_1D)[0].reshape(1 if coord else 2, -1).double().softmax(-1)
+                near = [
+                    bins_N[max(at - reach, 0) : at + reach + 1].sum().item()
+                    for bins_N, at, reach in zip(
+                        bins_KN,
+                        bins_KN.argmax(-1).tolist(),
+                        [32] if coord else [51, 51],
+                        strict=True,
+                    )
+                ]
+                expected = (1 / (1 + versus), math.prod(near))
+                seen.add((token.token_id, may_end))
+            assert token.certainty == pytest.approx(expected, abs=1e-5)
+            task.consume(token)
+            session.feed(1, token.token_id, token.payload)
+            hidden_1D = session.step()[1:2]
+    assert name != "boxes" or seen == {(COORD, True), (COORD, False), (SIZE, False)}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_alternatives_are_the_likeliest_allowed(assembly, prepared, name):
+    """In falling order and at most as many as there are; a greedy token is the first."""
+    asked = msgspec.structs.replace(request(name, temperature=0.0), top_logprobs=20)
+    plain = msgspec.structs.replace(asked, request_id=RequestKey("plain"), top_logprobs=0)
+    told = run(assembly, prepared, asked, plain)
+    assert [t[:4] for t in told[name]] == [t[:4] for t in told["plain"]]
+    task = assembly.frontend.make_task(asked)
+    for token in told[name]:
+        constraint = assembly.model.constraints[task.constraint()]
+        most = 20 if constraint.allowed is None else len(constraint.allowed)
+        assert len(token.alternatives) == most
+        assert token.alternatives[0][0] == token.token_id
+        logprobs = [logprob for _, logprob in token.alternatives]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert sum(map(math.exp, logprobs)) <= 1 + 1e-5
+        ids = {token_id for token_id, _ in token.alternatives}
+        assert len(ids) == most
+        assert not ids & set(constraint.suppressed)
+        task.consume(token)
 
 
 def test_asking_changes_nothing_else(assembly, prepared):

@@ -12,10 +12,10 @@ from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.tasks import SampledToken
+from legato_engine.tasks import SampledToken, successor
 
 from tests.engine.scheduler.world import num_images
-from tests.fakes import VOCABULARY, FakeTask
+from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask
 
 PAGE = 4
 PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
@@ -71,7 +71,7 @@ class ReadingRunner:
         self._last: dict[int, SampledToken] = {}  # row: its newest token
         self._newest: dict[int, int] = {}  # row: its position
         self.num_accepted = self.num_rejected = self.num_together = 0
-        self._steps = self._stop_at = self.num_looped = 0
+        self._steps = self._stop_at = self.num_looped = self.num_listed = 0
         self._ended = -1
         self._constraints: list[int] = []
 
@@ -123,6 +123,12 @@ class ReadingRunner:
             at = row._replace(position=row.position + self._steps - 1)
             inputs = self._decode(at, known=True)
             outputs.append(self._settle(row.sequence, inputs, constraint))
+        newest = [output.tokens[-1].token_id for output in outputs]
+        self._constraints = [
+            successor(TABLE, constraint, token)
+            for constraint, token in zip(self._constraints, newest, strict=True)
+        ]
+        self.num_listed += any(constraint >= LISTS for constraint in self._constraints)
         if any(token.token_id < 0 for output in outputs for token in output.tokens):
             self._stop_at = self._steps
         return outputs
@@ -213,7 +219,10 @@ def alone(sequence: EngineSequence) -> list[int]:
     task = sequence.task
     assert isinstance(task, FakeTask)
     single = FakeTask(
-        seed=task.sampling.seed or 0, max_tokens=task.max_tokens, constrained=task.constrained
+        seed=task.sampling.seed or 0,
+        max_tokens=task.max_tokens,
+        constrained=task.constrained,
+        follows_table=task.follows_table,
     )
     contents = prefix_contents(sequence)
     for token in sequence.prompt:

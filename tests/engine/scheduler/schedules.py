@@ -40,6 +40,7 @@ class Totals:
     switches: int = 0
     drafts: int = 0
     looped: int = 0  # steps of loops
+    listed: int = 0  # of those, steps with a constraint that follows another
     accepted: int = 0
     rejected: int = 0
 
@@ -58,6 +59,7 @@ class Totals:
         self.switches += world.num_switches
         self.drafts += world.num_drafts
         self.looped += world.runner.num_looped
+        self.listed += world.runner.num_listed
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
@@ -88,6 +90,7 @@ class Schedule:
         self.runner = ReadingRunner(lambda: draw.random() < self.break_rate, draw)
         largest = 0 if self.bursts else draw.choice((0, 0, 1, 3, 9))
         self.speculates = largest > 0
+        self.loops = seed % 3 == 1 and not self.speculates
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -100,7 +103,7 @@ class Schedule:
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
-            loops=self.runner if seed % 3 == 1 and not self.speculates else None,
+            loops=self.runner if self.loops else None,
         )
         # Draws of its own: the others stay those of the seed.
         self.switch = random.Random(~seed) if switches else None
@@ -165,6 +168,7 @@ class Schedule:
             max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
             constrained=draw.random() < 0.4,
         )
+        task.follows_table = self.loops and task.constrained and len(self.sequences) % 3 > 0
         task.prompt = tuple(prompt)
         sequence = make_sequence(
             len(self.sequences),
@@ -187,6 +191,7 @@ class Schedule:
             seed=before.sampling.seed or 0,
             max_tokens=before.max_tokens,
             constrained=before.constrained,
+            follows_table=before.follows_table,
         )
         task.prompt = before.prompt
         again = make_sequence(

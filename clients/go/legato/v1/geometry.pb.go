@@ -300,9 +300,10 @@ type DetectedObject struct {
 	Box *Box `protobuf:"bytes,1,opt,name=box,proto3" json:"box,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none. Never made up.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none. Never made up.
 	Confidence *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
-	// Names the same physical object from frame to frame of a session. Empty: not tracked.
+	// Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later.
 	TrackId       string `protobuf:"bytes,4,opt,name=track_id,json=trackId,proto3" json:"track_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -373,7 +374,8 @@ type PointedObject struct {
 	Point *Point `protobuf:"bytes,1,opt,name=point,proto3" json:"point,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,2,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none.
 	Confidence    *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -440,7 +442,8 @@ type Outline struct {
 	Box *Box `protobuf:"bytes,2,opt,name=box,proto3" json:"box,omitempty"`
 	// What it is: the `object` that was asked for.
 	Label string `protobuf:"bytes,3,opt,name=label,proto3" json:"label,omitempty"`
-	// The model's own certainty, in [0, 1]. Absent: the model gives none.
+	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+	// calibrated. Absent: the model gives none.
 	Confidence *float32 `protobuf:"fixed32,4,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
 	// True if this is the decoder's own path, false if a refiner improved it.
 	Coarse        bool `protobuf:"varint,5,opt,name=coarse,proto3" json:"coarse,omitempty"`

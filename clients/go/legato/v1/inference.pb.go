@@ -43,8 +43,8 @@ type RequestOptions struct {
 	// decodes.
 	ReturnTokens bool `protobuf:"varint,5,opt,name=return_tokens,json=returnTokens,proto3" json:"return_tokens,omitempty"`
 	// Tell every token with its `Token.logprob`, as if `return_tokens` were set; with a value above 0, that many
-	// alternatives as well, once the contract has a place for them. Absent: no log-probabilities. Without the
-	// capability `logprobs`: FAILED_PRECONDITION TASK_UNSUPPORTED.
+	// alternatives as well. At most 20, else INVALID_ARGUMENT INVALID_FIELD. Absent: no log-probabilities. Servers
+	// without the capability `logprobs` answer FAILED_PRECONDITION TASK_UNSUPPORTED.
 	TopLogprobs *uint32 `protobuf:"varint,6,opt,name=top_logprobs,json=topLogprobs,proto3,oneof" json:"top_logprobs,omitempty"`
 	// Generate only: longest silence before a `heartbeat`. At least 100 ms. Absent: no heartbeats.
 	HeartbeatInterval *durationpb.Duration `protobuf:"bytes,7,opt,name=heartbeat_interval,json=heartbeatInterval,proto3" json:"heartbeat_interval,omitempty"`
@@ -575,7 +575,11 @@ type DetectRequest struct {
 	// Anything else. Absent: the defaults.
 	Options *RequestOptions `protobuf:"bytes,5,opt,name=options,proto3" json:"options,omitempty"`
 	// Echoed in `ResponseInfo.stamp`.
-	Stamp         *FrameStamp `protobuf:"bytes,6,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp *FrameStamp `protobuf:"bytes,6,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	// Leave out objects of a lower confidence; see `DetectTask.min_confidence`.
+	MinConfidence *float32 `protobuf:"fixed32,7,opt,name=min_confidence,json=minConfidence,proto3,oneof" json:"min_confidence,omitempty"`
+	// The order of the objects; see `DetectTask.order`.
+	Order         ObjectOrder `protobuf:"varint,8,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -652,10 +656,24 @@ func (x *DetectRequest) GetStamp() *FrameStamp {
 	return nil
 }
 
+func (x *DetectRequest) GetMinConfidence() float32 {
+	if x != nil && x.MinConfidence != nil {
+		return *x.MinConfidence
+	}
+	return 0
+}
+
+func (x *DetectRequest) GetOrder() ObjectOrder {
+	if x != nil {
+		return x.Order
+	}
+	return ObjectOrder_OBJECT_ORDER_UNSPECIFIED
+}
+
 // Answers Detect.
 type DetectResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Every instance found, in the model's order. Empty: none is there.
+	// Every instance found, in the order that was asked for. Empty: none is there.
 	Objects []*DetectedObject `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
 	// About the request.
 	Info          *ResponseInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
@@ -723,7 +741,11 @@ type PointRequest struct {
 	// Anything else. Absent: the defaults.
 	Options *RequestOptions `protobuf:"bytes,6,opt,name=options,proto3" json:"options,omitempty"`
 	// Echoed in `ResponseInfo.stamp`.
-	Stamp         *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	// Leave out points of a lower confidence; see `DetectTask.min_confidence`.
+	MinConfidence *float32 `protobuf:"fixed32,8,opt,name=min_confidence,json=minConfidence,proto3,oneof" json:"min_confidence,omitempty"`
+	// The order of the points; see `DetectTask.order`.
+	Order         ObjectOrder `protobuf:"varint,9,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -807,10 +829,24 @@ func (x *PointRequest) GetStamp() *FrameStamp {
 	return nil
 }
 
+func (x *PointRequest) GetMinConfidence() float32 {
+	if x != nil && x.MinConfidence != nil {
+		return *x.MinConfidence
+	}
+	return 0
+}
+
+func (x *PointRequest) GetOrder() ObjectOrder {
+	if x != nil {
+		return x.Order
+	}
+	return ObjectOrder_OBJECT_ORDER_UNSPECIFIED
+}
+
 // Answers Point.
 type PointResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Every instance found, in the model's order. Empty: none is there.
+	// Every instance found, in the order that was asked for. Empty: none is there.
 	Points []*PointedObject `protobuf:"bytes,1,rep,name=points,proto3" json:"points,omitempty"`
 	// About the request.
 	Info          *ResponseInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
@@ -1267,7 +1303,10 @@ type Checkpoint struct {
 	// A number for each token with `RequestOptions.top_logprobs`, as `Token.logprob`; else none.
 	Logprobs []float32 `protobuf:"fixed32,5,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// How often the stream was resumed before. At most 1000.
-	Resumptions   uint32 `protobuf:"varint,6,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
+	Resumptions uint32 `protobuf:"varint,6,opt,name=resumptions,proto3" json:"resumptions,omitempty"`
+	// Two numbers for each token where `values` has them, in [0, 1]: `Token.certainty`, 1 and 1 for a token that has none.
+	// With any other count than two for each token, objects begun before the checkpoint have no confidence.
+	Certainties   []float32 `protobuf:"fixed32,7,rep,packed,name=certainties,proto3" json:"certainties,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1342,6 +1381,13 @@ func (x *Checkpoint) GetResumptions() uint32 {
 		return x.Resumptions
 	}
 	return 0
+}
+
+func (x *Checkpoint) GetCertainties() []float32 {
+	if x != nil {
+		return x.Certainties
+	}
+	return nil
 }
 
 // The request waits for room.
@@ -1490,6 +1536,126 @@ func (x *Started) GetRequestId() string {
 	return ""
 }
 
+// A token that the model might have chosen.
+type TokenAlternative struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its number in the model's vocabulary.
+	TokenId uint32 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
+	// The text that it would have completed; empty while a character is incomplete, and for tokens that carry none.
+	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	// Natural logarithm of its probability, as `Token.logprob`, without that of a value.
+	Logprob       float32 `protobuf:"fixed32,3,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenAlternative) Reset() {
+	*x = TokenAlternative{}
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenAlternative) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenAlternative) ProtoMessage() {}
+
+func (x *TokenAlternative) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenAlternative.ProtoReflect.Descriptor instead.
+func (*TokenAlternative) Descriptor() ([]byte, []int) {
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *TokenAlternative) GetTokenId() uint32 {
+	if x != nil {
+		return x.TokenId
+	}
+	return 0
+}
+
+func (x *TokenAlternative) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *TokenAlternative) GetLogprob() float32 {
+	if x != nil {
+		return x.Logprob
+	}
+	return 0
+}
+
+// How sure the model was of a token that carries a value. The confidence of an object is the product of both numbers over
+// its tokens, calibrated if `Model.confidence` says so.
+type TokenCertainty struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Probability of the token against that of ending, among these two; 1 where the task could not end.
+	Existence float32 `protobuf:"fixed32,1,opt,name=existence,proto3" json:"existence,omitempty"`
+	// Probability of the values close to the chosen one; of a size that of its width times that of its height.
+	Concentration float32 `protobuf:"fixed32,2,opt,name=concentration,proto3" json:"concentration,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokenCertainty) Reset() {
+	*x = TokenCertainty{}
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokenCertainty) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokenCertainty) ProtoMessage() {}
+
+func (x *TokenCertainty) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokenCertainty.ProtoReflect.Descriptor instead.
+func (*TokenCertainty) Descriptor() ([]byte, []int) {
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *TokenCertainty) GetExistence() float32 {
+	if x != nil {
+		return x.Existence
+	}
+	return 0
+}
+
+func (x *TokenCertainty) GetConcentration() float32 {
+	if x != nil {
+		return x.Concentration
+	}
+	return 0
+}
+
 // One sampled token.
 type Token struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1508,14 +1674,20 @@ type Token struct {
 	//
 	//	*Token_Coordinate
 	//	*Token_Size
-	Value         isToken_Value `protobuf_oneof:"value"`
+	Value isToken_Value `protobuf_oneof:"value"`
+	// The likeliest tokens in this place, the likeliest first, the chosen one among them if it is one of these; fewer than
+	// `RequestOptions.top_logprobs` where the task allowed fewer. Empty without it, and for tokens of before a
+	// resumption.
+	Alternatives []*TokenAlternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
+	// Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set.
+	Certainty     *TokenCertainty `protobuf:"bytes,7,opt,name=certainty,proto3" json:"certainty,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Token) Reset() {
 	*x = Token{}
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1527,7 +1699,7 @@ func (x *Token) String() string {
 func (*Token) ProtoMessage() {}
 
 func (x *Token) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1540,7 +1712,7 @@ func (x *Token) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Token.ProtoReflect.Descriptor instead.
 func (*Token) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Token) GetTokenId() uint32 {
@@ -1589,6 +1761,20 @@ func (x *Token) GetSize() *Size {
 	return nil
 }
 
+func (x *Token) GetAlternatives() []*TokenAlternative {
+	if x != nil {
+		return x.Alternatives
+	}
+	return nil
+}
+
+func (x *Token) GetCertainty() *TokenCertainty {
+	if x != nil {
+		return x.Certainty
+	}
+	return nil
+}
+
 type isToken_Value interface {
 	isToken_Value()
 }
@@ -1618,7 +1804,7 @@ type TaskTokens struct {
 
 func (x *TaskTokens) Reset() {
 	*x = TaskTokens{}
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1630,7 +1816,7 @@ func (x *TaskTokens) String() string {
 func (*TaskTokens) ProtoMessage() {}
 
 func (x *TaskTokens) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1643,7 +1829,7 @@ func (x *TaskTokens) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskTokens.ProtoReflect.Descriptor instead.
 func (*TaskTokens) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *TaskTokens) GetTokens() []*Token {
@@ -1666,7 +1852,7 @@ type TextDelta struct {
 
 func (x *TextDelta) Reset() {
 	*x = TextDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1864,7 @@ func (x *TextDelta) String() string {
 func (*TextDelta) ProtoMessage() {}
 
 func (x *TextDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1877,7 @@ func (x *TextDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TextDelta.ProtoReflect.Descriptor instead.
 func (*TextDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TextDelta) GetText() string {
@@ -1723,7 +1909,7 @@ type ReasoningDelta struct {
 
 func (x *ReasoningDelta) Reset() {
 	*x = ReasoningDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1735,7 +1921,7 @@ func (x *ReasoningDelta) String() string {
 func (*ReasoningDelta) ProtoMessage() {}
 
 func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1748,7 +1934,7 @@ func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReasoningDelta.ProtoReflect.Descriptor instead.
 func (*ReasoningDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ReasoningDelta) GetText() string {
@@ -1783,7 +1969,7 @@ type TokensDelta struct {
 
 func (x *TokensDelta) Reset() {
 	*x = TokensDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1981,7 @@ func (x *TokensDelta) String() string {
 func (*TokensDelta) ProtoMessage() {}
 
 func (x *TokensDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1994,7 @@ func (x *TokensDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokensDelta.ProtoReflect.Descriptor instead.
 func (*TokensDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *TokensDelta) GetTokens() []*Token {
@@ -1833,7 +2019,7 @@ type OutlineDelta struct {
 
 func (x *OutlineDelta) Reset() {
 	*x = OutlineDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1845,7 +2031,7 @@ func (x *OutlineDelta) String() string {
 func (*OutlineDelta) ProtoMessage() {}
 
 func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1858,7 +2044,7 @@ func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutlineDelta.ProtoReflect.Descriptor instead.
 func (*OutlineDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *OutlineDelta) GetIndex() uint32 {
@@ -1891,7 +2077,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_legato_v1_inference_proto_msgTypes[24]
+	mi := &file_legato_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1903,7 +2089,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[24]
+	mi := &file_legato_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1916,7 +2102,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 // The end of a stream.
@@ -1932,7 +2118,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_legato_v1_inference_proto_msgTypes[25]
+	mi := &file_legato_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1944,7 +2130,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[25]
+	mi := &file_legato_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1957,7 +2143,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Finished) GetResult() *TaskResult {
@@ -2008,7 +2194,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_legato_v1_inference_proto_msgTypes[26]
+	mi := &file_legato_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2020,7 +2206,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[26]
+	mi := &file_legato_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2033,7 +2219,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GenerateResponse) GetIndex() uint64 {
@@ -2270,7 +2456,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x05 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"X\n" +
 	"\x0fCaptionResponse\x12\x18\n" +
 	"\acaption\x18\x01 \x01(\tR\acaption\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x98\x02\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x85\x03\n" +
 	"\rDetectRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x16\n" +
 	"\x06object\x18\x02 \x01(\tR\x06object\x12$\n" +
@@ -2278,11 +2464,14 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"maxObjects\x88\x01\x01\x12/\n" +
 	"\bsampling\x18\x04 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x05 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stampB\x0e\n" +
-	"\f_max_objects\"r\n" +
+	"\x05stamp\x18\x06 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12*\n" +
+	"\x0emin_confidence\x18\a \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05order\x18\b \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
+	"\f_max_objectsB\x11\n" +
+	"\x0f_min_confidence\"r\n" +
 	"\x0eDetectResponse\x123\n" +
 	"\aobjects\x18\x01 \x03(\v2\x19.legato.v1.DetectedObjectR\aobjects\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xd1\x02\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xbe\x03\n" +
 	"\fPointRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x16\n" +
 	"\x06object\x18\x02 \x01(\tR\x06object\x12$\n" +
@@ -2291,8 +2480,11 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x05 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stampB\x0e\n" +
-	"\f_max_objects\"n\n" +
+	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12*\n" +
+	"\x0emin_confidence\x18\b \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05order\x18\t \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
+	"\f_max_objectsB\x11\n" +
+	"\x0f_min_confidence\"n\n" +
 	"\rPointResponse\x120\n" +
 	"\x06points\x18\x01 \x03(\v2\x18.legato.v1.PointedObjectR\x06points\x12+\n" +
 	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x9d\x02\n" +
@@ -2322,7 +2514,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12 \n" +
 	"\vcheckpoints\x18\x05 \x01(\bR\vcheckpoints\x126\n" +
 	"\vresume_from\x18\x06 \x01(\v2\x15.legato.v1.CheckpointR\n" +
-	"resumeFrom\"\xb7\x01\n" +
+	"resumeFrom\"\xd9\x01\n" +
 	"\n" +
 	"Checkpoint\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x17\n" +
@@ -2330,7 +2522,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x16\n" +
 	"\x06values\x18\x04 \x03(\x02R\x06values\x12\x1a\n" +
 	"\blogprobs\x18\x05 \x03(\x02R\blogprobs\x12 \n" +
-	"\vresumptions\x18\x06 \x01(\rR\vresumptionsB\a\n" +
+	"\vresumptions\x18\x06 \x01(\rR\vresumptions\x12 \n" +
+	"\vcertainties\x18\a \x03(\x02R\vcertaintiesB\a\n" +
 	"\x05_seed\"f\n" +
 	"\x06Queued\x12\x1a\n" +
 	"\bposition\x18\x01 \x01(\rR\bposition\x12@\n" +
@@ -2343,7 +2536,14 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"queue_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tqueueTime\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x06 \x01(\tR\trequestId\"\xb3\x01\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\"[\n" +
+	"\x10TokenAlternative\x12\x19\n" +
+	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\x12\x18\n" +
+	"\alogprob\x18\x03 \x01(\x02R\alogprob\"T\n" +
+	"\x0eTokenCertainty\x12\x1c\n" +
+	"\texistence\x18\x01 \x01(\x02R\texistence\x12$\n" +
+	"\rconcentration\x18\x02 \x01(\x02R\rconcentration\"\xad\x02\n" +
 	"\x05Token\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
@@ -2351,7 +2551,9 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"coordinate\x18\x04 \x01(\x02H\x00R\n" +
 	"coordinate\x12%\n" +
-	"\x04size\x18\x05 \x01(\v2\x0f.legato.v1.SizeH\x00R\x04sizeB\a\n" +
+	"\x04size\x18\x05 \x01(\v2\x0f.legato.v1.SizeH\x00R\x04size\x12?\n" +
+	"\falternatives\x18\x06 \x03(\v2\x1b.legato.v1.TokenAlternativeR\falternatives\x127\n" +
+	"\tcertainty\x18\a \x01(\v2\x19.legato.v1.TokenCertaintyR\tcertaintyB\a\n" +
 	"\x05valueB\n" +
 	"\n" +
 	"\b_logprob\"6\n" +
@@ -2415,7 +2617,7 @@ func file_legato_v1_inference_proto_rawDescGZIP() []byte {
 	return file_legato_v1_inference_proto_rawDescData
 }
 
-var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_legato_v1_inference_proto_goTypes = []any{
 	(*RequestOptions)(nil),      // 0: legato.v1.RequestOptions
 	(*ResponseInfo)(nil),        // 1: legato.v1.ResponseInfo
@@ -2435,132 +2637,139 @@ var file_legato_v1_inference_proto_goTypes = []any{
 	(*Checkpoint)(nil),          // 15: legato.v1.Checkpoint
 	(*Queued)(nil),              // 16: legato.v1.Queued
 	(*Started)(nil),             // 17: legato.v1.Started
-	(*Token)(nil),               // 18: legato.v1.Token
-	(*TaskTokens)(nil),          // 19: legato.v1.TaskTokens
-	(*TextDelta)(nil),           // 20: legato.v1.TextDelta
-	(*ReasoningDelta)(nil),      // 21: legato.v1.ReasoningDelta
-	(*TokensDelta)(nil),         // 22: legato.v1.TokensDelta
-	(*OutlineDelta)(nil),        // 23: legato.v1.OutlineDelta
-	(*Heartbeat)(nil),           // 24: legato.v1.Heartbeat
-	(*Finished)(nil),            // 25: legato.v1.Finished
-	(*GenerateResponse)(nil),    // 26: legato.v1.GenerateResponse
-	(*durationpb.Duration)(nil), // 27: google.protobuf.Duration
-	(FinishReason)(0),           // 28: legato.v1.FinishReason
-	(*Usage)(nil),               // 29: legato.v1.Usage
-	(*Timings)(nil),             // 30: legato.v1.Timings
-	(*ImageInfo)(nil),           // 31: legato.v1.ImageInfo
-	(*FrameStamp)(nil),          // 32: legato.v1.FrameStamp
-	(*Image)(nil),               // 33: legato.v1.Image
-	(*SpatialRef)(nil),          // 34: legato.v1.SpatialRef
-	(*Sampling)(nil),            // 35: legato.v1.Sampling
-	(*ChatMessage)(nil),         // 36: legato.v1.ChatMessage
-	(*Reasoning)(nil),           // 37: legato.v1.Reasoning
-	(CaptionLength)(0),          // 38: legato.v1.CaptionLength
-	(*DetectedObject)(nil),      // 39: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 40: legato.v1.PointedObject
-	(*Outline)(nil),             // 41: legato.v1.Outline
-	(*Task)(nil),                // 42: legato.v1.Task
-	(*TaskResult)(nil),          // 43: legato.v1.TaskResult
-	(*Size)(nil),                // 44: legato.v1.Size
-	(*Grounding)(nil),           // 45: legato.v1.Grounding
-	(*Box)(nil),                 // 46: legato.v1.Box
+	(*TokenAlternative)(nil),    // 18: legato.v1.TokenAlternative
+	(*TokenCertainty)(nil),      // 19: legato.v1.TokenCertainty
+	(*Token)(nil),               // 20: legato.v1.Token
+	(*TaskTokens)(nil),          // 21: legato.v1.TaskTokens
+	(*TextDelta)(nil),           // 22: legato.v1.TextDelta
+	(*ReasoningDelta)(nil),      // 23: legato.v1.ReasoningDelta
+	(*TokensDelta)(nil),         // 24: legato.v1.TokensDelta
+	(*OutlineDelta)(nil),        // 25: legato.v1.OutlineDelta
+	(*Heartbeat)(nil),           // 26: legato.v1.Heartbeat
+	(*Finished)(nil),            // 27: legato.v1.Finished
+	(*GenerateResponse)(nil),    // 28: legato.v1.GenerateResponse
+	(*durationpb.Duration)(nil), // 29: google.protobuf.Duration
+	(FinishReason)(0),           // 30: legato.v1.FinishReason
+	(*Usage)(nil),               // 31: legato.v1.Usage
+	(*Timings)(nil),             // 32: legato.v1.Timings
+	(*ImageInfo)(nil),           // 33: legato.v1.ImageInfo
+	(*FrameStamp)(nil),          // 34: legato.v1.FrameStamp
+	(*Image)(nil),               // 35: legato.v1.Image
+	(*SpatialRef)(nil),          // 36: legato.v1.SpatialRef
+	(*Sampling)(nil),            // 37: legato.v1.Sampling
+	(*ChatMessage)(nil),         // 38: legato.v1.ChatMessage
+	(*Reasoning)(nil),           // 39: legato.v1.Reasoning
+	(CaptionLength)(0),          // 40: legato.v1.CaptionLength
+	(ObjectOrder)(0),            // 41: legato.v1.ObjectOrder
+	(*DetectedObject)(nil),      // 42: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 43: legato.v1.PointedObject
+	(*Outline)(nil),             // 44: legato.v1.Outline
+	(*Task)(nil),                // 45: legato.v1.Task
+	(*TaskResult)(nil),          // 46: legato.v1.TaskResult
+	(*Size)(nil),                // 47: legato.v1.Size
+	(*Grounding)(nil),           // 48: legato.v1.Grounding
+	(*Box)(nil),                 // 49: legato.v1.Box
 }
 var file_legato_v1_inference_proto_depIdxs = []int32{
-	27, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
-	28, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
-	29, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
-	30, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
-	31, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
-	32, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
-	18, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
-	33, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
-	34, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	35, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
+	29, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
+	30, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
+	31, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
+	32, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
+	33, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
+	34, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
+	20, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
+	35, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
+	36, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 10: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
-	36, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
-	37, // 13: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
+	34, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
+	38, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
+	39, // 13: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
 	1,  // 14: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
-	33, // 15: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
-	38, // 16: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
-	35, // 17: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
+	35, // 15: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
+	40, // 16: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
+	37, // 17: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 18: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 19: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
+	34, // 19: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
 	1,  // 20: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
-	33, // 21: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
-	35, // 22: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
+	35, // 21: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
+	37, // 22: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 23: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 24: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
-	39, // 25: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
-	1,  // 26: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
-	33, // 27: legato.v1.PointRequest.image:type_name -> legato.v1.Image
-	34, // 28: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	35, // 29: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 30: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 31: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
-	40, // 32: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
-	1,  // 33: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
-	33, // 34: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
-	34, // 35: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	35, // 36: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 37: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 38: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
-	41, // 39: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
-	1,  // 40: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
-	33, // 41: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
-	42, // 42: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
-	0,  // 43: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 44: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
-	43, // 45: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
-	1,  // 46: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
-	19, // 47: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
-	33, // 48: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
-	42, // 49: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
-	0,  // 50: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
-	32, // 51: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
-	15, // 52: legato.v1.GenerateRequest.resume_from:type_name -> legato.v1.Checkpoint
-	27, // 53: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
-	31, // 54: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
-	27, // 55: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	44, // 56: legato.v1.Token.size:type_name -> legato.v1.Size
-	18, // 57: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
-	18, // 58: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
-	45, // 59: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
-	18, // 60: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
-	18, // 61: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
-	46, // 62: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
-	43, // 63: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
-	1,  // 64: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
-	16, // 65: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
-	17, // 66: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
-	20, // 67: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
-	21, // 68: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
-	40, // 69: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
-	39, // 70: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
-	23, // 71: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
-	24, // 72: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	25, // 73: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
-	22, // 74: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
-	15, // 75: legato.v1.GenerateResponse.checkpoint:type_name -> legato.v1.Checkpoint
-	14, // 76: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
-	2,  // 77: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
-	4,  // 78: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
-	6,  // 79: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
-	8,  // 80: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
-	10, // 81: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
-	12, // 82: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
-	26, // 83: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
-	3,  // 84: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
-	5,  // 85: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
-	7,  // 86: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
-	9,  // 87: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
-	11, // 88: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
-	13, // 89: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
-	83, // [83:90] is the sub-list for method output_type
-	76, // [76:83] is the sub-list for method input_type
-	76, // [76:76] is the sub-list for extension type_name
-	76, // [76:76] is the sub-list for extension extendee
-	0,  // [0:76] is the sub-list for field type_name
+	34, // 24: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
+	41, // 25: legato.v1.DetectRequest.order:type_name -> legato.v1.ObjectOrder
+	42, // 26: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
+	1,  // 27: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 28: legato.v1.PointRequest.image:type_name -> legato.v1.Image
+	36, // 29: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 30: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 31: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 32: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
+	41, // 33: legato.v1.PointRequest.order:type_name -> legato.v1.ObjectOrder
+	43, // 34: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
+	1,  // 35: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 36: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
+	36, // 37: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	37, // 38: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 39: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 40: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
+	44, // 41: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
+	1,  // 42: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
+	35, // 43: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
+	45, // 44: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
+	0,  // 45: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 46: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
+	46, // 47: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
+	1,  // 48: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
+	21, // 49: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
+	35, // 50: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
+	45, // 51: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
+	0,  // 52: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
+	34, // 53: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
+	15, // 54: legato.v1.GenerateRequest.resume_from:type_name -> legato.v1.Checkpoint
+	29, // 55: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
+	33, // 56: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
+	29, // 57: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	47, // 58: legato.v1.Token.size:type_name -> legato.v1.Size
+	18, // 59: legato.v1.Token.alternatives:type_name -> legato.v1.TokenAlternative
+	19, // 60: legato.v1.Token.certainty:type_name -> legato.v1.TokenCertainty
+	20, // 61: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
+	20, // 62: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
+	48, // 63: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
+	20, // 64: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
+	20, // 65: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
+	49, // 66: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
+	46, // 67: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
+	1,  // 68: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
+	16, // 69: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
+	17, // 70: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
+	22, // 71: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
+	23, // 72: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
+	43, // 73: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
+	42, // 74: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
+	25, // 75: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
+	26, // 76: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	27, // 77: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
+	24, // 78: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
+	15, // 79: legato.v1.GenerateResponse.checkpoint:type_name -> legato.v1.Checkpoint
+	14, // 80: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
+	2,  // 81: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
+	4,  // 82: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
+	6,  // 83: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
+	8,  // 84: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
+	10, // 85: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
+	12, // 86: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
+	28, // 87: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
+	3,  // 88: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
+	5,  // 89: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
+	7,  // 90: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
+	9,  // 91: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
+	11, // 92: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
+	13, // 93: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
+	87, // [87:94] is the sub-list for method output_type
+	80, // [80:87] is the sub-list for method input_type
+	80, // [80:80] is the sub-list for extension type_name
+	80, // [80:80] is the sub-list for extension extendee
+	0,  // [0:80] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_inference_proto_init() }
@@ -2575,11 +2784,11 @@ func file_legato_v1_inference_proto_init() {
 	file_legato_v1_inference_proto_msgTypes[6].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[8].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[15].OneofWrappers = []any{}
-	file_legato_v1_inference_proto_msgTypes[18].OneofWrappers = []any{
+	file_legato_v1_inference_proto_msgTypes[20].OneofWrappers = []any{
 		(*Token_Coordinate)(nil),
 		(*Token_Size)(nil),
 	}
-	file_legato_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
+	file_legato_v1_inference_proto_msgTypes[28].OneofWrappers = []any{
 		(*GenerateResponse_Queued)(nil),
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_Text)(nil),
@@ -2597,7 +2806,7 @@ func file_legato_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_inference_proto_rawDesc), len(file_legato_v1_inference_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   27,
+			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -11,6 +11,7 @@ import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
+	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -281,12 +282,86 @@ func (x *GetServerInfoResponse) GetShmNamespace() string {
 	return ""
 }
 
+// How the confidences of a model are to be read.
+type Confidence struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Tasks whose results have them: `detect`, `point`, `segment`.
+	Tasks []string `protobuf:"bytes,1,rep,name=tasks,proto3" json:"tasks,omitempty"`
+	// Of these, the tasks whose confidences were fitted: of many objects with 0.8, about 80 in 100 are right. The others'
+	// are uncalibrated: they order objects and say no more. Requests with an adapter are uncalibrated too.
+	CalibratedTasks []string `protobuf:"bytes,2,rep,name=calibrated_tasks,json=calibratedTasks,proto3" json:"calibrated_tasks,omitempty"`
+	// What the calibration was fitted on, in its maker's words. Empty: there is none.
+	FittedOn string `protobuf:"bytes,3,opt,name=fitted_on,json=fittedOn,proto3" json:"fitted_on,omitempty"`
+	// When it was fitted. Absent: there is none.
+	FittedAt      *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=fitted_at,json=fittedAt,proto3" json:"fitted_at,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Confidence) Reset() {
+	*x = Confidence{}
+	mi := &file_legato_v1_server_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Confidence) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Confidence) ProtoMessage() {}
+
+func (x *Confidence) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_server_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Confidence.ProtoReflect.Descriptor instead.
+func (*Confidence) Descriptor() ([]byte, []int) {
+	return file_legato_v1_server_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Confidence) GetTasks() []string {
+	if x != nil {
+		return x.Tasks
+	}
+	return nil
+}
+
+func (x *Confidence) GetCalibratedTasks() []string {
+	if x != nil {
+		return x.CalibratedTasks
+	}
+	return nil
+}
+
+func (x *Confidence) GetFittedOn() string {
+	if x != nil {
+		return x.FittedOn
+	}
+	return ""
+}
+
+func (x *Confidence) GetFittedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.FittedAt
+	}
+	return nil
+}
+
 // A model that is served.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its name, unique on this server.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Other names that requests may use.
+	// Other names that requests may use. Reserved for later: servers give none yet.
 	Aliases []string `protobuf:"bytes,2,rep,name=aliases,proto3" json:"aliases,omitempty"`
 	// What it can do: `query`, `caption`, `detect`, `point`, `segment`, `reasoning`.
 	Tasks []string `protobuf:"bytes,3,rep,name=tasks,proto3" json:"tasks,omitempty"`
@@ -294,13 +369,15 @@ type Model struct {
 	StreamingRegions bool `protobuf:"varint,4,opt,name=streaming_regions,json=streamingRegions,proto3" json:"streaming_regions,omitempty"`
 	// Most positions of prompt, image and answer together, in tokens.
 	MaxContextTokens uint32 `protobuf:"varint,5,opt,name=max_context_tokens,json=maxContextTokens,proto3" json:"max_context_tokens,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Which results have a confidence, and how to read it. Absent: none has one.
+	Confidence    *Confidence `protobuf:"bytes,6,opt,name=confidence,proto3" json:"confidence,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_legato_v1_server_proto_msgTypes[3]
+	mi := &file_legato_v1_server_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -312,7 +389,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_server_proto_msgTypes[3]
+	mi := &file_legato_v1_server_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -325,7 +402,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_legato_v1_server_proto_rawDescGZIP(), []int{3}
+	return file_legato_v1_server_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Model) GetName() string {
@@ -363,6 +440,13 @@ func (x *Model) GetMaxContextTokens() uint32 {
 	return 0
 }
 
+func (x *Model) GetConfidence() *Confidence {
+	if x != nil {
+		return x.Confidence
+	}
+	return nil
+}
+
 // Asks ListModels.
 type ListModelsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -376,7 +460,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_legato_v1_server_proto_msgTypes[4]
+	mi := &file_legato_v1_server_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -388,7 +472,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_server_proto_msgTypes[4]
+	mi := &file_legato_v1_server_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -401,7 +485,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_legato_v1_server_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_server_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ListModelsRequest) GetPageSize() int32 {
@@ -423,7 +507,7 @@ type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The models of this page.
 	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
-	// Gives the next page. Empty: this was the last.
+	// Gives the next page. Empty: this was the last. Reserved for later: servers have one model, which fits a page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -431,7 +515,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_legato_v1_server_proto_msgTypes[5]
+	mi := &file_legato_v1_server_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -443,7 +527,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_server_proto_msgTypes[5]
+	mi := &file_legato_v1_server_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -456,7 +540,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_server_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_server_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -477,7 +561,7 @@ var File_legato_v1_server_proto protoreflect.FileDescriptor
 
 const file_legato_v1_server_proto_rawDesc = "" +
 	"\n" +
-	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\"\x16\n" +
+	"\x16legato/v1/server.proto\x12\tlegato.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n" +
 	"\x14GetServerInfoRequest\"\xe3\x02\n" +
 	"\x06Limits\x12*\n" +
 	"\x11max_request_bytes\x18\x01 \x01(\x04R\x0fmaxRequestBytes\x12(\n" +
@@ -499,13 +583,22 @@ const file_legato_v1_server_proto_rawDesc = "" +
 	"\x17minimum_client_revision\x18\x05 \x01(\rR\x15minimumClientRevision\x12)\n" +
 	"\x06limits\x18\x06 \x01(\v2\x11.legato.v1.LimitsR\x06limits\x12\"\n" +
 	"\fcapabilities\x18\a \x03(\tR\fcapabilities\x12#\n" +
-	"\rshm_namespace\x18\b \x01(\tR\fshmNamespace\"\xa6\x01\n" +
+	"\rshm_namespace\x18\b \x01(\tR\fshmNamespace\"\xa3\x01\n" +
+	"\n" +
+	"Confidence\x12\x14\n" +
+	"\x05tasks\x18\x01 \x03(\tR\x05tasks\x12)\n" +
+	"\x10calibrated_tasks\x18\x02 \x03(\tR\x0fcalibratedTasks\x12\x1b\n" +
+	"\tfitted_on\x18\x03 \x01(\tR\bfittedOn\x127\n" +
+	"\tfitted_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\bfittedAt\"\xdd\x01\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aaliases\x18\x02 \x03(\tR\aaliases\x12\x14\n" +
 	"\x05tasks\x18\x03 \x03(\tR\x05tasks\x12+\n" +
 	"\x11streaming_regions\x18\x04 \x01(\bR\x10streamingRegions\x12,\n" +
-	"\x12max_context_tokens\x18\x05 \x01(\rR\x10maxContextTokens\"O\n" +
+	"\x12max_context_tokens\x18\x05 \x01(\rR\x10maxContextTokens\x125\n" +
+	"\n" +
+	"confidence\x18\x06 \x01(\v2\x15.legato.v1.ConfidenceR\n" +
+	"confidence\"O\n" +
 	"\x11ListModelsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -532,29 +625,33 @@ func file_legato_v1_server_proto_rawDescGZIP() []byte {
 	return file_legato_v1_server_proto_rawDescData
 }
 
-var file_legato_v1_server_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_legato_v1_server_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_legato_v1_server_proto_goTypes = []any{
 	(*GetServerInfoRequest)(nil),  // 0: legato.v1.GetServerInfoRequest
 	(*Limits)(nil),                // 1: legato.v1.Limits
 	(*GetServerInfoResponse)(nil), // 2: legato.v1.GetServerInfoResponse
-	(*Model)(nil),                 // 3: legato.v1.Model
-	(*ListModelsRequest)(nil),     // 4: legato.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 5: legato.v1.ListModelsResponse
-	(*durationpb.Duration)(nil),   // 6: google.protobuf.Duration
+	(*Confidence)(nil),            // 3: legato.v1.Confidence
+	(*Model)(nil),                 // 4: legato.v1.Model
+	(*ListModelsRequest)(nil),     // 5: legato.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 6: legato.v1.ListModelsResponse
+	(*durationpb.Duration)(nil),   // 7: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 8: google.protobuf.Timestamp
 }
 var file_legato_v1_server_proto_depIdxs = []int32{
-	6, // 0: legato.v1.Limits.default_deadline:type_name -> google.protobuf.Duration
+	7, // 0: legato.v1.Limits.default_deadline:type_name -> google.protobuf.Duration
 	1, // 1: legato.v1.GetServerInfoResponse.limits:type_name -> legato.v1.Limits
-	3, // 2: legato.v1.ListModelsResponse.models:type_name -> legato.v1.Model
-	0, // 3: legato.v1.ServerService.GetServerInfo:input_type -> legato.v1.GetServerInfoRequest
-	4, // 4: legato.v1.ServerService.ListModels:input_type -> legato.v1.ListModelsRequest
-	2, // 5: legato.v1.ServerService.GetServerInfo:output_type -> legato.v1.GetServerInfoResponse
-	5, // 6: legato.v1.ServerService.ListModels:output_type -> legato.v1.ListModelsResponse
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	8, // 2: legato.v1.Confidence.fitted_at:type_name -> google.protobuf.Timestamp
+	3, // 3: legato.v1.Model.confidence:type_name -> legato.v1.Confidence
+	4, // 4: legato.v1.ListModelsResponse.models:type_name -> legato.v1.Model
+	0, // 5: legato.v1.ServerService.GetServerInfo:input_type -> legato.v1.GetServerInfoRequest
+	5, // 6: legato.v1.ServerService.ListModels:input_type -> legato.v1.ListModelsRequest
+	2, // 7: legato.v1.ServerService.GetServerInfo:output_type -> legato.v1.GetServerInfoResponse
+	6, // 8: legato.v1.ServerService.ListModels:output_type -> legato.v1.ListModelsResponse
+	7, // [7:9] is the sub-list for method output_type
+	5, // [5:7] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_server_proto_init() }
@@ -568,7 +665,7 @@ func file_legato_v1_server_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_server_proto_rawDesc), len(file_legato_v1_server_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -137,6 +137,59 @@ func (ChatRole) EnumDescriptor() ([]byte, []int) {
 	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
 }
 
+// The order of objects in a result.
+type ObjectOrder int32
+
+const (
+	// Not given: MODEL.
+	ObjectOrder_OBJECT_ORDER_UNSPECIFIED ObjectOrder = 0
+	// As the model found them.
+	ObjectOrder_OBJECT_ORDER_MODEL ObjectOrder = 1
+	// The greatest confidence first; equal ones, and last those without one, as the model found them.
+	ObjectOrder_OBJECT_ORDER_CONFIDENCE ObjectOrder = 2
+)
+
+// Enum value maps for ObjectOrder.
+var (
+	ObjectOrder_name = map[int32]string{
+		0: "OBJECT_ORDER_UNSPECIFIED",
+		1: "OBJECT_ORDER_MODEL",
+		2: "OBJECT_ORDER_CONFIDENCE",
+	}
+	ObjectOrder_value = map[string]int32{
+		"OBJECT_ORDER_UNSPECIFIED": 0,
+		"OBJECT_ORDER_MODEL":       1,
+		"OBJECT_ORDER_CONFIDENCE":  2,
+	}
+)
+
+func (x ObjectOrder) Enum() *ObjectOrder {
+	p := new(ObjectOrder)
+	*p = x
+	return p
+}
+
+func (x ObjectOrder) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ObjectOrder) Descriptor() protoreflect.EnumDescriptor {
+	return file_legato_v1_task_proto_enumTypes[2].Descriptor()
+}
+
+func (ObjectOrder) Type() protoreflect.EnumType {
+	return &file_legato_v1_task_proto_enumTypes[2]
+}
+
+func (x ObjectOrder) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ObjectOrder.Descriptor instead.
+func (ObjectOrder) EnumDescriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+}
+
 // Why a task ended. Clients treat a value they do not know as UNSPECIFIED; more may be added.
 type FinishReason int32
 
@@ -186,11 +239,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_legato_v1_task_proto_enumTypes[2].Descriptor()
+	return file_legato_v1_task_proto_enumTypes[3].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_legato_v1_task_proto_enumTypes[2]
+	return &file_legato_v1_task_proto_enumTypes[3]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -199,7 +252,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{3}
 }
 
 // How tokens are chosen. Absent fields take the default of the model and task: greedy for Detect, Point and
@@ -605,7 +658,12 @@ type DetectTask struct {
 	Object string `protobuf:"bytes,1,opt,name=object,proto3" json:"object,omitempty"`
 	// Most boxes to return, at least 1. Absent: the model's default. Reaching it ends the task with
 	// FINISH_REASON_MAX_OBJECTS.
-	MaxObjects    *uint32 `protobuf:"varint,2,opt,name=max_objects,json=maxObjects,proto3,oneof" json:"max_objects,omitempty"`
+	MaxObjects *uint32 `protobuf:"varint,2,opt,name=max_objects,json=maxObjects,proto3,oneof" json:"max_objects,omitempty"`
+	// Leave out objects of a lower confidence, in [0, 1]: from results, from events, and from the count of `max_objects`.
+	// Objects without a confidence stay. Absent: leave out none.
+	MinConfidence *float32 `protobuf:"fixed32,3,opt,name=min_confidence,json=minConfidence,proto3,oneof" json:"min_confidence,omitempty"`
+	// The order of the objects in the result. Events come as the model finds them, whatever it is.
+	Order         ObjectOrder `protobuf:"varint,4,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -654,6 +712,20 @@ func (x *DetectTask) GetMaxObjects() uint32 {
 	return 0
 }
 
+func (x *DetectTask) GetMinConfidence() float32 {
+	if x != nil && x.MinConfidence != nil {
+		return *x.MinConfidence
+	}
+	return 0
+}
+
+func (x *DetectTask) GetOrder() ObjectOrder {
+	if x != nil {
+		return x.Order
+	}
+	return ObjectOrder_OBJECT_ORDER_UNSPECIFIED
+}
+
 // Point at every instance of an object.
 type PointTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -664,7 +736,11 @@ type PointTask struct {
 	// FINISH_REASON_MAX_OBJECTS.
 	MaxObjects *uint32 `protobuf:"varint,2,opt,name=max_objects,json=maxObjects,proto3,oneof" json:"max_objects,omitempty"`
 	// Places that say which instance is meant.
-	SpatialRefs   []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
+	SpatialRefs []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
+	// Leave out points of a lower confidence; see `DetectTask.min_confidence`.
+	MinConfidence *float32 `protobuf:"fixed32,4,opt,name=min_confidence,json=minConfidence,proto3,oneof" json:"min_confidence,omitempty"`
+	// The order of the points in the result; see `DetectTask.order`.
+	Order         ObjectOrder `protobuf:"varint,5,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -718,6 +794,20 @@ func (x *PointTask) GetSpatialRefs() []*SpatialRef {
 		return x.SpatialRefs
 	}
 	return nil
+}
+
+func (x *PointTask) GetMinConfidence() float32 {
+	if x != nil && x.MinConfidence != nil {
+		return *x.MinConfidence
+	}
+	return 0
+}
+
+func (x *PointTask) GetOrder() ObjectOrder {
+	if x != nil {
+		return x.Order
+	}
+	return ObjectOrder_OBJECT_ORDER_UNSPECIFIED
 }
 
 // Outline an instance of an object.
@@ -1156,7 +1246,7 @@ func (x *CaptionResult) GetCaption() string {
 // What a DetectTask gives.
 type DetectResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Every instance found, in the model's order. Empty: none is there.
+	// Every instance found, in the order that was asked for. Empty: none is there.
 	Objects       []*DetectedObject `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1202,7 +1292,7 @@ func (x *DetectResult) GetObjects() []*DetectedObject {
 // What a PointTask gives.
 type PointResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Every instance found, in the model's order. Empty: none is there.
+	// Every instance found, in the order that was asked for. Empty: none is there.
 	Points        []*PointedObject `protobuf:"bytes,1,rep,name=points,proto3" json:"points,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1688,19 +1778,25 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x122\n" +
 	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"?\n" +
 	"\vCaptionTask\x120\n" +
-	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"Z\n" +
+	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"\xc7\x01\n" +
 	"\n" +
 	"DetectTask\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\tR\x06object\x12$\n" +
 	"\vmax_objects\x18\x02 \x01(\rH\x00R\n" +
-	"maxObjects\x88\x01\x01B\x0e\n" +
-	"\f_max_objects\"\x93\x01\n" +
+	"maxObjects\x88\x01\x01\x12*\n" +
+	"\x0emin_confidence\x18\x03 \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05order\x18\x04 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
+	"\f_max_objectsB\x11\n" +
+	"\x0f_min_confidence\"\x80\x02\n" +
 	"\tPointTask\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\tR\x06object\x12$\n" +
 	"\vmax_objects\x18\x02 \x01(\rH\x00R\n" +
 	"maxObjects\x88\x01\x01\x128\n" +
-	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefsB\x0e\n" +
-	"\f_max_objects\"_\n" +
+	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12*\n" +
+	"\x0emin_confidence\x18\x04 \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
+	"\x05order\x18\x05 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
+	"\f_max_objectsB\x11\n" +
+	"\x0f_min_confidence\"_\n" +
 	"\vSegmentTask\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\tR\x06object\x128\n" +
 	"\fspatial_refs\x18\x02 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\"\xcd\x02\n" +
@@ -1772,7 +1868,11 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x15CHAT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10CHAT_ROLE_SYSTEM\x10\x01\x12\x12\n" +
 	"\x0eCHAT_ROLE_USER\x10\x02\x12\x17\n" +
-	"\x13CHAT_ROLE_ASSISTANT\x10\x03*\xb9\x01\n" +
+	"\x13CHAT_ROLE_ASSISTANT\x10\x03*`\n" +
+	"\vObjectOrder\x12\x1c\n" +
+	"\x18OBJECT_ORDER_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12OBJECT_ORDER_MODEL\x10\x01\x12\x1b\n" +
+	"\x17OBJECT_ORDER_CONFIDENCE\x10\x02*\xb9\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
@@ -1793,81 +1893,84 @@ func file_legato_v1_task_proto_rawDescGZIP() []byte {
 	return file_legato_v1_task_proto_rawDescData
 }
 
-var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
 var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_legato_v1_task_proto_goTypes = []any{
 	(CaptionLength)(0),          // 0: legato.v1.CaptionLength
 	(ChatRole)(0),               // 1: legato.v1.ChatRole
-	(FinishReason)(0),           // 2: legato.v1.FinishReason
-	(*Sampling)(nil),            // 3: legato.v1.Sampling
-	(*ImagePart)(nil),           // 4: legato.v1.ImagePart
-	(*ChatPart)(nil),            // 5: legato.v1.ChatPart
-	(*ChatMessage)(nil),         // 6: legato.v1.ChatMessage
-	(*QueryTask)(nil),           // 7: legato.v1.QueryTask
-	(*CaptionTask)(nil),         // 8: legato.v1.CaptionTask
-	(*DetectTask)(nil),          // 9: legato.v1.DetectTask
-	(*PointTask)(nil),           // 10: legato.v1.PointTask
-	(*SegmentTask)(nil),         // 11: legato.v1.SegmentTask
-	(*Task)(nil),                // 12: legato.v1.Task
-	(*Grounding)(nil),           // 13: legato.v1.Grounding
-	(*Reasoning)(nil),           // 14: legato.v1.Reasoning
-	(*QueryResult)(nil),         // 15: legato.v1.QueryResult
-	(*CaptionResult)(nil),       // 16: legato.v1.CaptionResult
-	(*DetectResult)(nil),        // 17: legato.v1.DetectResult
-	(*PointResult)(nil),         // 18: legato.v1.PointResult
-	(*SegmentResult)(nil),       // 19: legato.v1.SegmentResult
-	(*Usage)(nil),               // 20: legato.v1.Usage
-	(*Timings)(nil),             // 21: legato.v1.Timings
-	(*TaskResult)(nil),          // 22: legato.v1.TaskResult
-	(*SpatialRef)(nil),          // 23: legato.v1.SpatialRef
-	(*Point)(nil),               // 24: legato.v1.Point
-	(*DetectedObject)(nil),      // 25: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 26: legato.v1.PointedObject
-	(*Outline)(nil),             // 27: legato.v1.Outline
-	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
-	(*status.Status)(nil),       // 29: google.rpc.Status
+	(ObjectOrder)(0),            // 2: legato.v1.ObjectOrder
+	(FinishReason)(0),           // 3: legato.v1.FinishReason
+	(*Sampling)(nil),            // 4: legato.v1.Sampling
+	(*ImagePart)(nil),           // 5: legato.v1.ImagePart
+	(*ChatPart)(nil),            // 6: legato.v1.ChatPart
+	(*ChatMessage)(nil),         // 7: legato.v1.ChatMessage
+	(*QueryTask)(nil),           // 8: legato.v1.QueryTask
+	(*CaptionTask)(nil),         // 9: legato.v1.CaptionTask
+	(*DetectTask)(nil),          // 10: legato.v1.DetectTask
+	(*PointTask)(nil),           // 11: legato.v1.PointTask
+	(*SegmentTask)(nil),         // 12: legato.v1.SegmentTask
+	(*Task)(nil),                // 13: legato.v1.Task
+	(*Grounding)(nil),           // 14: legato.v1.Grounding
+	(*Reasoning)(nil),           // 15: legato.v1.Reasoning
+	(*QueryResult)(nil),         // 16: legato.v1.QueryResult
+	(*CaptionResult)(nil),       // 17: legato.v1.CaptionResult
+	(*DetectResult)(nil),        // 18: legato.v1.DetectResult
+	(*PointResult)(nil),         // 19: legato.v1.PointResult
+	(*SegmentResult)(nil),       // 20: legato.v1.SegmentResult
+	(*Usage)(nil),               // 21: legato.v1.Usage
+	(*Timings)(nil),             // 22: legato.v1.Timings
+	(*TaskResult)(nil),          // 23: legato.v1.TaskResult
+	(*SpatialRef)(nil),          // 24: legato.v1.SpatialRef
+	(*Point)(nil),               // 25: legato.v1.Point
+	(*DetectedObject)(nil),      // 26: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 27: legato.v1.PointedObject
+	(*Outline)(nil),             // 28: legato.v1.Outline
+	(*durationpb.Duration)(nil), // 29: google.protobuf.Duration
+	(*status.Status)(nil),       // 30: google.rpc.Status
 }
 var file_legato_v1_task_proto_depIdxs = []int32{
-	4,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
+	5,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
 	1,  // 1: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
-	5,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
-	23, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	6,  // 4: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
+	6,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
+	24, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	7,  // 4: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
 	0,  // 5: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
-	23, // 6: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	23, // 7: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	7,  // 8: legato.v1.Task.query:type_name -> legato.v1.QueryTask
-	8,  // 9: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
-	9,  // 10: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
-	10, // 11: legato.v1.Task.point:type_name -> legato.v1.PointTask
-	11, // 12: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
-	3,  // 13: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
-	24, // 14: legato.v1.Grounding.points:type_name -> legato.v1.Point
-	13, // 15: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
-	14, // 16: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
-	25, // 17: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
-	26, // 18: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
-	27, // 19: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
-	28, // 20: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
-	28, // 21: legato.v1.Timings.image:type_name -> google.protobuf.Duration
-	28, // 22: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	28, // 23: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	28, // 24: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
-	28, // 25: legato.v1.Timings.total:type_name -> google.protobuf.Duration
-	15, // 26: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
-	16, // 27: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
-	17, // 28: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
-	18, // 29: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
-	19, // 30: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
-	29, // 31: legato.v1.TaskResult.error:type_name -> google.rpc.Status
-	2,  // 32: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
-	20, // 33: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
-	21, // 34: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
-	35, // [35:35] is the sub-list for method output_type
-	35, // [35:35] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	2,  // 6: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
+	24, // 7: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	2,  // 8: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
+	24, // 9: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	8,  // 10: legato.v1.Task.query:type_name -> legato.v1.QueryTask
+	9,  // 11: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
+	10, // 12: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
+	11, // 13: legato.v1.Task.point:type_name -> legato.v1.PointTask
+	12, // 14: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
+	4,  // 15: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
+	25, // 16: legato.v1.Grounding.points:type_name -> legato.v1.Point
+	14, // 17: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
+	15, // 18: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
+	26, // 19: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
+	27, // 20: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
+	28, // 21: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
+	29, // 22: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
+	29, // 23: legato.v1.Timings.image:type_name -> google.protobuf.Duration
+	29, // 24: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	29, // 25: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	29, // 26: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
+	29, // 27: legato.v1.Timings.total:type_name -> google.protobuf.Duration
+	16, // 28: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
+	17, // 29: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
+	18, // 30: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
+	19, // 31: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
+	20, // 32: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
+	30, // 33: legato.v1.TaskResult.error:type_name -> google.rpc.Status
+	3,  // 34: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
+	21, // 35: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
+	22, // 36: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
+	37, // [37:37] is the sub-list for method output_type
+	37, // [37:37] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_task_proto_init() }
@@ -1904,7 +2007,7 @@ func file_legato_v1_task_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_task_proto_rawDesc), len(file_legato_v1_task_proto_rawDesc)),
-			NumEnums:      3,
+			NumEnums:      4,
 			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   0,

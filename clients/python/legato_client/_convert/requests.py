@@ -48,6 +48,10 @@ _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
     "normal": task_pb2.CAPTION_LENGTH_NORMAL,
     "long": task_pb2.CAPTION_LENGTH_LONG,
 }
+_ORDERS: dict[str, task_pb2.ObjectOrder.ValueType] = {
+    "model": task_pb2.OBJECT_ORDER_UNSPECIFIED,
+    "confidence": task_pb2.OBJECT_ORDER_CONFIDENCE,
+}
 
 
 def query(
@@ -71,7 +75,12 @@ def caption(
 def detect(
     image: media_pb2.Image | None, task: DetectTask, options: Options
 ) -> inference_pb2.DetectRequest:
-    request = inference_pb2.DetectRequest(object=task.object, max_objects=task.max_objects)
+    request = inference_pb2.DetectRequest(
+        object=task.object,
+        max_objects=task.max_objects,
+        min_confidence=task.min_confidence,
+        order=_order(task),
+    )
     return _question(request, task.sampling, options, image)
 
 
@@ -82,6 +91,8 @@ def point(
         object=task.object,
         max_objects=task.max_objects,
         spatial_refs=_refs(task.spatial_refs),
+        min_confidence=task.min_confidence,
+        order=_order(task),
     )
     return _question(request, task.sampling, options, image)
 
@@ -183,7 +194,12 @@ def task_message(asked: Task) -> task_pb2.Task:
             message.caption.CopyFrom(task_pb2.CaptionTask(length=_length(asked)))
         case DetectTask():
             message.detect.CopyFrom(
-                task_pb2.DetectTask(object=asked.object, max_objects=asked.max_objects)
+                task_pb2.DetectTask(
+                    object=asked.object,
+                    max_objects=asked.max_objects,
+                    min_confidence=asked.min_confidence,
+                    order=_order(asked),
+                )
             )
         case PointTask():
             message.point.CopyFrom(
@@ -191,6 +207,8 @@ def task_message(asked: Task) -> task_pb2.Task:
                     object=asked.object,
                     max_objects=asked.max_objects,
                     spatial_refs=_refs(asked.spatial_refs),
+                    min_confidence=asked.min_confidence,
+                    order=_order(asked),
                 )
             )
         case SegmentTask():
@@ -204,6 +222,12 @@ def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
     if task.length not in _LENGTHS:
         raise ValueError(f"caption length must be one of {sorted(_LENGTHS)}, got {task.length!r}")
     return _LENGTHS[task.length]
+
+
+def _order(task: DetectTask | PointTask) -> task_pb2.ObjectOrder.ValueType:
+    if task.order not in _ORDERS:
+        raise ValueError(f"an order is one of {sorted(_ORDERS)}, got {task.order!r}")
+    return _ORDERS[task.order]
 
 
 def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:

@@ -172,7 +172,17 @@ def _token(message: inference_pb2.Token) -> results.Token:
         logprob=message.logprob if message.HasField("logprob") else None,
         coordinate=message.coordinate if kind == "coordinate" else None,
         size=(message.size.width, message.size.height) if kind == "size" else None,
+        alternatives=tuple(map(_alternative, message.alternatives)),
+        certainty=_certainty(message.certainty) if message.HasField("certainty") else None,
     )
+
+
+def _alternative(message: inference_pb2.TokenAlternative) -> results.TokenAlternative:
+    return results.TokenAlternative(message.token_id, message.text, message.logprob)
+
+
+def _certainty(message: inference_pb2.TokenCertainty) -> results.TokenCertainty:
+    return results.TokenCertainty(message.existence, message.concentration)
 
 
 def _grounding(message: task_pb2.Grounding) -> results.Grounding:

@@ -57,4 +57,14 @@ def _model(message: server_pb2.Model) -> server.ModelInfo:
         tasks=tuple(message.tasks),
         streaming_regions=message.streaming_regions,
         max_context_tokens=message.max_context_tokens,
+        confidence=_confidence(message.confidence) if message.HasField("confidence") else None,
+    )
+
+
+def _confidence(message: server_pb2.Confidence) -> server.ConfidenceInfo:
+    fitted_at = None
+    if message.HasField("fitted_at"):
+        fitted_at = message.fitted_at.ToDatetime(datetime.UTC)
+    return server.ConfidenceInfo(
+        tuple(message.tasks), tuple(message.calibrated_tasks), message.fitted_on, fitted_at
     )

@@ -142,6 +142,22 @@ class AsyncSession:
         self._requests.put_nowait(message)
         return sequence
 
+    async def wait_for_credit(self, timeout: float) -> bool:  # noqa: ASYNC109  # as of the other face
+        """Wait until a frame could be sent; False after `timeout` seconds without a credit.
+
+        So the frame to send can be chosen when there is room for it. Raises once no frame can be
+        sent any more.
+        """
+        self._state.check_takes_frames()
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._state.has_credit:
+                    await self._next_message()
+                    self._state.check_takes_frames()
+        except TimeoutError:
+            return False
+        return True
+
     async def cancel(self, *, sequence: int | None = None, task_id: str | None = None) -> None:
         """Stop a frame, or all running tasks of an id; naming what has ended does nothing."""
         self._say(self._state.cancel(sequence, task_id))

@@ -140,6 +140,22 @@ class Session:
             raise
         return sequence
 
+    def wait_for_credit(self, timeout: float) -> bool:
+        """Wait until a frame could be sent; False after `timeout` seconds without a credit.
+
+        So the frame to send can be chosen when there is room for it. Raises once no frame can be
+        sent any more.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._state.check_takes_frames()
+            while not self._state.has_credit:
+                if time.monotonic() >= end:
+                    return False
+                self._wait(end)
+                self._state.check_takes_frames()
+        return True
+
     def cancel(self, *, sequence: int | None = None, task_id: str | None = None) -> None:
         """Stop a frame, or all running tasks of an id; naming what has ended does nothing."""
         self._say(self._state.cancel(sequence, task_id))

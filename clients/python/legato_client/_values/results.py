@@ -86,11 +86,33 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenAlternative:
+    """A token that the model might have chosen; `text` is what it would have completed."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCertainty:
+    """How sure the model was of a token with a value, both in [0, 1].
+
+    `existence` is its probability against that of ending, `concentration` that of the values close
+    to its own. The product over an object's tokens is its confidence, before any calibration.
+    """
+
+    existence: float
+    concentration: float
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One sampled token: text, empty while a character is incomplete, or the value it carries.
 
     `logprob` is the natural logarithm of the probability that the model gave it, its value's
-    included; None unless asked for.
+    included; None unless asked for, as is `certainty`. `alternatives` are as many of the likeliest
+    tokens in its place as were asked for, the likeliest first.
     """
 
     token_id: int
@@ -98,6 +120,8 @@ class Token:
     logprob: float | None = None
     coordinate: float | None = None
     size: tuple[float, float] | None = None  # width, height
+    alternatives: tuple[TokenAlternative, ...] = ()
+    certainty: TokenCertainty | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +225,7 @@ class CaptionResult:
 
 @dataclass(frozen=True, slots=True)
 class DetectResult:
-    """Every box found, in the model's order."""
+    """Every box found, in the order that was asked for."""
 
     objects: tuple[Detection, ...]
     info: ResponseInfo
@@ -210,7 +234,7 @@ class DetectResult:
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """Every point found, in the model's order."""
+    """Every point found, in the order that was asked for."""
 
     points: tuple[PointedObject, ...]
     info: ResponseInfo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 
 from legato_client._errors import ClientTooOld, SharedMemoryRefused
@@ -40,14 +41,29 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfidenceInfo:
+    """Tasks whose results have a confidence, and those of them whose confidences were fitted.
+
+    The others order objects and say no more. `fitted_on` is empty and `fitted_at` None where there
+    is no calibration.
+    """
+
+    tasks: tuple[str, ...]
+    calibrated_tasks: tuple[str, ...] = ()
+    fitted_on: str = ""
+    fitted_at: datetime.datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model and what it can do."""
+    """A served model and what it can do; `confidence` is None where no result has one."""
 
     name: str
     aliases: tuple[str, ...]
     tasks: tuple[str, ...]
     streaming_regions: bool
     max_context_tokens: int
+    confidence: ConfidenceInfo | None = None
 
 
 UNKNOWN = ServerInfo("", "", "", 0, 0, Limits(0, 0, 0, 0, 0, 0, 0, 0.0), ())

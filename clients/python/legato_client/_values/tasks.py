@@ -11,6 +11,7 @@ from legato_client._values.results import Box, FrameStamp, Point
 
 SpatialRef = Point | Box
 CaptionLength = Literal["short", "normal", "long"]
+ObjectOrder = Literal["model", "confidence"]
 Role = Literal["system", "user", "assistant"]
 
 
@@ -35,7 +36,8 @@ class Options:
 
     `request_id` empty lets the server choose one. `model` empty means the served default.
     `cache_image` None leaves the server's default. `return_tokens` tells every token, in
-    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` (0) also how likely each was.
+    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` also how likely each
+    was, with as many alternatives (0 to 20).
     """
 
     request_id: str = ""
@@ -82,23 +84,30 @@ class CaptionTask:
 
 @dataclass(frozen=True, slots=True)
 class DetectTask:
-    """Box every instance of `object`."""
+    """Box every instance of `object` whose confidence is at least `min_confidence`.
+
+    `order` is that of the result; "confidence" puts the greatest first.
+    """
 
     object: str
     max_objects: int | None = None
     sampling: Sampling = Sampling()
     task_id: str = ""
+    min_confidence: float | None = None
+    order: ObjectOrder = "model"
 
 
 @dataclass(frozen=True, slots=True)
 class PointTask:
-    """Point at every instance of `object`."""
+    """Point at every instance of `object`; see `DetectTask`."""
 
     object: str
     max_objects: int | None = None
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: Sampling = Sampling()
     task_id: str = ""
+    min_confidence: float | None = None
+    order: ObjectOrder = "model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 
 from legato_client._client import Client
-from legato_client._errors import (
-    Aborted,
-    Busy,
-    DeadlineExceeded,
-    InternalError,
-    InvalidArgument,
-    LegatoError,
-    ResourceExhausted,
-    Unavailable,
-)
-from legato_client._images.sources import ImageInput
-from legato_client._values.results import Result
+from legato_client._errors import LegatoError
 from legato_client._values.tasks import Options, Task
 from legato_client.batch import lines
+from legato_client.batch.asking import PATIENCE, Asking, is_of_the_picture
 from legato_client.batch.output import Output
 from legato_client.batch.sources import Picture
-
-PATIENCE = 600.0
-"""Seconds for which a picture waits for a server that says when to come back."""
 
 
 class Run:
@@ -48,12 +33,9 @@ class Run:
     ) -> None:
         self._client = client
         self._names = tuple(tasks)
-        self._tasks = tuple(tasks.values())
-        self._options = options
+        self._asking = Asking(client, tuple(tasks.values()), options, patience)
         self._output = output
         self._parallel = parallel
-        self._patience = patience
-        self._ended = threading.Event()
 
     def perform(self, pictures: Iterable[Picture], tell: Callable[[], None]) -> None:
         """Ask about those that the output lacks; `tell` is called after each, by any thread.
@@ -77,11 +59,11 @@ class Run:
             self._client.close()  # ends the calls
             raise
         finally:
-            self._ended.set()
+            self._asking.end()
             pool.shutdown(cancel_futures=True)
 
     def _ask_and_tell(self, picture: Picture, tell: Callable[[], None]) -> None:
-        if not self._ended.is_set():
+        if not self._asking.has_ended:
             self._output.append(self._line(picture))
             tell()
 
@@ -91,50 +73,14 @@ class Run:
         except (OSError, ValueError) as error:
             return lines.unreadable(picture, error)
         try:
-            outcomes = self._ask(image)
+            outcomes = self._asking.ask(image)
         except LegatoError as error:
-            if not _is_of_the_picture(error):
+            if not is_of_the_picture(error):
                 raise
             return lines.failed(picture, error)
         return lines.answered(picture, self._names, outcomes)
-
-    def _ask(self, image: ImageInput) -> tuple[Result | LegatoError, ...]:
-        """Come again for as long as the server says when."""
-        end = time.monotonic() + self._patience
-        while True:
-            try:
-                return self._ask_once(image)
-            except (Busy, Unavailable) as error:
-                delay = error.retry_after
-                if delay is None or time.monotonic() + delay > end or self._ended.wait(delay):
-                    raise
-
-    def _ask_once(self, image: ImageInput) -> tuple[Result | LegatoError, ...]:
-        """Raises what all tasks met, and what is not of the picture if any task met it."""
-        outcomes = self._client.run_tasks(image, self._tasks, options=self._options)
-        errors = [each for each in outcomes if isinstance(each, LegatoError)]
-        for error in errors:
-            if not _is_of_the_picture(error):
-                raise error
-        if len(errors) == len(outcomes) and len({each.reason for each in errors}) == 1:
-            raise errors[0]
-        return outcomes
 
 
 def _raise_first(done: Iterable[futures.Future[None]]) -> None:
     for each in done:
         each.result()
-
-
-def _is_of_the_picture(error: LegatoError) -> bool:
-    """Whether another picture might fare better."""
-    match error:
-        case InvalidArgument():
-            fields = (violation.field for violation in error.field_violations)
-            return error.reason.startswith("IMAGE_") or any(f.startswith("image") for f in fields)
-        case Busy():
-            return False
-        case Aborted() | DeadlineExceeded() | InternalError() | ResourceExhausted():
-            return True
-        case _:
-            return False

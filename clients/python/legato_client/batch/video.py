@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fractions
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
 from legato_client._images.raw_frame import RawFrame
@@ -48,31 +48,49 @@ class Frame:
 
 
 def frames(path: str, choice: Choice) -> Iterator[Frame]:
-    """The chosen frames, in order.
+    """The chosen frames, in order. Raises as `decoded`."""
+    due = 0.0
+    for frame in decoded(path):
+        if choice.fps is None:
+            chosen = frame.number % choice.every == 0
+        else:
+            chosen = frame.time * choice.fps >= due - 1e-6  # times are rounded
+            due = int(frame.time * choice.fps + 1e-6) + 1 if chosen else due
+        if chosen:
+            yield frame
+
+
+def decoded(
+    path: str,
+    container: str | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
+    silence: float | None = None,
+) -> Iterator[Frame]:
+    """All frames of a file, or of what else FFmpeg opens, in order.
+
+    `container` and `options` are FFmpeg's. With `silence`, in seconds, the source is live: each
+    frame comes as soon as it is decoded, and none for so long is an error.
 
     Raises:
         ModuleNotFoundError: PyAV is not installed.
-        OSError, ValueError: the file cannot be read, or not to its end.
+        OSError, ValueError: the source cannot be read, or not to its end.
     """
     import av
 
-    with _plain_errors(path), av.open(path) as container:
-        if not container.streams.video:
+    with (
+        _plain_errors(path),
+        av.open(path, format=container, options=dict(options), timeout=silence) as opened,
+    ):
+        if not opened.streams.video:
             raise ValueError(f"{path} has no pictures")
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        start, due = None, 0.0
-        for number, decoded in enumerate(container.decode(stream)):
-            time = decoded.time or 0.0
+        stream = opened.streams.video[0]
+        # Threads that decode frames side by side hold some of them back.
+        stream.thread_type = "AUTO" if silence is None else "SLICE"
+        start = None
+        for number, each in enumerate(opened.decode(stream)):
+            time = each.time or 0.0
             start = time if start is None else start
-            time -= start
-            if choice.fps is None:
-                chosen = number % choice.every == 0
-            else:
-                chosen = time * choice.fps >= due - 1e-6  # times are rounded
-                due = int(time * choice.fps + 1e-6) + 1 if chosen else due
-            if chosen:
-                yield Frame(number, time, decoded)
+            yield Frame(number, time - start, each)
 
 
 class Writer:

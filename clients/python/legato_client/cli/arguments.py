@@ -11,9 +11,14 @@ from typing import Any, NoReturn
 from legato_client import Client, Options, Sampling
 from legato_client._transport import security
 from legato_client._transport.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
+from legato_client.batch import tasks
 from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
+TASK_HELP = (
+    "detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or query:QUESTION; "
+    "may be repeated"
+)
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of the names that a picture can be written to."""
 
@@ -164,11 +169,44 @@ def count(text: str) -> int:
     return value
 
 
+def quality(text: str) -> int:
+    """Of a JPEG; above 95 Pillow's files grow and pictures do not get better."""
+    value = int(text)
+    if not 1 <= value <= 95:
+        raise argparse.ArgumentTypeError("must be 1 to 95")
+    return value
+
+
+def task_name(text: str) -> str:
+    """As `TASK_HELP` says."""
+    try:
+        tasks.parse(text, Sampling(), None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
     return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("must be in 0..1")
+    return value
+
+
+def add_min_confidence(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-confidence",
+        type=share,
+        metavar="C",
+        help="leave out objects that the model is less sure of, 0 to 1",
+    )
 
 
 def at_least_one(text: str) -> int:

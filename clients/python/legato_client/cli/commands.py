@@ -9,6 +9,8 @@ from typing import Any
 from legato_client._version import version
 from legato_client.cli import (
     arguments,
+    bag,
+    calibrate,
     chat,
     completion,
     demo,
@@ -18,16 +20,21 @@ from legato_client.cli import (
     load,
     metrics,
     playground,
+    ros2,
     run,
     settings,
     status,
     tasks,
     timeline,
     token,
+    watch,
 )
 from legato_client.cli.exits import CommandError
 
-_OWN = (demo, tasks, run, chat, info, metrics, status, load, token, http, playground, completion)
+_OWN = (
+    demo, tasks, run, calibrate, watch, bag, ros2, chat, info, metrics, status, load, token, http,
+    playground, completion,
+)  # fmt: skip
 
 
 def make_parser(*, complete: bool = False) -> arguments.Parser:

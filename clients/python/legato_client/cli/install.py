@@ -9,6 +9,8 @@ import legato_client
 _PARTS = {
     "cli": ('"{root}[cli]"',),
     "web": ('"{root}[web]"',),
+    "dds": ('"{root}[dds]"',),
+    "ros": ('"{root}[ros]"',),
     "video": ('"{root}[video]"',),
     "engine": ("{root}", "{root}/engine/tiny", "{root}/service"),
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from legato_client import LegatoError, Sampling, Task
+from legato_client import LegatoError, Task
 from legato_client.batch import coco, sources, tasks
 from legato_client.batch.errors import RunRefused
 from legato_client.batch.output import Output
@@ -40,10 +40,9 @@ def add_command(commands: Any) -> None:
         "--task",
         action="append",
         required=True,
-        type=_task_name,
+        type=arguments.task_name,
         metavar="TASK",
-        help="detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or "
-        "query:QUESTION; may be repeated",
+        help=arguments.TASK_HELP,
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
@@ -70,6 +69,7 @@ def add_command(commands: Any) -> None:
         "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
     )
     parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
@@ -115,7 +115,8 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _tasks(args: argparse.Namespace) -> dict[str, Task]:
     try:
-        return tasks.parse_all(args.task, arguments.sampling_of(args), args.max_objects)
+        sampling, least = arguments.sampling_of(args), args.min_confidence
+        return tasks.parse_all(args.task, sampling, args.max_objects, least)
     except ValueError as error:
         raise RunRefused(f"--task: {error}") from None
 
@@ -127,6 +128,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "tasks": args.task,
         **{name.replace("_", "-"): value for name, value in sampling.items()},
         "max-objects": args.max_objects,
+        "min-confidence": args.min_confidence,
         "model": args.model,
         "adapter": args.adapter,
         "every": args.every,
@@ -192,11 +194,3 @@ def _report(
 
 def _choice(args: argparse.Namespace) -> Choice:
     return Choice(args.every, args.fps)
-
-
-def _task_name(text: str) -> str:
-    try:
-        tasks.parse(text, Sampling(), None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

@@ -95,9 +95,21 @@ def task_of(args: argparse.Namespace) -> Task:
     sampling = arguments.sampling_of(args)
     match args.command:
         case "detect":
-            return DetectTask(args.object, args.max_objects, sampling)
+            return DetectTask(
+                args.object,
+                args.max_objects,
+                sampling,
+                min_confidence=args.min_confidence,
+                order=args.order,
+            )
         case "point":
-            return PointTask(args.object, args.max_objects, sampling=sampling)
+            return PointTask(
+                args.object,
+                args.max_objects,
+                sampling=sampling,
+                min_confidence=args.min_confidence,
+                order=args.order,
+            )
         case "segment":
             return SegmentTask(args.object, sampling=sampling)
         case "caption":
@@ -131,6 +143,13 @@ def _add_object(parser: argparse.ArgumentParser, *, count: bool) -> None:
     parser.add_argument("object", help='what to look for, such as "red cup"')
     if count:
         parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+        arguments.add_min_confidence(parser)
+        parser.add_argument(
+            "--order",
+            choices=("model", "confidence"),
+            default="model",
+            help="of the objects; confidence: the greatest first",
+        )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

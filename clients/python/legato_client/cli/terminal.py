@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from legato_client import _errors
 from legato_client.cli.exits import CommandError, ExitCode, exit_code_of
 from legato_client.cli.hints import hint_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
@@ -37,6 +40,16 @@ class Terminal:
     @property
     def interactive(self) -> bool:
         return not self.json_output and self._out.isatty()
+
+    def on_standard_error(self) -> Terminal:
+        """For a command whose standard output has other readers."""
+        return Terminal(self.json_output, self._err, self._err)
+
+    def console(self) -> Console:
+        """That of rich on `out`."""
+        from rich.console import Console
+
+        return Console(file=self._out)
 
     def write(self, text: str) -> None:
         """At once and without a line end."""

@@ -42,7 +42,14 @@ async def ask(
             )
         case DetectTask(noun, most, sampling):
             return await client.detect(
-                image, noun, max_objects=most, sampling=sampling, options=options, timeout=seconds
+                image,
+                noun,
+                max_objects=most,
+                min_confidence=task.min_confidence,
+                order=task.order,
+                sampling=sampling,
+                options=options,
+                timeout=seconds,
             )
         case PointTask(noun, most, refs, sampling):
             return await client.point(
@@ -50,6 +57,8 @@ async def ask(
                 noun,
                 max_objects=most,
                 spatial_refs=refs,
+                min_confidence=task.min_confidence,
+                order=task.order,
                 sampling=sampling,
                 options=options,
                 timeout=seconds,

@@ -1,10 +1,12 @@
 """Token sampling in one launch.
 
-Shape legend: B rows of a batch, R rows of the state, V vocabulary, C constraints.
+Shape legend: B rows of a batch, R rows of the state, V vocabulary, C constraints, S rows with one,
+D width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import torch
@@ -30,6 +32,38 @@ class RowTensors(Protocol):
     top_k_R: torch.Tensor
     seed_R: torch.Tensor
     scratch_row: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """B sampled tokens: where they came from, and what is read of those with values.
+
+    Token b has the constraint at `entry_B[b]`, or at b without it. Logits, constraints, payloads
+    and certainties are float32, the others but `hidden_BD` int64.
+    """
+
+    row_B: torch.Tensor
+    token_B: torch.Tensor
+    hidden_BD: torch.Tensor
+    logits_BV: torch.Tensor
+    constraints_CV: torch.Tensor
+    constraint_S: torch.Tensor
+    entry_B: torch.Tensor | None
+    payload_B2: torch.Tensor
+    certainty_B2: torch.Tensor
+
+    def part(self, of: slice) -> SampledTokens:
+        return dataclasses.replace(
+            self,
+            row_B=self.row_B[of],
+            token_B=self.token_B[of],
+            hidden_BD=self.hidden_BD[of],
+            logits_BV=self.logits_BV[of],
+            constraint_S=self.constraint_S if self.entry_B is not None else self.constraint_S[of],
+            entry_B=None if self.entry_B is None else self.entry_B[of],
+            payload_B2=self.payload_B2[of],
+            certainty_B2=self.certainty_B2[of],
+        )
 
 
 class Sampler:

@@ -18,7 +18,7 @@ from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.head import Head, HeadWeights
 from legato_engine.kernels.cuda.module import Module
-from legato_engine.kernels.cuda.sampling import RowTensors
+from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
 from legato_engine.kernels.parameters import Affine
 
 _OUTPUTS = 64  # of `embed` per thread block
@@ -33,7 +33,8 @@ class ValueSizes:
     """Constants of the kernels; `pair_bins` counts the bins of both values.
 
     Bin b of a scalar means b / `scalar_divisor`; bins of a pair are spread by logarithm over 2^-10
-    .. 1. `inner_dim` is that of two-layer decoders; None: all bins are one map.
+    .. 1. Bins up to a reach from the likeliest count as close to it. `inner_dim` is that of
+    two-layer decoders; None: all bins are one map.
     """
 
     dim: int
@@ -45,6 +46,10 @@ class ValueSizes:
     scalar_divisor: int
     scalar_token: int
     pair_token: int
+    end_token: int
+    scalar_reach: int
+    pair_reach: int
+    vocab: int
 
     @property
     def parts(self) -> int:
@@ -188,7 +193,10 @@ class MlpBins:
 
 
 class ValueReader:
-    """Reads the values of tokens from the logits of their bins. Can be captured."""
+    """Reads the values of tokens, and how sure they are, from the logits of their bins.
+
+    Can be captured.
+    """
 
     def __init__(self, sizes: ValueSizes) -> None:
         self._kernel = Module("value_argmax.cu", value_argmax_defines(sizes)).kernel("value_argmax")
@@ -198,17 +206,19 @@ class ValueReader:
         state: RowTensors,
         scalar_BN: torch.Tensor,
         pair_BS: torch.Tensor,
-        row_B: torch.Tensor,
-        payload_B2: torch.Tensor,
+        sampled: SampledTokens,
         *,
         overlap: bool = True,
     ) -> None:
-        """Rows of the float32 logits may be strided, by multiples of 4."""
+        """Rows of the float32 bins may be strided, by multiples of 4."""
         self._kernel.launch(
-            (len(payload_B2), 1, 1),
+            (len(sampled.payload_B2), 1, 1),
             _READER_THREADS,
             [
-                *(scalar_BN, pair_BS, row_B, state.token_R, state.payload_R2, payload_B2),
+                *(scalar_BN, pair_BS, sampled.row_B, state.token_R),
+                *(sampled.logits_BV, sampled.constraints_CV),
+                *(sampled.constraint_S, sampled.entry_B),
+                *(state.payload_R2, sampled.payload_B2, sampled.certainty_B2),
                 *(scalar_BN.stride(0), pair_BS.stride(0)),
             ],
             overlap=overlap,
@@ -251,4 +261,8 @@ def value_argmax_defines(sizes: ValueSizes) -> dict[str, int]:
         "PAIR_BINS": sizes.pair_bins,
         "SCALAR": sizes.scalar_token,
         "PAIR": sizes.pair_token,
+        "END": sizes.end_token,
+        "SCALAR_REACH": sizes.scalar_reach,
+        "PAIR_REACH": sizes.pair_reach,
+        "VOCAB": sizes.vocab,
     }

@@ -14,6 +14,7 @@ from legato_engine.kernels.decode_loop import LoopTensors
 
 SOURCE = "decode_loop.cu"
 _THREADS = 128
+_WIDTH = 16  # bytes that a thread copies at once
 _WORD = 1 << 32
 
 
@@ -70,8 +71,9 @@ class WhileLoop:
             _THREADS,
             [
                 *(loop.row_B, loop.position_B, loop.fresh_B, loop.sample_position_B),
-                *(loop.token_B, loop.limit, loop.step, loop.ring_SB, loop.words),
-                *(len(loop.token_B), loop.ring_SB.stride(0), loop.scratch_row),
+                *(loop.token_B, loop.constraint_B, loop.successor_C2, loop.outputs_N),
+                *(loop.limit, loop.step, loop.ring_SN, loop.words),
+                *(len(loop.token_B), len(loop.outputs_N) // _WIDTH, loop.scratch_row),
                 *(_signed(low), _signed(high)),
             ],
         )

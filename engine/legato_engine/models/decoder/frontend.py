@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from legato_engine.core import SKILL_OF_TASK, ImageInfo, QueryTask, Request
+from legato_engine.core import SKILL_OF_TASK, ConfidenceInfo, ImageInfo, QueryTask, Request
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
 from legato_engine.models.decoder.task import TextTask
@@ -44,6 +44,7 @@ class TextFrontend:
     takes_images = False
     tasks: tuple[str, ...] = ("query",)
     constraints = FREE
+    confidence: ConfidenceInfo | None = None
 
     def __init__(self, setup: TextSetup) -> None:
         self.name = setup.name
@@ -80,7 +81,11 @@ class TextFrontend:
         max_tokens = budget.token_budget(wanted, len(prompt), setup.max_context)
         stop = request.sampling.stop
         answer = TextOutput(setup.pieces, stop)
-        log = TokenLog(setup.pieces, logprobs=request.logprobs) if request.return_tokens else None
+        log = None
+        if request.return_tokens:
+            log = TokenLog(
+                setup.pieces, logprobs=request.logprobs, top_logprobs=request.top_logprobs
+            )
         return TextTask(prompt, sampling, max_tokens, setup.eos, answer, log)
 
 

@@ -195,6 +195,12 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     @property
+    def num_answer_tokens(self) -> int:
+        """Tokens that open the answer after reasoning."""
+        query = self.templates.query
+        return max(1, 0 if query is None else query.suffix.count(self.tokens.answer))
+
+    @property
     def has_values_in_text(self) -> bool:
         return not {self.tokens.coord, self.tokens.size} <= set(self.suppressed.answer)
 

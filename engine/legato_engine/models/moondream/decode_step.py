@@ -19,7 +19,7 @@ from legato_engine.kernels.step import (
     StepCache,
     StepPositions,
 )
-from legato_engine.kernels.value_heads import RowTensors, TokenInputs
+from legato_engine.kernels.value_heads import RowTensors, SampledTokens, TokenInputs
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.region import Region
@@ -110,17 +110,10 @@ class MoondreamStep:
         """Float32 logits of coord and size bins; only those that a token needs are up to date."""
         return self._values.bins(token_B, hidden_BD)
 
-    def payload(
-        self,
-        state: RowTensors,
-        hidden_BD: torch.Tensor,
-        token_B: torch.Tensor,
-        row_B: torch.Tensor,
-        payload_B2: torch.Tensor,
-    ) -> None:
-        """Write the values of coord and size tokens; zero for others."""
-        for part in _passes(hidden_BD.shape[0]):
-            self._values.read(state, hidden_BD[part], token_B[part], row_B[part], payload_B2[part])
+    def values(self, state: RowTensors, sampled: SampledTokens) -> None:
+        """Write the values of coord and size tokens; zeros and certainties of 1 for others."""
+        for part in _passes(sampled.hidden_BD.shape[0]):
+            self._values.read(state, sampled.part(part))
 
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:

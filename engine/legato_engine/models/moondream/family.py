@@ -12,6 +12,7 @@ import msgspec
 
 from legato_engine.errors import InvalidField, ModelNotFound
 from legato_engine.models.bundle import ModelBundle, ModelSource
+from legato_engine.models.confidence import read_calibrations
 from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
@@ -142,7 +143,10 @@ def _bundle(
             f"{config.text.vocab_size}",
             field="tokenizer",
         )
-    return MoondreamBundle(config, MoondreamFrontend(config, tokenizer), weights)
+    folder = weights if weights is None or weights.is_dir() else weights.parent
+    calibrations = None if folder is None else read_calibrations(folder)
+    frontend = MoondreamFrontend(config, tokenizer, calibrations=calibrations)
+    return MoondreamBundle(config, frontend, weights)
 
 
 def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:

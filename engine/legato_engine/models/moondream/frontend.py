@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from legato_engine.core import (
+    SKILL_OF_TASK,
     SKILLS,
     CaptionTask,
     DetectTask,
@@ -20,6 +21,7 @@ from legato_engine.core import (
 from legato_engine.errors import InvalidField
 from legato_engine.models import budget
 from legato_engine.models.budget import SamplingDefaults
+from legato_engine.models.confidence import Calibration, CalibrationFile, confidence_info
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
@@ -33,6 +35,7 @@ from legato_engine.models.moondream.preprocess import (
 from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
 from legato_engine.models.moondream.tasks.caption import CaptionSkill
 from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.models.moondream.tasks.object_list import Listing
 from legato_engine.models.moondream.tasks.point import PointSkill
 from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuerySkill
 from legato_engine.models.moondream.tasks.reasoning import ReasoningOutput
@@ -55,12 +58,15 @@ class MoondreamFrontend:
         config: MoondreamConfig,
         tokenizer: Tokenizer,
         *,
+        calibrations: CalibrationFile | None = None,
         resize_on_device: bool = False,
         keep_images: bool = False,
     ) -> None:
         self.name = config.name
         self.takes_images = True
-        self.tasks = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
+        skills = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
+        reasons = config.templates.query_reasoning is not None
+        self.tasks = (*skills, "reasoning") if reasons else skills
         self.constraints = constraint_table(config)
         self.vocab_size = config.text.vocab_size
         self._config = config
@@ -68,11 +74,14 @@ class MoondreamFrontend:
         self._prompts = Prompts(config, tokenizer)
         self._resize_on_device = resize_on_device
         self._keep_images = keep_images
+        self._calibrations = calibrations
+        self.confidence = confidence_info(self.tasks, calibrations)
 
     def resizing_on_device(self) -> MoondreamFrontend:
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
+            calibrations=self._calibrations,
             resize_on_device=True,
             keep_images=self._keep_images,
         )
@@ -81,6 +90,7 @@ class MoondreamFrontend:
         return MoondreamFrontend(
             self._config,
             self._tokenizer,
+            calibrations=self._calibrations,
             resize_on_device=self._resize_on_device,
             keep_images=True,
         )
@@ -143,13 +153,10 @@ class MoondreamFrontend:
         needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
         answer = self._answer(request)
-        template = self._config.templates.query
-        if not task.reasoning or template is None:
+        if not task.reasoning or self._config.templates.query is None:
             return QuerySkill(setup, answer)
-        tokens = self._config.tokens
-        num_answer_tokens = max(1, template.suffix.count(tokens.answer))
-        reasoning = ReasoningOutput(self._tokenizer, tokens)
-        return ReasonedQuerySkill(setup, answer, reasoning, num_answer_tokens)
+        reasoning = ReasoningOutput(self._tokenizer, self._config.tokens)
+        return ReasonedQuerySkill(setup, answer, reasoning, self._config.num_answer_tokens)
 
     def _listing(
         self,
@@ -159,9 +166,10 @@ class MoondreamFrontend:
         prompt: Prompt,
     ) -> SkillTask:
         limit = budget.max_objects(task.max_objects, skill.default_max_objects)
-        needed = limit * skill.tokens_per_object + 1  # and EOS
+        most = max(limit, skill.default_max_objects) if task.min_confidence else limit
+        needed = most * skill.tokens_per_object + 1  # and EOS
         setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
-        return skill(setup, clean(task.object, "object"), limit)
+        return skill(setup, Listing.of(task, clean(task.object, "object"), limit))
 
     def _answer(self, request: Request) -> TextOutput:
         return TextOutput(self._tokenizer, request.sampling.stop)
@@ -191,12 +199,24 @@ class MoondreamFrontend:
             tokens=config.tokens,
             values_in_text=config.has_values_in_text,
             log=self._log(request),
+            calibration=self._calibration(request),
         )
+
+    def _calibration(self, request: Request) -> Calibration:
+        """An adapter makes another model of it, which was not calibrated."""
+        if self._calibrations is None or request.adapter:
+            return Calibration()
+        skill = SKILL_OF_TASK[type(request.task)]
+        return self._calibrations.skills.get(skill, Calibration())
 
     def _log(self, request: Request) -> TokenLog | None:
         if not request.return_tokens:
             return None
         tokens = self._config.tokens
         return TokenLog(
-            self._tokenizer, logprobs=request.logprobs, coord=tokens.coord, size=tokens.size
+            self._tokenizer,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            coord=tokens.coord,
+            size=tokens.size,
         )

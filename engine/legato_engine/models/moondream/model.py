@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from legato_engine.kernels.reference_certainty import existence
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import (
     Adapter,
@@ -108,15 +109,21 @@ class MoondreamModel:
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         return self._network.text.logits(hidden_BD)
 
-    def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-        """(value, 0) of a coord token, (width, height) of a size token."""
-        region = self._network.region
-        coord_B = region.decode_coord(hidden_BD)
+    def values(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payloads: (value, 0) of a coord token, (width, height) of a size token."""
+        region, tokens = self._network.region, self._tokens
+        coord_B, near_coord_B = region.decode_coord(hidden_BD)
+        size_B2, near_size_B = region.decode_size(hidden_BD)
+        is_coord_B, is_size_B = token_ids_B == tokens.coord, token_ids_B == tokens.size
         coord_B2 = torch.stack([coord_B, torch.zeros_like(coord_B)], dim=-1)
-        size_B2 = region.decode_size(hidden_BD)
-        kind_B1 = token_ids_B[:, None]
-        payload_B2 = torch.where(kind_B1 == self._tokens.coord, coord_B2, 0.0)
-        return torch.where(kind_B1 == self._tokens.size, size_B2, payload_B2)
+        payload_B2 = torch.where(is_coord_B[:, None], coord_B2, 0.0)
+        payload_B2 = torch.where(is_size_B[:, None], size_B2, payload_B2)
+        near_B = torch.where(is_coord_B, near_coord_B, torch.where(is_size_B, near_size_B, 1.0))
+        existence_B = existence(logits_BV, token_ids_B, tokens.eos)
+        existence_B = torch.where(is_coord_B | is_size_B, existence_B, 1.0)
+        return payload_B2, torch.stack([existence_B, near_B], dim=-1)
 
     def payload_logprobs(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor

@@ -10,12 +10,30 @@ import math
 import torch
 from torch import nn
 
+from legato_engine.kernels.reference_certainty import concentration
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import RegionConfig
 
 _SIZE_OCTAVES = 10
 """Size bins are logarithmic over 2^-10 .. 1."""
+
+
+_NEAR_PLACE = 1 / 32
+"""Coordinates this close in the image count as one place."""
+
+_NEAR_OCTAVES = 0.5
+"""Sizes whose ratio has at most this logarithm count as one size."""
+
+
+def coord_reach(num_bins: int) -> int:
+    """Bins to each side of one that mean nearly the same place."""
+    return round(num_bins * _NEAR_PLACE)
+
+
+def size_reach(num_bins: int) -> int:
+    """Bins to each side of one that mean nearly the same size."""
+    return round((num_bins - 1) * _NEAR_OCTAVES / _SIZE_OCTAVES)
 
 
 class Region(nn.Module):
@@ -43,12 +61,19 @@ class Region(nn.Module):
         out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
         return out_TD
 
-    def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self._coord_logits(hidden_TD).argmax(-1).float() / self._coord_divisor
+    def decode_coord(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T] float32, and the concentration of each."""
+        logits_TN = self._coord_logits(hidden_TD)
+        bin_T = logits_TN.argmax(-1)
+        near_T = concentration(logits_TN, bin_T, coord_reach(self._coord_bins))
+        return bin_T.float() / self._coord_divisor, near_T
 
-    def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, 2] float32 in 2^-10 .. 1."""
-        return sizes_of(self._size_logits(hidden_TD).argmax(-1), self._size_bins)
+    def decode_size(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 2] float32 in 2^-10 .. 1; [T] the concentration of both values together."""
+        logits_T2N = self._size_logits(hidden_TD)
+        bin_T2 = logits_T2N.argmax(-1)
+        near_T2 = concentration(logits_T2N, bin_T2, size_reach(self._size_bins))
+        return sizes_of(bin_T2, self._size_bins), near_T2[:, 0] * near_T2[:, 1]
 
     def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
         bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)

@@ -13,6 +13,7 @@ from legato_engine.kernels.step import (
 )
 from legato_engine.kernels.value_heads import ValueSizes
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
+from legato_engine.models.moondream.region import coord_reach, size_reach
 from legato_engine.models.paged_cache import KVCache
 
 
@@ -61,6 +62,10 @@ def value_sizes(config: MoondreamConfig) -> ValueSizes:
         scalar_divisor=region.coord_divisor,
         scalar_token=config.tokens.coord,
         pair_token=config.tokens.size,
+        end_token=config.tokens.eos,
+        scalar_reach=coord_reach(region.coord_bins),
+        pair_reach=size_reach(region.size_bins),
+        vocab=config.text.vocab_size,
     )
 
 

@@ -151,9 +151,11 @@ class DetectedObject(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none. Never made up."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none. Never made up.
+    """
     track_id: _builtins.str
-    """Names the same physical object from frame to frame of a session. Empty: not tracked."""
+    """Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later."""
     @_builtins.property
     def box(self) -> Global___Box:
         """Where it is."""
@@ -188,7 +190,9 @@ class PointedObject(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none.
+    """
     @_builtins.property
     def point(self) -> Global___Point:
         """Where it is."""
@@ -228,7 +232,9 @@ class Outline(_message.Message):
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
-    """The model's own certainty, in [0, 1]. Absent: the model gives none."""
+    """The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
+    calibrated. Absent: the model gives none.
+    """
     coarse: _builtins.bool
     """True if this is the decoder's own path, false if a refiner improved it."""
     @_builtins.property

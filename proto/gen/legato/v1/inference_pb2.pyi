@@ -56,8 +56,8 @@ class RequestOptions(_message.Message):
     """
     top_logprobs: _builtins.int
     """Tell every token with its `Token.logprob`, as if `return_tokens` were set; with a value above 0, that many
-    alternatives as well, once the contract has a place for them. Absent: no log-probabilities. Without the
-    capability `logprobs`: FAILED_PRECONDITION TASK_UNSUPPORTED.
+    alternatives as well. At most 20, else INVALID_ARGUMENT INVALID_FIELD. Absent: no log-probabilities. Servers
+    without the capability `logprobs` answer FAILED_PRECONDITION TASK_UNSUPPORTED.
     """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
@@ -339,10 +339,16 @@ class DetectRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
+    MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase ("red cup"). Required."""
     max_objects: _builtins.int
     """Most boxes to return, at least 1. Absent: the model's default."""
+    min_confidence: _builtins.float
+    """Leave out objects of a lower confidence; see `DetectTask.min_confidence`."""
+    order: _task_pb2.ObjectOrder.ValueType
+    """The order of the objects; see `DetectTask.order`."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
         """The picture. Required."""
@@ -368,14 +374,21 @@ class DetectRequest(_message.Message):
         sampling: _task_pb2.Sampling | None = ...,
         options: Global___RequestOptions | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
+        min_confidence: _builtins.float | None = ...,
+        order: _task_pb2.ObjectOrder.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "image", b"image", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "image", b"image", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "options", b"options", "order", b"order", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_confidence: _TypeAlias = _typing.Literal["min_confidence"]  # noqa: Y015
+    _WhichOneofArgType__min_confidence: _TypeAlias = _typing.Literal["_min_confidence", b"_min_confidence"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_confidence) -> _WhichOneofReturnType__min_confidence | None: ...
 
 Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
 
@@ -389,7 +402,7 @@ class DetectResponse(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.DetectedObject]:
-        """Every instance found, in the model's order. Empty: none is there."""
+        """Every instance found, in the order that was asked for. Empty: none is there."""
 
     @_builtins.property
     def info(self) -> Global___ResponseInfo:
@@ -422,10 +435,16 @@ class PointRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
+    MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase. Required."""
     max_objects: _builtins.int
     """Most points to return, at least 1. Absent: the model's default."""
+    min_confidence: _builtins.float
+    """Leave out points of a lower confidence; see `DetectTask.min_confidence`."""
+    order: _task_pb2.ObjectOrder.ValueType
+    """The order of the points; see `DetectTask.order`."""
     @_builtins.property
     def image(self) -> _media_pb2.Image:
         """The picture. Required."""
@@ -456,14 +475,21 @@ class PointRequest(_message.Message):
         sampling: _task_pb2.Sampling | None = ...,
         options: Global___RequestOptions | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
+        min_confidence: _builtins.float | None = ...,
+        order: _task_pb2.ObjectOrder.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "image", b"image", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "image", b"image", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "options", b"options", "order", b"order", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_confidence: _TypeAlias = _typing.Literal["min_confidence"]  # noqa: Y015
+    _WhichOneofArgType__min_confidence: _TypeAlias = _typing.Literal["_min_confidence", b"_min_confidence"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_confidence) -> _WhichOneofReturnType__min_confidence | None: ...
 
 Global___PointRequest: _TypeAlias = PointRequest  # noqa: Y015
 
@@ -477,7 +503,7 @@ class PointResponse(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.PointedObject]:
-        """Every instance found, in the model's order. Empty: none is there."""
+        """Every instance found, in the order that was asked for. Empty: none is there."""
 
     @_builtins.property
     def info(self) -> Global___ResponseInfo:
@@ -740,6 +766,7 @@ class Checkpoint(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     RESUMPTIONS_FIELD_NUMBER: _builtins.int
+    CERTAINTIES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model by its name, as `Started.model`. Required in `resume_from`: it must be the one that answers."""
     seed: _builtins.int
@@ -762,6 +789,12 @@ class Checkpoint(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """A number for each token with `RequestOptions.top_logprobs`, as `Token.logprob`; else none."""
 
+    @_builtins.property
+    def certainties(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two numbers for each token where `values` has them, in [0, 1]: `Token.certainty`, 1 and 1 for a token that has none.
+        With any other count than two for each token, objects begun before the checkpoint have no confidence.
+        """
+
     def __init__(
         self,
         *,
@@ -771,10 +804,11 @@ class Checkpoint(_message.Message):
         values: _abc.Iterable[_builtins.float] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         resumptions: _builtins.int = ...,
+        certainties: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "logprobs", b"logprobs", "model", b"model", "resumptions", b"resumptions", "seed", b"seed", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "certainties", b"certainties", "logprobs", b"logprobs", "model", b"model", "resumptions", b"resumptions", "seed", b"seed", "token_ids", b"token_ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -857,6 +891,64 @@ class Started(_message.Message):
 Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
+class TokenAlternative(_message.Message):
+    """A token that the model might have chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Its number in the model's vocabulary."""
+    text: _builtins.str
+    """The text that it would have completed; empty while a character is incomplete, and for tokens that carry none."""
+    logprob: _builtins.float
+    """Natural logarithm of its probability, as `Token.logprob`, without that of a value."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenAlternative: _TypeAlias = TokenAlternative  # noqa: Y015
+
+@_typing.final
+class TokenCertainty(_message.Message):
+    """How sure the model was of a token that carries a value. The confidence of an object is the product of both numbers over
+    its tokens, calibrated if `Model.confidence` says so.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXISTENCE_FIELD_NUMBER: _builtins.int
+    CONCENTRATION_FIELD_NUMBER: _builtins.int
+    existence: _builtins.float
+    """Probability of the token against that of ending, among these two; 1 where the task could not end."""
+    concentration: _builtins.float
+    """Probability of the values close to the chosen one; of a size that of its width times that of its height."""
+    def __init__(
+        self,
+        *,
+        existence: _builtins.float = ...,
+        concentration: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concentration", b"concentration", "existence", b"existence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenCertainty: _TypeAlias = TokenCertainty  # noqa: Y015
+
+@_typing.final
 class Token(_message.Message):
     """One sampled token."""
 
@@ -867,6 +959,8 @@ class Token(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     COORDINATE_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    CERTAINTY_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its number in the model's vocabulary."""
     text: _builtins.str
@@ -883,6 +977,17 @@ class Token(_message.Message):
     def size(self) -> _geometry_pb2.Size:
         """How large the box around the place before it is."""
 
+    @_builtins.property
+    def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenAlternative]:
+        """The likeliest tokens in this place, the likeliest first, the chosen one among them if it is one of these; fewer than
+        `RequestOptions.top_logprobs` where the task allowed fewer. Empty without it, and for tokens of before a
+        resumption.
+        """
+
+    @_builtins.property
+    def certainty(self) -> Global___TokenCertainty:
+        """Only of a token with a value. Absent unless `RequestOptions.top_logprobs` is set."""
+
     def __init__(
         self,
         *,
@@ -891,10 +996,12 @@ class Token(_message.Message):
         logprob: _builtins.float | None = ...,
         coordinate: _builtins.float = ...,
         size: _geometry_pb2.Size | None = ...,
+        alternatives: _abc.Iterable[Global___TokenAlternative] | None = ...,
+        certainty: Global___TokenCertainty | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "certainty", b"certainty", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "alternatives", b"alternatives", "certainty", b"certainty", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015

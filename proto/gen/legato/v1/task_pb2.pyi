@@ -78,6 +78,30 @@ CHAT_ROLE_ASSISTANT: ChatRole.ValueType  # 3
 """The model: an earlier answer."""
 Global___ChatRole: _TypeAlias = ChatRole  # noqa: Y015
 
+class _ObjectOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ObjectOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ObjectOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OBJECT_ORDER_UNSPECIFIED: _ObjectOrder.ValueType  # 0
+    """Not given: MODEL."""
+    OBJECT_ORDER_MODEL: _ObjectOrder.ValueType  # 1
+    """As the model found them."""
+    OBJECT_ORDER_CONFIDENCE: _ObjectOrder.ValueType  # 2
+    """The greatest confidence first; equal ones, and last those without one, as the model found them."""
+
+class ObjectOrder(_ObjectOrder, metaclass=_ObjectOrderEnumTypeWrapper):
+    """The order of objects in a result."""
+
+OBJECT_ORDER_UNSPECIFIED: ObjectOrder.ValueType  # 0
+"""Not given: MODEL."""
+OBJECT_ORDER_MODEL: ObjectOrder.ValueType  # 1
+"""As the model found them."""
+OBJECT_ORDER_CONFIDENCE: ObjectOrder.ValueType  # 2
+"""The greatest confidence first; equal ones, and last those without one, as the model found them."""
+Global___ObjectOrder: _TypeAlias = ObjectOrder  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -333,25 +357,40 @@ class DetectTask(_message.Message):
 
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase ("red cup"). Required."""
     max_objects: _builtins.int
     """Most boxes to return, at least 1. Absent: the model's default. Reaching it ends the task with
     FINISH_REASON_MAX_OBJECTS.
     """
+    min_confidence: _builtins.float
+    """Leave out objects of a lower confidence, in [0, 1]: from results, from events, and from the count of `max_objects`.
+    Objects without a confidence stay. Absent: leave out none.
+    """
+    order: Global___ObjectOrder.ValueType
+    """The order of the objects in the result. Events come as the model finds them, whatever it is."""
     def __init__(
         self,
         *,
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
+        min_confidence: _builtins.float | None = ...,
+        order: Global___ObjectOrder.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_confidence: _TypeAlias = _typing.Literal["min_confidence"]  # noqa: Y015
+    _WhichOneofArgType__min_confidence: _TypeAlias = _typing.Literal["_min_confidence", b"_min_confidence"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_confidence) -> _WhichOneofReturnType__min_confidence | None: ...
 
 Global___DetectTask: _TypeAlias = DetectTask  # noqa: Y015
 
@@ -364,6 +403,8 @@ class PointTask(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase. Required. Moondream takes "gaze", with a person's eye as the one point in
     `spatial_refs`, for the place that this person looks at.
@@ -372,6 +413,10 @@ class PointTask(_message.Message):
     """Most points to return, at least 1. Absent: the model's default. Reaching it ends the task with
     FINISH_REASON_MAX_OBJECTS.
     """
+    min_confidence: _builtins.float
+    """Leave out points of a lower confidence; see `DetectTask.min_confidence`."""
+    order: Global___ObjectOrder.ValueType
+    """The order of the points in the result; see `DetectTask.order`."""
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.SpatialRef]:
         """Places that say which instance is meant."""
@@ -382,14 +427,21 @@ class PointTask(_message.Message):
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
         spatial_refs: _abc.Iterable[_geometry_pb2.SpatialRef] | None = ...,
+        min_confidence: _builtins.float | None = ...,
+        order: Global___ObjectOrder.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "order", b"order", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_confidence: _TypeAlias = _typing.Literal["min_confidence"]  # noqa: Y015
+    _WhichOneofArgType__min_confidence: _TypeAlias = _typing.Literal["_min_confidence", b"_min_confidence"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_confidence) -> _WhichOneofReturnType__min_confidence | None: ...
 
 Global___PointTask: _TypeAlias = PointTask  # noqa: Y015
 
@@ -602,7 +654,7 @@ class DetectResult(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.DetectedObject]:
-        """Every instance found, in the model's order. Empty: none is there."""
+        """Every instance found, in the order that was asked for. Empty: none is there."""
 
     def __init__(
         self,
@@ -626,7 +678,7 @@ class PointResult(_message.Message):
     POINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.PointedObject]:
-        """Every instance found, in the model's order. Empty: none is there."""
+        """Every instance found, in the order that was asked for. Empty: none is there."""
 
     def __init__(
         self,

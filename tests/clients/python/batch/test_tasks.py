@@ -12,8 +12,8 @@ COLD = Sampling(temperature=0)
 @pytest.mark.parametrize(
     ("name", "task"),
     [
-        ("detect:red cup", DetectTask("red cup", 3, COLD)),
-        ("point: nose", PointTask("nose", 3, sampling=COLD)),
+        ("detect:red cup", DetectTask("red cup", 3, COLD, min_confidence=0.5)),
+        ("point: nose", PointTask("nose", 3, sampling=COLD, min_confidence=0.5)),
         ("segment:a:b", SegmentTask("a:b", sampling=COLD)),
         ("caption", CaptionTask("normal", COLD)),
         ("caption:long", CaptionTask("long", COLD)),
@@ -22,7 +22,7 @@ COLD = Sampling(temperature=0)
 )
 def test_names(name, task):
     """The skill, a colon, and its text; what the text may hold is not restricted."""
-    assert parse(name, COLD, 3) == task
+    assert parse(name, COLD, 3, 0.5) == task
 
 
 @pytest.mark.parametrize("name", ["detect", "detect:", "query: ", "caption:huge", "find:cup", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 
+import grpc
 import pytest
 from legato.v1 import inference_pb2, session_pb2
 from legato_client import (
@@ -19,8 +20,10 @@ from legato_client import (
     PointTask,
     SessionProtocol,
     TextDelta,
+    Unavailable,
 )
 
+from tests.clients.python.failures import failure
 from tests.clients.python.fake_server import CAT
 from tests.clients.python.fake_sessions import Conversation, ignore
 from tests.clients.python.until import until
@@ -128,6 +131,22 @@ def test_waiting_in_vain(connect, server):
         until(lambda: len(server.sessions.last.frames) == 2)
         server.sessions.last.answer(server.sessions.last.frames[0])
         assert next(session).sequence == 1
+
+
+def test_waiting_for_a_credit(connect, server):
+    """It ends when the server took a frame, after its time, and with the session."""
+    server.sessions.on_frame = ignore
+    with connect([CAPTION]) as session:
+        assert session.wait_for_credit(0)
+        [session.send(JPEG) for _ in range(server.sessions.frame_credits)]
+        assert not session.wait_for_credit(0.01)
+        until(lambda: len(server.sessions.last.frames) == server.sessions.frame_credits)
+        server.sessions.last.accept(1)
+        assert session.wait_for_credit(20)
+        session.send(JPEG)
+        server.sessions.last.fail(failure(grpc.StatusCode.UNAVAILABLE, "DRAINING"))
+        with pytest.raises(Unavailable):
+            session.wait_for_credit(20)
 
 
 def test_a_bad_picture_costs_no_credit(connect, tmp_path):

@@ -136,6 +136,28 @@ def test_logprobs(web, client, stream):
     assert web.fake.last("Generate").options.HasField("top_logprobs")
 
 
+def test_alternatives(web, client):
+    """As many of the likeliest tokens as were asked for, with their bytes; they need `logprobs`."""
+    token = inference_pb2.Token(token_id=1, text="é", logprob=-0.5)
+    token.alternatives.add(token_id=1, text="é", logprob=-0.5)
+    token.alternatives.add(token_id=2, text="a", logprob=-1.5)
+    web.fake.script["Generate"].append(
+        events(
+            ("text", inference_pb2.TextDelta(text="é", tokens=[token])),
+            finished=task_pb2.TaskResult(query=task_pb2.QueryResult(answer="é")),
+        )
+    )
+    answer = ask(client, logprobs=True, top_logprobs=2)
+    (told,) = answer.choices[0].logprobs.content
+    assert [(each.token, each.logprob) for each in told.top_logprobs] == [("é", -0.5), ("a", -1.5)]
+    assert told.top_logprobs[0].bytes == list("é".encode())
+    assert web.fake.last("Generate").options.top_logprobs == 2
+    web.fake.requests.clear()
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        ask(client, top_logprobs=2)
+    assert not web.fake.requests
+
+
 async def test_the_asyncio_client(web):
     """OpenAI's other client does the same, streaming and not."""
     async with openai.AsyncOpenAI(base_url=f"{web.url}/v1", api_key="x", max_retries=0) as client:
@@ -163,7 +185,6 @@ REFUSED = {
     "logit_bias": {"1": 5},
     "presence_penalty": 0.5,
     "reasoning_effort": "high",
-    "top_logprobs": 3,
     "modalities": ["text", "audio"],
     "store": True,
 }

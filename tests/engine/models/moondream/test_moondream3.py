@@ -16,6 +16,7 @@ from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
+from tests.engine.models.moondream.test_model import payload_of
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 
 COORD, SIZE = 5, 6
@@ -79,8 +80,8 @@ def test_heads_read_the_normed_residual(tiny3_config, make_model):
         for kind in ("coord", "size")
     )
     width_B, height_B = size_BN[:, :1024].argmax(-1), size_BN[:, 1024:].argmax(-1)
-    coords = model.payload(hidden_BD, torch.full((4,), COORD))
-    sizes = model.payload(hidden_BD, torch.full((4,), SIZE))
+    coords = payload_of(model, hidden_BD, torch.full((4,), COORD))
+    sizes = payload_of(model, hidden_BD, torch.full((4,), SIZE))
     assert coords[:, 0].tolist() == [b / 1024 for b in coord_BN.argmax(-1).tolist()]
     expected = torch.stack([2.0 ** (b / 1023 * 10 - 10) for b in (width_B, height_B)], dim=1)
     torch.testing.assert_close(sizes, expected.float(), rtol=1e-5, atol=0)
@@ -93,8 +94,8 @@ def test_the_divisor_of_coords_is_a_switch(tiny3_config, make_model, reaches_one
     config = msgspec.structs.replace(tiny3_config, region=region)
     network = make_model(config)[0]._network
     network.region.coord_decoder.bias[1023] = 1e6
-    payload = MoondreamModel(config, network).payload(
-        torch.zeros(1, config.text.dim), torch.tensor([COORD])
+    payload = payload_of(
+        MoondreamModel(config, network), torch.zeros(1, config.text.dim), torch.tensor([COORD])
     )
     assert payload[0, 0].item() == pytest.approx(1023 / divisor, abs=1e-7)
 
@@ -122,7 +123,7 @@ def test_a_decode_step_needs_no_data(tiny3_config):
         x_BD = model.embed(tokens_B, payload_B2)
         hidden_BD = model.decode(x_BD, DecodeBatch(tokens_B, pages_BM), kv)
         assert model.logits(hidden_BD).shape == (5, model.vocab_size)
-        assert model.payload(hidden_BD, tokens_B).shape == (5, 2)
+        assert payload_of(model, hidden_BD, tokens_B).shape == (5, 2)
 
 
 def test_kernels_refuse_what_they_do_not_know(monkeypatch):

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 
 from tests.adapters import torch_file
 from tests.engine.models.moondream.test_adapters import AdaptedSession
-from tests.engine.models.moondream.test_model import best, relative_error
+from tests.engine.models.moondream.test_model import best, payload_of, relative_error
 from tests.engine.models.paged_session import PagedSession
 from tests.reference.cases import leaning
 from tests.reference.moondream3 import config as sizes
@@ -219,7 +219,7 @@ def check_steps(both, image, prompt, steps, tolerance=1e-4, session=None):
         assert relative_error(logits_V, torch.from_numpy(step.logits_V)) < tolerance
         assert int(logits_V.argmax()) == int(step.logits_V.argmax())
         token_id, value = value_of(step.token)
-        payload_2 = model.payload(hidden_1D, torch.tensor([step.token_id]))[0]
+        payload_2 = payload_of(model, hidden_1D, torch.tensor([step.token_id]))[0]
         assert payload_2.tolist() == pytest.approx(value, abs=1e-6)
         session.feed(2, token_id, value)
         hidden_1D = session.step()[2:3]
@@ -332,7 +332,7 @@ def solved(model, task, image):
     hidden_1D = session.prefill(2, image, task.prompt)
     for _ in range(task.max_tokens):
         token = best(model, model.logits(hidden_1D)[0], task.constraint())
-        payload = tuple(model.payload(hidden_1D, torch.tensor([token]))[0].tolist())
+        payload = tuple(payload_of(model, hidden_1D, torch.tensor([token]))[0].tolist())
         task.consume(SampledToken(token, payload))
         if task.finish_reason is not None:
             break

@@ -18,6 +18,7 @@ from legato_engine.models.registry import resolve
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.engine.models.moondream.test_model import payload_of
 from tests.engine.models.paged_session import PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream
 
@@ -28,7 +29,7 @@ TRUTH = json.loads((SAMPLES / "truth.json").read_text())
 ABSENT = ("elephant", "piano")
 EOS = 0
 LIMIT = 60
-DETECT_CYCLE = (Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE)
+DETECT_CYCLE = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
 TOLERANCE = 1e-3
 
 
@@ -125,7 +126,7 @@ def greedy(model, image, prompts, cycle):
             if answer and answer[-1].token == EOS:
                 continue
             token = best(model, logits_RV[row], cycle[index % len(cycle)])
-            payload_12 = model.payload(hidden_RD[row : row + 1], torch.tensor([token]))
+            payload_12 = payload_of(model, hidden_RD[row : row + 1], torch.tensor([token]))
             answer.append(Step(token, tuple(payload_12[0].tolist()), logits_RV[row]))
             session.feed(row, token, answer[-1].payload)
         if all(answer[-1].token == EOS for answer in answers):

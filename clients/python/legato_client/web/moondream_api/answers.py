@@ -19,19 +19,21 @@ from legato_client._values.results import (
 
 
 class Region(Struct):
-    """A box, in fractions of the image."""
+    """A box, in fractions of the image; `confidence` is an addition, where the model has one."""
 
     x_min: float
     y_min: float
     x_max: float
     y_max: float
+    confidence: float | UnsetType = UNSET
 
 
 class Point(Struct):
-    """A point, in fractions of the image."""
+    """A point, in fractions of the image; `confidence` as of a region."""
 
     x: float
     y: float
+    confidence: float | UnsetType = UNSET
 
 
 class GroundedSpan(Struct):
@@ -134,9 +136,13 @@ def answer_of(result: Result) -> Answer:
         case QueryResult():
             return QueryAnswer(answer=result.answer, reasoning=_thoughts(result), **about)
         case DetectResult():
-            return DetectAnswer(objects=[_region(each.box) for each in result.objects], **about)
+            return DetectAnswer(
+                objects=[_region(each.box, each.confidence) for each in result.objects], **about
+            )
         case PointResult():
-            points = [Point(each.point.x, each.point.y) for each in result.points]
+            points = [
+                Point(each.point.x, each.point.y, _known(each.confidence)) for each in result.points
+            ]
             return PointAnswer(points=points, count=len(points), **about)
         case SegmentResult():
             path, bbox = _outline(result)
@@ -177,11 +183,16 @@ def _outline(result: SegmentResult) -> tuple[str, Region | None]:
     """The first: this form has a place for one."""
     if not result.segments:
         return "", None
-    return result.segments[0].path, _region(result.segments[0].box)
+    outline = result.segments[0]
+    return outline.path, _region(outline.box, outline.confidence)
 
 
-def _region(box: Box) -> Region:
-    return Region(box.x_min, box.y_min, box.x_max, box.y_max)
+def _region(box: Box, confidence: float | None = None) -> Region:
+    return Region(box.x_min, box.y_min, box.x_max, box.y_max, _known(confidence))
+
+
+def _known(confidence: float | None) -> float | UnsetType:
+    return UNSET if confidence is None else confidence
 
 
 def _thoughts(result: QueryResult) -> Thoughts | UnsetType:

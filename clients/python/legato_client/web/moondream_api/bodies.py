@@ -28,12 +28,13 @@ Place = Annotated[list[float], Meta(min_length=2, max_length=4)]
 
 
 class Settings(Struct, forbid_unknown_fields=True):
-    """How tokens are chosen, and how many objects are returned."""
+    """How tokens are chosen, and which objects are returned; `min_confidence` is an addition."""
 
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: Count | None = None
     max_objects: Count | None = None
+    min_confidence: Annotated[float, Meta(ge=0, le=1)] | None = None
 
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_tokens)
@@ -86,7 +87,8 @@ class DetectBody(Question, kw_only=True):
     can_stream: ClassVar[bool] = False
 
     def task(self) -> Task:
-        return DetectTask(self.object, self.settings.max_objects, self.settings.sampling())
+        most, least = self.settings.max_objects, self.settings.min_confidence
+        return DetectTask(self.object, most, self.settings.sampling(), min_confidence=least)
 
 
 class PointBody(Question, kw_only=True):
@@ -99,8 +101,9 @@ class PointBody(Question, kw_only=True):
     can_stream: ClassVar[bool] = False
 
     def task(self) -> Task:
-        most, refs = self.settings.max_objects, places(self.spatial_refs)
-        return PointTask(self.object, most, refs, self.settings.sampling())
+        most, least = self.settings.max_objects, self.settings.min_confidence
+        refs = places(self.spatial_refs)
+        return PointTask(self.object, most, refs, self.settings.sampling(), min_confidence=least)
 
 
 class SegmentBody(Question, kw_only=True):

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class TopLogprob(Struct):
-    """An alternative to a token; none is told yet."""
+    """One of the likeliest tokens in a place; the chosen one may be among them."""
 
     token: str
     logprob: float
@@ -193,4 +193,7 @@ def completion(
 
 def _token(token: results.Token) -> TokenLogprob:
     logprob = 0.0 if token.logprob is None else token.logprob
-    return TokenLogprob(token.text, logprob, list(token.text.encode()), [])
+    likeliest = [
+        TopLogprob(each.text, each.logprob, list(each.text.encode())) for each in token.alternatives
+    ]
+    return TokenLogprob(token.text, logprob, list(token.text.encode()), likeliest)

@@ -77,11 +77,11 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Stop = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning: bool | None = None
 
     # Served where they ask for nothing.
     n: int | None = None
-    top_logprobs: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -113,6 +113,8 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
             if getattr(self, name) not in values:
                 hint = _INSTEAD.get(name, "leave it out")
                 raise Refused(f"{name} is not served: {hint}", field=name, code="unsupported")
+        if self.top_logprobs and not self.logprobs:
+            raise Refused("top_logprobs needs logprobs=true", field="top_logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise Refused("max_tokens and max_completion_tokens differ", field="max_tokens")
 
@@ -135,12 +137,10 @@ class ChatBody(Struct, forbid_unknown_fields=True, kw_only=True):
 _INSTEAD = {
     "n": "ask once for each answer",
     "reasoning_effort": "reasoning=true thinks first, without degrees",
-    "top_logprobs": "logprobs=true tells the chosen tokens",
 }
 
 _ASKING_NOTHING: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
-    "top_logprobs": (None, 0),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "logit_bias": (None, {}),

@@ -51,7 +51,8 @@ async def chat_completions(request: Request) -> ASGIApp:
         body.check()
         task = await task_of(body)
         logprobs, streaming = bool(body.logprobs), bool(body.stream)
-        options = options_of(request, body.model, logprobs=logprobs)
+        alternatives = (body.top_logprobs or 0) if logprobs else None
+        options = options_of(request, body.model, top_logprobs=alternatives)
         seconds = timeout_of(request, streaming=streaming)
         if not (streaming or logprobs):
             call = backend.client.chat(

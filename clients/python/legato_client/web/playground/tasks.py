@@ -15,6 +15,7 @@ from legato_client._values.tasks import (
     CaptionTask,
     DetectTask,
     Message,
+    ObjectOrder,
     Options,
     PointTask,
     QueryTask,
@@ -33,6 +34,11 @@ _LENGTHS: dict[int, CaptionLength] = {
     task_pb2.CAPTION_LENGTH_SHORT: "short",
     task_pb2.CAPTION_LENGTH_NORMAL: "normal",
     task_pb2.CAPTION_LENGTH_LONG: "long",
+}
+_ORDERS: dict[int, ObjectOrder] = {
+    task_pb2.OBJECT_ORDER_UNSPECIFIED: "model",
+    task_pb2.OBJECT_ORDER_MODEL: "model",
+    task_pb2.OBJECT_ORDER_CONFIDENCE: "confidence",
 }
 _ROLES: dict[int, Role] = {
     task_pb2.CHAT_ROLE_SYSTEM: "system",
@@ -84,17 +90,35 @@ def task_of(message: task_pb2.Task) -> Task:
             length = _known(_LENGTHS, message.caption.length, "task.caption.length")
             return CaptionTask(length, sampling, task_id)
         case "detect":
-            bound = message.detect.max_objects if message.detect.HasField("max_objects") else None
-            return DetectTask(message.detect.object, bound, sampling, task_id)
+            detect = message.detect
+            return DetectTask(
+                detect.object,
+                detect.max_objects if detect.HasField("max_objects") else None,
+                sampling,
+                task_id,
+                _min_confidence(detect),
+                _known(_ORDERS, detect.order, "task.detect.order"),
+            )
         case "point":
-            bound = message.point.max_objects if message.point.HasField("max_objects") else None
-            places = _places(message.point.spatial_refs)
-            return PointTask(message.point.object, bound, places, sampling, task_id)
+            point = message.point
+            return PointTask(
+                point.object,
+                point.max_objects if point.HasField("max_objects") else None,
+                _places(point.spatial_refs),
+                sampling,
+                task_id,
+                _min_confidence(point),
+                _known(_ORDERS, point.order, "task.point.order"),
+            )
         case "segment":
             segment = message.segment
             return SegmentTask(segment.object, _places(segment.spatial_refs), sampling, task_id)
         case _:
             raise invalid("task", "names no skill: query, caption, detect, point or segment")
+
+
+def _min_confidence(message: task_pb2.DetectTask | task_pb2.PointTask) -> float | None:
+    return _number(message.min_confidence) if message.HasField("min_confidence") else None
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:

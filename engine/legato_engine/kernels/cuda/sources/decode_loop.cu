@@ -6,17 +6,21 @@ extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphC
                                                                       unsigned int value);
 
 constexpr int THREADS = 128;
+constexpr i64 ANY = -2;
 
-// `ring` [steps, stride] and `words` (steps done; whether to stop) are page-locked memory of the host, which reads
-// tokens once `words[0]` counts their step. The 64-bit handle of the WHILE node passes as two int32.
+// `ring` [steps, units] and `words` (steps done; whether to stop) are page-locked memory of the host, which reads
+// a step's `outputs` there once `words[0]` counts it. After token `successors[c][0]`, or any, constraint c becomes
+// `successors[c][1]`. The 64-bit handle of the WHILE node passes as two int32.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    control(const i64* rows, i64* positions, i64* firsts, i64* samples, const i64* tokens, const i64* limit, i64* step,
-            volatile i64* ring, volatile i64* words, int batch, int stride, int scratch, int low, int high) {
+    control(const i64* rows, i64* positions, i64* firsts, i64* samples, const i64* tokens, i64* constraints,
+            const i64 (*successors)[2], const int4* outputs, const i64* limit, i64* step, int4* ring,
+            volatile i64* words, int batch, int units, int scratch, int low, int high) {
   const i64 now = *step;
   bool broken = false;
+  for (int at = threadIdx.x; at < units; at += THREADS) ring[now * units + at] = outputs[at];
   for (int b = threadIdx.x; b < batch; b += THREADS) {
-    const i64 token = tokens[b];
-    ring[now * stride + b] = token;
+    const i64 token = tokens[b], *successor = successors[constraints[b]];
+    if (successor[0] == ANY || successor[0] == token) constraints[b] = successor[1];
     if (rows[b] == scratch) continue;
     positions[b]++, firsts[b]++, samples[b]++;
     broken |= token < 0;

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from legato_engine.core import Box, DetectResult, FinishReason, ObjectEvent
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.object_list import ObjectListSkill
+from legato_engine.models.moondream.tasks.object_list import Listing, ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 
 # Ints, because enum lookup is slow.
-_CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
+_CYCLE = (int(Allow.DETECT_X), int(Allow.DETECT_Y), int(Allow.DETECT_SIZE))
 
 
 class DetectSkill(ObjectListSkill[ObjectEvent]):
@@ -17,23 +17,23 @@ class DetectSkill(ObjectListSkill[ObjectEvent]):
     tokens_per_object = 3
     default_max_objects = 50
 
-    def __init__(self, setup: TaskSetup, label: str, max_objects: int) -> None:
-        super().__init__(setup, label, max_objects)
+    def __init__(self, setup: TaskSetup, listing: Listing) -> None:
+        super().__init__(setup, listing)
         self._centre: list[float] = []
 
     def constraint(self) -> int:
         return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
-        return DetectResult(objects=tuple(self._found))
+        return DetectResult(objects=self._ordered())
 
-    def _complete(self, payload: tuple[float, float]) -> ObjectEvent | None:
-        if len(self._centre) < 2:
-            self._centre.append(payload[0])
-            return None
+    def _begin(self, payload: tuple[float, float]) -> None:
+        self._centre.append(payload[0])
+
+    def _complete(self, payload: tuple[float, float], confidence: float | None) -> ObjectEvent:
         box = centred_box((self._centre[0], self._centre[1]), payload)
         self._centre = []
-        return ObjectEvent(box=box, label=self._label)
+        return ObjectEvent(box=box, label=self._label, confidence=confidence)
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:

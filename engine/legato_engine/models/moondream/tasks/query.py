@@ -52,7 +52,9 @@ class ReasonedQuerySkill(QuerySkill):
     def constraint(self) -> int:
         if self._num_opened == 0:
             return _REASONING
-        return _TEXT if self._num_opened == self._num_answer_tokens else _ANSWER
+        if self._num_opened == self._num_answer_tokens:
+            return _TEXT
+        return _ANSWER + self._num_opened - 1
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
         answer = super().result(finish_reason).answer

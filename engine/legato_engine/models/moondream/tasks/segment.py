@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Box, Event, FinishReason, Outline, OutlineEvent, SegmentResult
+from legato_engine.core import (
+    Box,
+    Certainty,
+    Event,
+    FinishReason,
+    Outline,
+    OutlineEvent,
+    SegmentResult,
+)
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.detect import centred_box
 from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
@@ -27,6 +35,7 @@ class SegmentSkill(SkillTask):
         self._tokenizer = tokenizer
         self._coords: list[float] = []
         self._size: tuple[float, float] | None = None
+        self._certainties: list[Certainty | None] = []  # of the box's tokens
         self._box: Box | None = None
         self._path = SvgPath()
 
@@ -37,7 +46,12 @@ class SegmentSkill(SkillTask):
         """No outline without a box; an empty path if the text is invalid."""
         if self._box is None:
             return SegmentResult()
-        outline = Outline(path=self._path.text, box=self._box, label=self._label)
+        outline = Outline(
+            path=self._path.text,
+            box=self._box,
+            label=self._label,
+            confidence=self._confidence(self._certainties),
+        )
         return SegmentResult(segments=(outline,))
 
     def _read(self, token: SampledToken) -> list[Event]:
@@ -54,8 +68,11 @@ class SegmentSkill(SkillTask):
 
     def _read_region(self, token: SampledToken) -> list[Event]:
         if token.token_id == self._tokens.coord:
+            if len(self._coords) < 2:
+                self._certainties.append(token.certainty)
             self._coords.append(token.payload[0])
         elif self._size is None:
+            self._certainties.append(token.certainty)
             self._size = token.payload
         if self._box is not None or self._size is None or len(self._coords) < 2:
             return []

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Iterable
 
-from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
+from legato_engine.core import (
+    Certainty,
+    Event,
+    FinishReason,
+    PromptToken,
+    SamplingParams,
+    TaskResult,
+)
+from legato_engine.models.confidence import Calibration, score
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import SampledToken, with_token
@@ -24,12 +33,14 @@ class TaskSetup:
     tokens: SpecialTokens
     values_in_text: bool
     log: TokenLog | None
+    calibration: Calibration
 
 
 class SkillTask(abc.ABC):
     """A `Task`; skills read a token in `_read`, which may set `finish_reason`."""
 
     constrained = False
+    follows_table = True
     has_payload = False
 
     def __init__(self, setup: TaskSetup) -> None:
@@ -39,6 +50,7 @@ class SkillTask(abc.ABC):
         self.finish_reason: FinishReason | None = None
         self._tokens = setup.tokens
         self._log = setup.log
+        self._calibration = setup.calibration
         self._num_consumed = 0
 
     @property
@@ -64,6 +76,10 @@ class SkillTask(abc.ABC):
 
     def _close(self) -> list[Event]:
         return []
+
+    def _confidence(self, certainties: Iterable[Certainty | None]) -> float | None:
+        raw = score(certainties)
+        return None if raw is None else self._calibration(raw)
 
     @abc.abstractmethod
     def result(self, finish_reason: FinishReason) -> TaskResult: ...

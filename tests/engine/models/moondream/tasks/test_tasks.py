@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import msgspec
 import pytest
 from legato_engine.core import (
@@ -13,6 +15,7 @@ from legato_engine.core import (
     FinishReason,
     Grounding,
     ObjectEvent,
+    ObjectOrder,
     Outline,
     OutlineEvent,
     Point,
@@ -28,6 +31,7 @@ from legato_engine.core import (
     TokenInfo,
     TokensDelta,
 )
+from legato_engine.models.confidence import Calibration, CalibrationFile
 from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
@@ -62,7 +66,7 @@ def size(width, height):
 def make(frontend):
     """A task of a spec, with sampling and request options."""
 
-    def make(task, image=IMAGE, return_tokens=False, logprobs=False, **sampling):
+    def make(task, image=IMAGE, return_tokens=False, logprobs=False, top_logprobs=0, **sampling):
         return frontend.make_task(
             Request(
                 request_id=RequestKey("r"),
@@ -71,6 +75,7 @@ def make(frontend):
                 sampling=SamplingParams(**sampling),
                 return_tokens=return_tokens,
                 logprobs=logprobs,
+                top_logprobs=top_logprobs,
             )
         )
 
@@ -95,7 +100,7 @@ def test_detect_follows_its_cycle(make):
     for token in [*tokens, *plain(EOS)]:
         seen.append(task.constraint())
         events.append(task.consume(token))
-    assert seen == [Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE] * 2 + [Allow.COORD_OR_EOS]
+    assert seen == [Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE] * 2 + [Allow.DETECT_X]
     first = ObjectEvent(box=Box(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.375), label="cup")
     assert [len(e) for e in events] == [0, 0, 1, 0, 0, 1, 0]
     assert events[2] == [first]
@@ -122,6 +127,77 @@ def test_detect_ends_at_max_objects(make):
     assert len(result.objects) == 2
 
 
+def boxed(x, *certainties):
+    """The tokens of a box at x that the model is so sure of."""
+    tokens = [coord(x), coord(0.5), size(0.1, 0.1)]
+    return [token._replace(certainty=each) for token, each in zip(tokens, certainties, strict=True)]
+
+
+SURE, UNSURE = ((0.9, 1.0), (1.0, 0.8), (1.0, 0.5)), ((0.5, 1.0), (1.0, 0.5), (1.0, 0.4))
+
+
+def test_confidence_is_the_product_of_certainties(make):
+    """Of an object's own tokens; objects whose tokens are of unknown certainty have none."""
+    task = make(DetectTask(object="cup"))
+    _, result = run(task, [*boxed(0.2, *SURE), *boxed(0.4, *UNSURE), *boxed(0.6, *[None] * 3)])
+    first, second, third = (each.confidence for each in result.objects)
+    assert (first, second, third) == (pytest.approx(0.36), pytest.approx(0.1), None)
+    points = [token for token in boxed(0.2, *SURE) if token.token_id == COORD]
+    _, result = run(make(PointTask(object="cup")), [*points, *plain(EOS)])
+    assert result.points[0].confidence == pytest.approx(0.72)
+
+
+def test_objects_below_the_least_confidence_are_left_out(make):
+    """Of events and result, and they do not count for `max_objects`; unknown ones stay."""
+    task = make(DetectTask(object="cup", max_objects=2, min_confidence=0.2))
+    assert task.max_tokens == 151
+    tokens = [*boxed(0.2, *UNSURE), *boxed(0.4, *SURE), *boxed(0.6, *[None] * 3)]
+    events, result = run(task, tokens)
+    assert task.finish_reason is FinishReason.MAX_OBJECTS
+    assert [round(each.box.x_min + 0.05, 3) for each in result.objects] == [0.4, 0.6]
+    assert tuple(events) == result.objects
+
+
+def test_objects_by_confidence(make):
+    """The greatest first and unknown ones last; events come as they are found."""
+    task = make(DetectTask(object="cup", order=ObjectOrder.CONFIDENCE))
+    tokens = [*boxed(0.1, *[None] * 3), *boxed(0.2, *UNSURE), *boxed(0.4, *SURE)]
+    events, result = run(task, [*tokens, *plain(EOS)])
+    assert result.objects == tuple(reversed(events))
+
+
+def test_an_outline_is_as_sure_as_its_box(make):
+    """Path tokens do not change it."""
+    tokens = [*boxed(0.2, *SURE), *text("M 0"), *plain(EOS)]
+    _, result = run(make(SegmentTask(object="cup")), tokens)
+    assert result.segments[0].confidence == pytest.approx(0.36)
+
+
+def test_only_the_models_own_weights_are_calibrated(frontend):
+    """A calibration changes the confidences of its skill; those of a fine-tune stay as they are."""
+    fitted = CalibrationFile("scenes", date(2026, 11, 25), {"detect": Calibration(1.0, 1.0)})
+    calibrated = MoondreamFrontend(frontend._config, StandInTokenizer(), calibrations=fitted)
+    for adapter, skill, expected in [("", DetectTask, 0.6046), ("x", DetectTask, 0.36)]:
+        request = Request(
+            request_id=RequestKey("r"), task=skill(object="cup"), image=IMAGE, adapter=adapter
+        )
+        _, result = run(calibrated.make_task(request), [*boxed(0.2, *SURE), *plain(EOS)])
+        assert result.objects[0].confidence == pytest.approx(expected, abs=1e-3)
+    assert calibrated.resizing_on_device().confidence.calibrated == ("detect",)
+
+
+def test_alternatives_have_the_text_that_they_would_complete(make):
+    """After a first byte they are ends of its character; no more are told than were asked for."""
+    task = make(CaptionTask(), return_tokens=True, logprobs=True, top_logprobs=2)
+    first, second = text("é")
+    others = tuple((token.token_id, -1.0) for token in (*text("è")[1:], second, first))
+    told = []
+    for token in (first, second._replace(logprob=-0.5, alternatives=others)):
+        told += tokens_of(task.consume(token))
+    assert [each.text for each in told] == ["", "é"]
+    assert [each.text for each in told[1].alternatives] == ["è", "é"]
+
+
 def test_detect_drops_an_unfinished_box(make):
     """A budget that ends inside a box leaves the box out."""
     task = make(DetectTask(object="cup"), max_tokens=5)
@@ -134,12 +210,12 @@ def test_point_follows_its_cycle(make):
     """Coord or EOS, coord; a point is an event at once."""
     task = make(PointTask(object="cup", max_objects=2))
     assert task.max_tokens == 5
-    assert task.constraint() == Allow.COORD_OR_EOS
+    assert task.constraint() == Allow.POINT_X
     assert task.consume(coord(0.25)) == []
-    assert task.constraint() == Allow.COORD
+    assert task.constraint() == Allow.POINT_Y
     event = PointEvent(point=Point(x=0.25, y=0.75), label="cup")
     assert task.consume(coord(0.75)) == [event]
-    assert task.constraint() == Allow.COORD_OR_EOS
+    assert task.constraint() == Allow.POINT_X
     run(task, [coord(0.1), coord(0.2)])
     assert task.finish_reason is FinishReason.MAX_OBJECTS
     assert task.result(FinishReason.MAX_OBJECTS).points[0] == event

@@ -106,6 +106,11 @@ def _text(message: Message) -> str:
 def _task_options(task: Task) -> Iterator[str]:
     if isinstance(task, DetectTask | PointTask) and task.max_objects is not None:
         yield f"legato.WithMaxObjects({task.max_objects})"
+    if isinstance(task, DetectTask | PointTask):
+        if task.min_confidence is not None:
+            yield f"legato.WithMinConfidence({task.min_confidence:g})"
+        if task.order == "confidence":
+            yield "legato.WithOrder(legato.OrderConfidence)"
     if isinstance(task, QueryTask) and task.reasoning:
         yield "legato.WithReasoning()"
     if not isinstance(task, CaptionTask | DetectTask) and task.spatial_refs:

@@ -1,0 +1,100 @@
+"""Tables and a chart of decode paths, and of speculation while acceptance changes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from benchmarks.record import table
+from benchmarks.records import Records, Row, sources
+
+_LENGTH = 256  # tokens of the answer that launches are counted for
+NAMES = {"blocking": "blocking loop", "graph": "two launches in flight", "loop": "decode loop"}
+_ADAPTING = ("fixed:3", "seed", "budget")
+_CHANGES = ("mixed", "changing", "under pressure")
+
+
+def counts(records: Records) -> dict[str, Row]:
+    """Launches and waits of one answer by decode path; they are the same on every device."""
+    row = records.row("loops_tiny_cpu", streams=1)
+    return {name: row[name] for name in NAMES}
+
+
+def launches(records: Records) -> str:
+    """Launches and waits of an answer, the step, and the host's CPU."""
+    step = records.row("h200/loops", streams=1)
+    blocking = records.row("h200/decode", task="query", streams=1)["blocking"]["period"]
+    times = {"blocking": f"{blocking:.3f}"}
+    times |= {path: f"{step[path]['ms']:.3f}" for path in ("graph", "loop")}
+    host = {path: f"{step[path]['host_us']:.0f}" for path in ("graph", "loop")}
+    rows = [
+        [words, each["launches"], each["waits"], times[name], host.get(name, "-")]
+        for (name, words), each in zip(NAMES.items(), counts(records).values(), strict=True)
+    ]
+    heads = (
+        f"one answer of {_LENGTH} tokens, after its second",
+        "decode launches",
+        "waits of the host for one",
+        "step, ms",
+        "host CPU a token, us",
+    )
+    labels = {
+        "loops_tiny_cpu": "counts:",
+        "h200/loops": "steps and host CPU:",
+        "h200/decode": "the blocking step:",
+    }
+    return table(heads, rows) + sources(records, *labels, labels=labels)
+
+
+def decode_paths(records: Records) -> str:
+    """Whole servers of both paths in turns."""
+    rows = []
+    for row in records.rows("h100/paths"):
+        cells = []
+        for field in ("p50", "per_second", "engine_ms"):
+            for path in ("graph", "loop"):
+                value = statistics.median(turn[field] for turn in row["turns"][path])
+                cells.append(f"{value:.1f}" if field != "engine_ms" else f"{value:.2f}")
+        rows.append([row["request"], row["callers"], *cells])
+    heads = (
+        *("one H100, through gRPC", "callers", "graph, P50 ms", "loop, P50 ms"),
+        *("graph, answers/s", "loop, answers/s", "graph, engine CPU ms", "loop, engine CPU ms"),
+    )
+    return table(heads, rows) + sources(records, "h100/paths")
+
+
+def changing(records: Records) -> str:
+    """Policies while acceptance changes and where pages are short."""
+    rows = []
+    for load in _CHANGES:
+        off = _eight(records, load, "off")
+        for setting in ("off", *_ADAPTING):
+            row = _eight(records, load, setting)
+            phase = "decode_tokens_per_second"
+            rows.append(
+                [
+                    *(load, setting, f"{row[phase] / off[phase]:.2f}"),
+                    f"{row['tokens_per_verify']:.2f}",
+                    f"{row['mean_block_size']:.2f}",
+                    f"{row['block_size_variance']:.2f}",
+                    *(f"{row[key]:.0%}" for key in ("kv_peak", "kv_hit_rate", "fragmentation")),
+                    str(row["preemptions"]),
+                ]
+            )
+    heads = (
+        *("8 streams, one H100", "", "decode phase", "tokens a verify", "mean block"),
+        *("variance", "KV peak", "KV hits", "wasted draft pages", "preemptions"),
+    )
+    return table(heads, rows) + sources(records, "h100/speculation_changing")
+
+
+def _eight(records: Records, load: str, setting: str) -> Row:
+    wanted = {"workload": load, "streams": 8, "setting": setting}
+    return records.row("h100/speculation_changing", **wanted)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "changing": changing,
+    "decode_paths": decode_paths,
+    "launches": launches,
+}

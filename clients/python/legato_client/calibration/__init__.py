@@ -1,0 +1,1 @@
+"""How often objects of a confidence are right: measured on a labelled folder, and fitted."""

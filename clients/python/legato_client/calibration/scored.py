@@ -1,0 +1,150 @@
+"""Objects that a server found in labelled pictures: their scores, and which are right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+
+from legato_client._client import Client
+from legato_client._errors import LegatoError
+from legato_client._values.results import (
+    Box,
+    DetectResult,
+    Point,
+    PointResult,
+    Result,
+    SegmentResult,
+    Token,
+)
+from legato_client._values.tasks import DetectTask, Options, PointTask, SegmentTask, Task
+from legato_client.calibration.labelled import LabelledPicture
+
+SKILLS = ("detect", "point", "segment")
+MIN_IOU = 0.5
+"""A box with this overlap is right."""
+
+_MAX_TASKS = 32  # of RunTasks
+_TOKENS = {"detect": 3, "point": 2, "segment": 3}  # of an object, or of an outline's box
+_TASKS: dict[str, Callable[[str], Task]] = {
+    "detect": DetectTask,
+    "point": PointTask,
+    "segment": SegmentTask,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An object that was found; `score` is its confidence before any calibration."""
+
+    skill: str
+    picture: int
+    name: str
+    place: Box | Point
+    score: float
+    right: bool
+
+
+def score(
+    client: Client,
+    pictures: Iterable[LabelledPicture],
+    skills: Sequence[str],
+    *,
+    model: str = "",
+    parallel: int,
+    tell: Callable[[], None],
+) -> list[Scored]:
+    """Ask about each picture's categories; `tell` is called after each picture.
+
+    Raises:
+        LegatoError: the server refuses, or a picture cannot be read by it.
+        OSError: a file cannot be read.
+    """
+    options = Options(model=model, top_logprobs=0)
+
+    def of(picture: LabelledPicture) -> list[Scored]:
+        found = list(_of_picture(client, picture, skills, options))
+        tell()
+        return found
+
+    with futures.ThreadPoolExecutor(parallel, "legato-calibrate") as pool:
+        return [each for found in pool.map(of, pictures) for each in found]
+
+
+def _of_picture(
+    client: Client, picture: LabelledPicture, skills: Sequence[str], options: Options
+) -> Iterator[Scored]:
+    asked = [
+        (skill, name)
+        for skill in skills
+        for name, boxes in picture.boxes.items()
+        if skill != "segment" or len(boxes) < 2  # it outlines one, and does not say which
+    ]
+    image = picture.path.read_bytes()
+    for first in range(0, len(asked), _MAX_TASKS):
+        some = asked[first : first + _MAX_TASKS]
+        tasks = [_TASKS[skill](name) for skill, name in some]
+        outcomes = client.run_tasks(image, tasks, options=options)
+        for (skill, name), outcome in zip(some, outcomes, strict=True):
+            if isinstance(outcome, LegatoError):
+                raise outcome
+            places = _places(outcome)
+            scores = raw_scores(outcome.info.tokens, _TOKENS[skill])
+            rights = right_places(places, scores, picture.boxes[name])
+            for place, one, right in zip(places, scores, rights, strict=False):
+                yield Scored(skill, picture.number, name, place, one, right)
+
+
+def raw_scores(tokens: Iterable[Token], tokens_per_object: int) -> list[float]:
+    """Of each whole object: the product of its tokens' certainties."""
+    sure = [
+        each.certainty.existence * each.certainty.concentration
+        for each in tokens
+        if each.certainty is not None
+    ]
+    ends = range(tokens_per_object, len(sure) + 1, tokens_per_object)
+    return [math.prod(sure[end - tokens_per_object : end]) for end in ends]
+
+
+def right_places(
+    places: Sequence[Box | Point], scores: Sequence[float], truth: Sequence[Box]
+) -> list[bool]:
+    """By falling score each takes the true box that fits it best, and none that is taken."""
+    free = list(truth)
+    right = [False] * len(places)
+    for index in sorted(range(len(places)), key=lambda index: -scores[index]):
+        fits = [(fit, box) for box in free if (fit := _fit(places[index], box)) >= MIN_IOU]
+        if fits:
+            right[index] = True
+            free.remove(max(fits, key=lambda each: each[0])[1])
+    return right
+
+
+def _places(result: Result) -> list[Box | Point]:
+    match result:
+        case DetectResult(objects):
+            return [each.box for each in objects]
+        case PointResult(points):
+            return [each.point for each in points]
+        case SegmentResult(segments):
+            return [each.box for each in segments]
+        case _:
+            return []
+
+
+def _fit(place: Box | Point, box: Box) -> float:
+    """Intersection over union; of a point, 1 inside of the box."""
+    if isinstance(place, Point):
+        inside = box.x_min <= place.x <= box.x_max and box.y_min <= place.y <= box.y_max
+        return float(inside)
+    across = min(place.x_max, box.x_max) - max(place.x_min, box.x_min)
+    down = min(place.y_max, box.y_max) - max(place.y_min, box.y_min)
+    if across <= 0 or down <= 0:
+        return 0.0
+    shared = across * down
+    return shared / (_area(place) + _area(box) - shared)
+
+
+def _area(box: Box) -> float:
+    return (box.x_max - box.x_min) * (box.y_max - box.y_min)

@@ -1,0 +1,65 @@
+"""A picture in characters: each is two pixels, one above the other. Needs Pillow and rich."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from PIL import Image, ImageDraw
+from rich.color import Color
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+
+from legato_client import Detection, Outline, PointedObject
+from legato_client.draw import PALETTE, Mark
+
+_LEAST = (24, 6)  # characters, below which nothing could be made out
+
+
+class HalfBlocks:
+    """Drawn by rich in `columns` x `rows` characters or fewer, in the picture's own shape."""
+
+    def __init__(
+        self, picture: Image.Image, marks: Iterable[Mark], columns: int, rows: int
+    ) -> None:
+        """`columns` and `rows` pass `fits`."""
+        scale = min(columns / picture.width, 2 * rows / picture.height)
+        width = max(1, round(picture.width * scale))
+        height = max(2, round(picture.height * scale) // 2 * 2)
+        self._picture = picture.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+        _draw(self._picture, list(marks))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, pixels = self._picture.width, self._picture.tobytes()
+        rgb = [pixels[start : start + 3] for start in range(0, len(pixels), 3)]
+        for top in range(0, len(rgb), 2 * width):
+            middle, end = top + width, top + 2 * width
+            pairs = zip(rgb[top:middle], rgb[middle:end], strict=True)
+            for (upper, lower), same in itertools.groupby(pairs):
+                style = Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower))
+                yield Segment("▀" * sum(1 for _ in same), style)
+            yield Segment.line()
+
+
+def fits(columns: int, rows: int) -> bool:
+    return columns >= _LEAST[0] and rows >= _LEAST[1]
+
+
+def colour_of(label: str, labels: list[str]) -> tuple[int, int, int]:
+    """That of a drawing: by the order in which labels come."""
+    return PALETTE[labels.index(label) % len(PALETTE)]
+
+
+def _draw(picture: Image.Image, marks: list[Mark]) -> None:
+    labels = list(dict.fromkeys(mark.label for mark in marks))
+    pen = ImageDraw.Draw(picture)
+    right, bottom = picture.width - 1, picture.height - 1
+    for mark in marks:
+        colour = colour_of(mark.label, labels)
+        match mark:
+            case Detection() | Outline():
+                pen.rectangle(mark.box.to_pixels(right, bottom), outline=colour)
+            case PointedObject():
+                x, y = mark.point.to_pixels(right, bottom)
+                pen.rectangle((x - 1, y - 1, x + 1, y + 1), fill=colour)

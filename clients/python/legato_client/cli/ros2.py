@@ -1,0 +1,115 @@
+"""`legato ros2`: a node without an installation of ROS 2."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from typing import Any
+
+from legato_client.batch import tasks
+from legato_client.cli import arguments, install, signals
+from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.terminal import Terminal
+from legato_client.live.feed import Asked
+from legato_client.live.figures import summary
+
+_STATE_TIMEOUT = 2.0  # seconds; a question about the engine
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ros2",
+        help="answer the images of a ROS 2 topic",
+        description="Subscribe to images of ROS 2 and publish what is found as "
+        "vision_msgs/Detection2DArray, until SIGINT or SIGTERM. ROS is not needed: this is a "
+        "participant of DDS. CYCLONEDDS_URI configures the network.",
+    )
+    add = parser.add_argument
+    add("--image", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
+    add("--type", choices=("raw", "compressed"),
+        help="of the topic, default: compressed if its name ends in it")  # fmt: skip
+    add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
+        help="detect:OBJECT, point:OBJECT or segment:OBJECT; may be repeated")  # fmt: skip
+    add("--detections", default="/legato/detections", metavar="TOPIC", help="default %(default)s")
+    add("--info", default="/legato/vision_info", metavar="TOPIC",
+        help="vision_msgs/VisionInfo with the model, latched, default %(default)s")  # fmt: skip
+    add("--diagnostics", default="/diagnostics", metavar="TOPIC", help="default %(default)s")
+    add("--period", type=arguments.positive, default=1.0, metavar="SECONDS",
+        help="of diagnostics, default %(default)g")  # fmt: skip
+    add("--name", default="legato", help="in diagnostics, default %(default)s")
+    add("--domain", type=arguments.count, metavar="ID", help="default: ROS_DOMAIN_ID, else 0")
+    add("--max-age", type=arguments.positive, metavar="SECONDS",
+        help="drop images that grow older, default: none")  # fmt: skip
+    add("--by-arrival", action="store_true",
+        help="ages count from an image's arrival, not its stamp: for simulated time")  # fmt: skip
+    add("--absent-score", type=float, default=math.nan, metavar="S",
+        help="score of what has no confidence, default NaN")  # fmt: skip
+    add("--max-objects", type=arguments.count, metavar="N")
+    arguments.add_min_confidence(parser)
+    arguments.add_sampling_options(parser)
+    arguments.add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    try:
+        from cyclonedds.core import DDSException
+
+        from legato_client.ros import arrays
+    except ModuleNotFoundError as error:
+        problem = f"ROS 2 needs {error.name}: {install.hint('dds')}"
+        raise CommandError(problem, ExitCode.USAGE) from None
+    sampling, least = arguments.sampling_of(args), args.min_confidence
+    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
+    if not arrays.have_places(asked.values()):
+        problem = "the message has room for boxes and points: detect, point or segment"
+        raise CommandError(problem, ExitCode.USAGE)
+    how = Asked(asked, False, args.max_age, args.model, args.adapter, args.name)
+    try:
+        _run(args, how, terminal)
+    except ValueError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from None
+    except DDSException as error:
+        raise CommandError(f"DDS: {error}") from None
+
+
+def _run(args: argparse.Namespace, asked: Asked, terminal: Terminal) -> None:
+    from legato_client.ros.node import Node, Parameters
+
+    compressed = args.image.endswith("/compressed") if args.type is None else None
+    parameters = Parameters(
+        image=args.image,
+        compressed=args.type == "compressed" if compressed is None else compressed,
+        detections=args.detections,
+        info=args.info,
+        diagnostics=args.diagnostics,
+        name=args.name,
+        domain=_domain(args.domain),
+        by_arrival=args.by_arrival,
+        absent_score=args.absent_score,
+        period=args.period,
+    )
+    watching = argparse.Namespace(**{**vars(args), "timeout": _STATE_TIMEOUT})
+    with (
+        arguments.connect(args) as client,
+        arguments.connect(watching, as_operator=True) as operator,
+    ):
+        node = Node(client, operator, asked, parameters)
+        terminal.line(f"{args.image} to {args.detections}, domain {parameters.domain}")
+        with signals.calling(node.stop):
+            node.run()
+    totals = node.figures.totals()
+    for line in summary(totals):
+        terminal.line(line)
+    terminal.document(totals.document())
+
+
+def _domain(given: int | None) -> int:
+    """ValueError for a variable that is no number."""
+    if given is not None:
+        return given
+    text = os.environ.get("ROS_DOMAIN_ID") or "0"
+    if not text.isdecimal():
+        raise ValueError(f"ROS_DOMAIN_ID is a number, not {text!r}")
+    return int(text)

@@ -1,0 +1,307 @@
+"""A bag with its answers. Needs mcap and mcap-ros2-support (the extra `ros`)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import fnmatch
+import functools
+import io
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from mcap.exceptions import McapError
+from mcap.reader import McapReader, make_reader
+from mcap.records import Channel, Message, Schema
+from mcap.well_known import Profile
+from mcap.writer import Writer
+from mcap_ros2.decoder import DecoderFactory
+
+from legato_client import ros2
+from legato_client._errors import LegatoError
+from legato_client._images.sources import ImageInput
+from legato_client._values.results import Result
+from legato_client.ros import arrays, cdr, definitions, pictures
+
+_LIBRARY = "legato"
+_QUALITY = 90  # of drawings, as JPEG
+
+Outcomes = Sequence[Result | LegatoError]
+Ask = Callable[[ImageInput], Outcomes]
+"""Raises LegatoError, OSError or ValueError for a picture that cannot be asked about."""
+
+
+class BagRefused(Exception):
+    """The bag or an option is not fit for it; the message is for the user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topics:
+    """Names: where images are, where answers and drawings go, and patterns of what is copied."""
+
+    image: str
+    detections: str
+    drawings: str = ""
+    copied: tuple[str, ...] = ()
+
+    def is_copied(self, topic: str) -> bool:
+        """Not what an earlier run wrote to the topics of this one."""
+        own = topic in (self.detections, self.drawings)
+        return not own and any(fnmatch.fnmatchcase(topic, pattern) for pattern in self.copied)
+
+
+@dataclasses.dataclass(slots=True)
+class Count:
+    """What became of the bag; `problems` names each failed picture."""
+
+    images: int = 0
+    failed: int = 0
+    detections: int = 0
+    copied: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+class Bag:
+    """Opened for reading, of profile ROS 2, as `ros2 bag record -s mcap` writes it."""
+
+    def __init__(self, path: Path, topic: str) -> None:
+        """Raises OSError, and BagRefused for another file and a topic without images."""
+        self._file = path.open("rb")
+        try:
+            self._reader = _reader_of(self._file, path)
+            self.num_images = self._check(path, topic)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Bag:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    @property
+    def reader(self) -> McapReader:
+        return self._reader
+
+    def _check(self, path: Path, topic: str) -> int:
+        """Return how many images it has."""
+        try:
+            summary = self._reader.get_summary()
+        except McapError as error:
+            raise BagRefused(f"{path} is not a whole bag: {error}") from None
+        if summary is None:
+            raise BagRefused(f"{path} has no summary: `mcap recover` makes one")
+        kinds = {
+            channel.topic: summary.schemas[channel.schema_id].name
+            for channel in summary.channels.values()
+            if channel.schema_id in summary.schemas
+        }
+        image_kinds = (definitions.IMAGE, definitions.COMPRESSED_IMAGE)
+        if kinds.get(topic) not in image_kinds:
+            known = sorted(name for name, kind in kinds.items() if kind in image_kinds)
+            what = f"is {kinds[topic]}" if topic in kinds else "is not in the bag"
+            raise BagRefused(f"{topic} {what}; topics with images: {', '.join(known) or 'none'}")
+        counts = summary.statistics.channel_message_counts if summary.statistics else {}
+        return sum(
+            counts.get(number, 0)
+            for number, channel in summary.channels.items()
+            if channel.topic == topic
+        )
+
+
+class Answering:
+    """Writes a bag's answers in the order of its messages, while several pictures are asked about.
+
+    `parallel` pictures are asked about at a time, and four times as many messages wait for them at
+    most.
+    """
+
+    def __init__(self, ask: Ask, topics: Topics, *, parallel: int, absent_score: float) -> None:
+        self._ask = ask
+        self._topics = topics
+        self._parallel = parallel
+        self._absent_score = absent_score
+        self.count = Count()
+
+    def perform(
+        self, bag: Bag, out: IO[bytes], tell: Callable[[], None], give_up: Callable[[], None]
+    ) -> None:
+        """`tell` is called after each picture, `give_up` to end what is being asked.
+
+        Raises:
+            LegatoError: `ask` raised one that other pictures would meet too.
+            BagRefused: the bag cannot be read to its end.
+            OSError: a file cannot be read or written.
+        """
+        writer = _BagWriter(out, self._topics)
+        pool = futures.ThreadPoolExecutor(self._parallel, "legato-bag")
+        waiting: collections.deque[Callable[[], None]] = collections.deque()
+        decoders = DecoderFactory()
+        try:
+            for schema, channel, message in bag.reader.iter_messages(topics=self._topics_read(bag)):
+                if self._topics.is_copied(channel.topic):
+                    waiting.append(functools.partial(self._copy, writer, schema, channel, message))
+                if channel.topic == self._topics.image:
+                    decode = decoders.decoder_for(channel.message_encoding, schema)
+                    answer = pool.submit(self._answer, decode, message.data)
+                    waiting.append(functools.partial(self._write, writer, message, answer, tell))
+                while len(waiting) > 4 * self._parallel:
+                    waiting.popleft()()
+            while waiting:
+                waiting.popleft()()
+            writer.finish()
+        except BaseException as error:
+            give_up()
+            if isinstance(error, McapError):
+                raise BagRefused(f"the bag cannot be read to its end: {error}") from None
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _topics_read(self, bag: Bag) -> list[str]:
+        summary = bag.reader.get_summary()
+        named = {channel.topic for channel in summary.channels.values()} if summary else set()
+        return [n for n in named if n == self._topics.image or self._topics.is_copied(n)]
+
+    def _copy(
+        self, writer: _BagWriter, schema: Schema | None, channel: Channel, message: Message
+    ) -> None:
+        writer.copy(schema, channel, message)
+        self.count.copied += 1
+
+    # ------------------------------------------------------------ a picture, in the pool
+
+    def _answer(
+        self, decode: Callable[[bytes], Any] | None, data: bytes
+    ) -> tuple[ros2.Detection2DArray, bytes] | str:
+        """The array and the drawing, or what is wrong with the picture."""
+        try:
+            if decode is None:
+                raise ValueError("its definition is no ros2msg")
+            image = decode(data)
+            is_raw = hasattr(image, "encoding")
+            shown: ImageInput = pictures.raw(image) if is_raw else pictures.compressed(image)
+            outcomes = self._ask(shown)
+            failure = next((each for each in outcomes if isinstance(each, LegatoError)), None)
+            if failure is not None:
+                return str(failure)
+            array = arrays.of(outcomes, image.header, _size(outcomes), self._absent_score)
+            drawing = b""
+            if self._topics.drawings:
+                drawing = cdr.compressed_image(array.header, "jpeg", _drawn(shown, outcomes))
+        except (OSError, ValueError, struct.error) as error:
+            return str(error)
+        return array, drawing
+
+    def _write(
+        self,
+        writer: _BagWriter,
+        message: Message,
+        answer: futures.Future[tuple[ros2.Detection2DArray, bytes] | str],
+        tell: Callable[[], None],
+    ) -> None:
+        found = answer.result()
+        self.count.images += 1
+        if isinstance(found, str):
+            self.count.failed += 1
+            self.count.problems.append(f"image at {message.log_time / 1e9:.9f}: {found}")
+        else:
+            array, drawing = found
+            self.count.detections += len(array.detections)
+            writer.write(self._topics.detections, cdr.detection_array(array), message)
+            if drawing:
+                writer.write(self._topics.drawings, drawing, message)
+        tell()
+
+
+class _BagWriter:
+    """Adds messages of this program's topics, and copies of others."""
+
+    def __init__(self, out: IO[bytes], topics: Topics) -> None:
+        self._writer = Writer(out)
+        self._writer.start(profile=Profile.ROS2, library=_LIBRARY)
+        self._schemas: dict[tuple[str, str, bytes], int] = {}
+        self._channels: dict[tuple[str, int, str], int] = {}
+        kinds = {topics.detections: definitions.DETECTIONS}
+        if topics.drawings:
+            kinds[topics.drawings] = definitions.COMPRESSED_IMAGE
+        self._own = {
+            topic: self._channel(topic, self._schema(kind), "cdr", {})
+            for topic, kind in kinds.items()
+        }
+
+    def write(self, topic: str, data: bytes, source: Message) -> None:
+        """With the times of the image that it belongs to."""
+        self._add(self._own[topic], data, source)
+
+    def copy(self, schema: Schema | None, channel: Channel, message: Message) -> None:
+        kind = 0 if schema is None else self._registered(schema.name, schema.encoding, schema.data)
+        number = self._channel(channel.topic, kind, channel.message_encoding, channel.metadata)
+        self._add(number, message.data, message)
+
+    def finish(self) -> None:
+        self._writer.finish()  # type: ignore[no-untyped-call]  # mcap's gap
+
+    def _add(self, channel: int, data: bytes, source: Message) -> None:
+        self._writer.add_message(
+            channel, source.log_time, data, source.publish_time, source.sequence
+        )
+
+    def _schema(self, kind: str) -> int:
+        return self._registered(kind, "ros2msg", definitions.text_of(kind).encode())
+
+    def _registered(self, name: str, encoding: str, data: bytes) -> int:
+        key = name, encoding, data
+        if key not in self._schemas:
+            self._schemas[key] = self._writer.register_schema(name, encoding, data)
+        return self._schemas[key]
+
+    def _channel(self, topic: str, schema: int, encoding: str, about: Mapping[str, str]) -> int:
+        key = topic, schema, encoding
+        if key not in self._channels:
+            self._channels[key] = self._writer.register_channel(
+                topic, encoding, schema, dict(about)
+            )
+        return self._channels[key]
+
+
+def _reader_of(file: IO[bytes], path: Path) -> McapReader:
+    try:
+        reader = make_reader(file)
+        profile = reader.get_header().profile
+    except McapError as error:
+        raise BagRefused(f"{path} is no MCAP file: {error}") from None
+    if profile not in ("", Profile.ROS2):
+        raise BagRefused(f"{path} is of profile {profile!r}, not of ROS 2")
+    return reader
+
+
+def _size(outcomes: Outcomes) -> tuple[int, int]:
+    for each in outcomes:
+        if not isinstance(each, LegatoError) and each.info.image is not None:
+            return each.info.image.width, each.info.image.height
+    raise ValueError("the server did not say how large the image is")
+
+
+def _drawn(image: ImageInput, outcomes: Outcomes) -> bytes:
+    from legato_client import draw  # needs Pillow
+
+    marks = [
+        mark
+        for each in outcomes
+        if not isinstance(each, LegatoError)
+        for mark in draw.marks_of(each)
+    ]
+    data = io.BytesIO()
+    draw.annotate(image, marks).save(data, "JPEG", quality=_QUALITY)
+    return data.getvalue()

@@ -1,0 +1,303 @@
+"""A feed before a server that follows a script."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from legato.v1 import session_pb2
+from legato_client import (
+    CaptionTask,
+    Client,
+    LegatoError,
+    NotFound,
+    Unavailable,
+)
+from legato_client.live.feed import Asked, Feed
+from legato_client.live.figures import Figures
+from legato_client.live.shot import Shot
+
+from tests.clients.python.failures import failure
+from tests.clients.python.fake_sessions import Conversation, ignore
+from tests.clients.python.until import until
+
+GONE = failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+TASKS = {"caption": CaptionTask(), "short": CaptionTask("short")}
+
+
+def picture() -> bytes:
+    return b"picture"
+
+
+class Played:
+    """A feed that runs in a thread of its own."""
+
+    def __init__(self, client, **how):
+        waits, patience = how.pop("waits", False), how.pop("patience", 30.0)
+        self.answered = []
+        self.figures = Figures()
+        self.problem: Exception | None = None
+        self._count = 0
+        self.feed = Feed(
+            client,
+            Asked(TASKS, **how),
+            how.get("tell", self.answered.append),
+            self.figures,
+            patience=patience,
+            waits=waits,
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self.feed.run()
+        except (LegatoError, OSError) as error:
+            self.problem = error
+
+    def offer(self, read=picture):
+        self.feed.offer(Shot(self._count, 0.0, time.time_ns(), read, read, "camera"))
+        self._count += 1
+
+    @property
+    def numbers(self):
+        return [each.shot.number for each in self.answered]
+
+    def join(self):
+        self._thread.join()
+        totals = self.figures.totals()
+        waiting = totals.sent + totals.replaced + totals.refused + totals.unreadable
+        assert totals.taken + totals.resent == waiting
+        ended = totals.answered + sum(totals.dropped.values()) + totals.lost + totals.resent
+        assert totals.sent == ended
+        return totals
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.target) as connected:
+        yield connected
+
+
+@pytest.fixture
+def play(client, server):
+    """Start a feed; it is ended after the test."""
+    started = []
+
+    def start(**how):
+        started.append(Played(client, **how))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.feed.stop()
+        each.join()
+    assert not [each.violations for each in server.sessions.conversations if each.violations]
+
+
+def test_every_task_of_a_picture_comes_at_once(play):
+    """Under the names that were asked, with the frame's own stamp."""
+    played = play()
+    played.offer()
+    until(lambda: played.answered)
+    played.feed.finish()
+    totals = played.join()
+    (answered,) = played.answered
+    assert list(answered.outcomes) == ["caption", "short"]
+    assert answered.outcomes["short"].caption == "frame 1"
+    assert answered.outcomes["short"].info.stamp.frame_id == "camera"
+    assert (totals.answered, totals.failed_tasks, totals.reconnects) == (1, 0, 0)
+    assert played.feed.model == "fake"
+
+
+def test_a_server_that_goes_away_is_left_while_it_answers(play, server):
+    """The next picture opens another session; the first one's is answered by the first."""
+    kept = []
+
+    def hold(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        if len(server.sessions.conversations) == 1:
+            kept.append(frame)
+            conversation.accept(frame.stamp.sequence)
+            conversation.say(
+                "go_away", session_pb2.SessionGoAway(reason=status_pb2.Status(code=14))
+            )
+        else:
+            conversation.answer(frame)
+
+    def late(conversation: Conversation) -> None:
+        for frame in kept:
+            conversation.answer(frame)
+        kept.clear()
+        conversation.fail(GONE)
+
+    server.sessions.on_frame = hold
+    server.sessions.on_finish = late
+    played = play()
+    played.offer()
+    until(lambda: len(server.sessions.conversations) == 2)
+    server.sessions.on_finish = Conversation.end
+    played.offer()
+    until(lambda: len(played.answered) == 2)
+    played.feed.finish()
+    totals = played.join()
+    assert played.problem is None
+    assert sorted(played.numbers) == [0, 1]
+    assert (totals.lost, totals.reconnects) == (0, 1)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_lost_session_is_followed_by_another(play, server, every):
+    """Its picture is lost, or sent again where every one counts."""
+
+    def fail_first(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        if len(server.sessions.conversations) == 1:
+            conversation.fail(GONE)
+        else:
+            conversation.answer(frame)
+
+    server.sessions.on_frame = fail_first
+    played = play(every=every)
+    played.offer()
+    until(lambda: len(server.sessions.conversations) == 2)
+    played.offer()
+    until(lambda: 1 in played.numbers)
+    played.feed.finish()
+    totals = played.join()
+    assert played.problem is None
+    assert played.numbers == ([0, 1] if every else [1])
+    assert (totals.lost, totals.resent) == ((0, 1) if every else (1, 0))
+    assert totals.reconnects == 1
+
+
+def test_a_lost_server_is_looked_for_again_and_again(play, server):
+    """Each attempt that fails is followed by another, without a picture."""
+    played = play()
+    until(lambda: played.feed.model)
+    server.sessions.script.extend([GONE] * 4)
+    server.sessions.last.fail(GONE)
+    until(lambda: len(server.sessions.conversations) == 2)
+    assert not server.sessions.script
+    played.offer()
+    until(lambda: played.answered)
+
+
+def test_patience_with_a_lost_server_ends(play, server):
+    """With the server's own error."""
+    played = play(patience=0.5)
+    until(lambda: played.feed.model)
+    server.sessions.script.extend([GONE] * 100)
+    server.sessions.last.fail(GONE)
+    played.join()
+    assert isinstance(played.problem, Unavailable)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_first_server_is_waited_for_on_request(play, server, waits):
+    """A command that is typed fails at once, a node waits for its server."""
+    server.sessions.script.extend([GONE] * 4)
+    played = play(waits=waits)
+    if waits:
+        played.offer()
+        until(lambda: played.answered)
+    else:
+        played.join()
+        assert isinstance(played.problem, Unavailable)
+
+
+def test_what_another_session_would_meet_too_ends_it(play, server):
+    """A model that is not served."""
+    server.sessions.script.append(failure(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"))
+    played = play(waits=True)
+    played.join()
+    assert isinstance(played.problem, NotFound)
+
+
+def test_the_newest_of_many_is_sent(play, server):
+    """Once there is a credit; until then older ones give way to it, and are counted."""
+    server.sessions.on_frame = ignore
+    played = play()
+    until(lambda: played.offer() or played.figures.totals().sent == 2)
+    for _ in range(20):
+        played.offer()
+    until(lambda: left_out(played) == len_of(played) - 3)
+    server.sessions.on_frame = Conversation.answer
+    for frame in server.sessions.last.frames:
+        server.sessions.last.answer(frame)
+    newest = len_of(played) - 1
+    until(lambda: newest in played.numbers)
+    played.feed.finish()
+    assert played.join().answered == 3
+
+
+def len_of(played) -> int:
+    return played.figures.totals().taken
+
+
+def left_out(played) -> int:
+    totals = played.figures.totals()
+    return totals.replaced + totals.refused
+
+
+def test_every_picture_waits_for_room(play, server):
+    """And each is answered, in order."""
+    played = play(every=True)
+    for _ in range(50):
+        played.offer()
+    played.feed.finish()
+    assert played.join().answered == 50
+    assert played.numbers == list(range(50))
+
+
+def test_drops_are_counted_by_reason(play, server):
+    """As the server says them."""
+
+    def drop(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        conversation.drop(frame.stamp.sequence, session_pb2.DROP_REASON_TOO_OLD)
+
+    server.sessions.on_frame = drop
+    played = play()
+    played.offer()
+    until(lambda: played.figures.totals().dropped)
+    played.feed.finish()
+    assert played.join().dropped == {"too_old": 1}
+
+
+def test_a_picture_that_cannot_be_read_is_passed_over(play, server):
+    """The next one is asked about."""
+
+    def broken():
+        raise ValueError("no picture")
+
+    played = play(every=True)
+    played.offer(broken)
+    played.offer()
+    played.feed.finish()
+    assert played.join().unreadable == 1
+    assert played.numbers == [1]
+
+
+def test_stopping_gives_up_what_is_under_way(play, server):
+    """It counts as lost."""
+    server.sessions.on_frame = ignore
+    played = play()
+    played.offer()
+    until(lambda: played.figures.totals().sent == 1)
+    played.feed.stop()
+    assert played.join().lost == 1
+    assert played.problem is None
+
+
+def test_a_receiver_that_fails_ends_it(client, server):
+    """As a full disk does."""
+
+    def full(answered):
+        raise OSError(28, "No space left on device")
+
+    figures = Figures()
+    feed = Feed(client, Asked(TASKS), full, figures, patience=1, waits=False)
+    feed.offer(Shot(0, 0.0, time.time_ns(), picture, picture))
+    with pytest.raises(OSError, match="No space left"):
+        feed.run()

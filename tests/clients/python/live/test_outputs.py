@@ -1,0 +1,168 @@
+"""What is written and shown of answered pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+
+import av
+import pytest
+from legato_client import Box, Detection, DetectResult, Unavailable
+from legato_client._values.results import ImageInfo, ResponseInfo
+from legato_client.cli.half_blocks import HalfBlocks
+from legato_client.cli.terminal import Terminal
+from legato_client.cli.watch_view import View, rows_of
+from legato_client.live import outputs
+from legato_client.live.aside import Aside
+from legato_client.live.figures import Figures
+from legato_client.live.lane import Answered
+from legato_client.live.shot import Shot
+from PIL import Image
+from rich.console import Console
+
+SIZE = (320, 240)
+IMAGE = ImageInfo("", *SIZE, False)
+CUP = Detection(Box(0.25, 0.25, 0.75, 0.75), "cup", 0.875, "7")
+
+
+def answered(
+    number: int = 0, *, time: float | None = None, size: tuple[int, int] = SIZE
+) -> Answered:
+    """A grey picture with a cup, of one task that failed and one that did not."""
+    at = number / 10 if time is None else time
+    picture = Image.new("RGB", size, (90, 90, 90))
+    shot = Shot(number, at, 5_000_000_000, lambda: b"", lambda: picture)
+    found = DetectResult((CUP,), ResponseInfo("", "m", "stop", image=IMAGE))
+    return Answered(shot, {"detect:cup": found, "point:dog": Unavailable("gone")}, IMAGE, 0.125)
+
+
+def test_a_line_has_results_time_and_age():
+    """In the form of `legato run`; the reader of a pipe has it at once."""
+    file = io.BytesIO()
+    outputs.Lines(file, "clip.mp4").take(answered(3))
+    line = json.loads(file.getvalue())
+    assert (line["source"], line["frame"], line["captured"], line["age"]) == (
+        "clip.mp4", 3, 5.0, 0.125,
+    )  # fmt: skip
+    (cup,) = line["results"]["detect:cup"]["objects"]
+    assert (cup["box_pixels"], cup["confidence"], cup["track_id"]) == (
+        [80, 60, 240, 180],
+        0.875,
+        "7",
+    )
+    assert line["results"]["point:dog"]["error"]["message"] == "gone"
+
+
+def test_a_film_has_each_picture_at_its_time(tmp_path):
+    """With its marks; of another size it is fitted, and one that comes late is left out."""
+    film = outputs.Film(tmp_path / "out.mp4", every=True)
+    for each in (answered(0), answered(1), answered(9, time=0.05), answered(2, size=(160, 120))):
+        film.take(each)
+    film.close()
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        frames = list(container.decode(video=0))
+    assert [round(float(each.time), 2) for each in frames] == [0, 0.1, 0.2]
+    assert len({(each.width, each.height) for each in frames}) == 1
+    assert len(frames[0].to_image().getcolors(1 << 20)) > 10
+
+
+@pytest.mark.parametrize("name", ["out.avi", "out", "lines.json"])
+def test_another_ending_is_refused(name):
+    """The message says which there are."""
+    with pytest.raises(ValueError, match=r"ends in \.jsonl or \.mp4"):
+        outputs.opened(name, "clip", False, io.BytesIO)
+
+
+def test_slow_work_does_not_delay_answers():
+    """The oldest of what waits is left out, and counted."""
+    go = threading.Event()
+    taken = []
+
+    def slow(each):
+        assert go.wait(20)
+        taken.append(each.shot.number)
+
+    aside = Aside(slow, every=False)
+    for number in range(20):
+        aside.put(answered(number))
+    go.set()
+    aside.close()
+    assert len(taken) + aside.left_out == 20
+    assert taken[-8:] == list(range(12, 20))
+
+
+def test_slow_work_on_every_picture_takes_them_all():
+    """In order."""
+    taken = []
+    aside = Aside(lambda each: taken.append(each.shot.number), every=True)
+    for number in range(50):
+        aside.put(answered(number))
+    aside.close()
+    assert taken == list(range(50))
+
+
+def test_a_failure_of_slow_work_is_told():
+    """By the next call, and by the end."""
+
+    def full(each):
+        raise OSError(28, "No space left on device")
+
+    aside = Aside(full, every=True)
+    with pytest.raises(OSError, match="No space"):
+        [aside.put(answered(number)) for number in range(99)]
+    with pytest.raises(OSError, match="No space"):
+        aside.close()
+
+
+def test_rows_say_what_where_how_sure_and_which():
+    """A task that failed has a row too."""
+    assert rows_of(answered()) == [
+        ("detect:cup", "cup", "80, 60 to 240, 180", "0.88", "7"),
+        ("point:dog", "failed: gone [UNAVAILABLE]", "", "", ""),
+    ]
+
+
+def test_a_picture_fits_its_characters():
+    """Each character is two pixels, and boxes are drawn in their colours."""
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    console.print(HalfBlocks(Image.new("RGB", SIZE, (1, 2, 3)), [CUP], 40, 10))
+    text = console.file.getvalue()
+    lines = text.splitlines()
+    assert len(lines) == 10
+    assert all(line.count("▀") == 27 for line in lines)
+    assert "38;2;1;2;3" in text
+    assert "38;2;0;158;255" in text
+
+
+def test_a_large_terminal_shows_picture_and_table(monkeypatch):
+    """And how it goes, in a line below."""
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("LINES", "40")
+    out = TerminalFile()
+    with View(Terminal(False, out), Figures(), "clip.mp4") as view:
+        view.take(answered())
+        view.refresh()
+    text = out.getvalue()
+    assert "▀" in text
+    for word in ("cup", "0.88", "80, 60 to 240, 180", "failed: gone", "clip.mp4: source opening"):
+        assert word in text
+
+
+def test_a_small_terminal_shows_the_table_only(monkeypatch):
+    """There is no room for a picture."""
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("LINES", "12")
+    out = TerminalFile()
+    with View(Terminal(False, out), Figures(), "clip.mp4") as view:
+        view.take(answered())
+        view.refresh()
+    assert "▀" not in out.getvalue()
+    assert "cup" in out.getvalue()
+
+
+class TerminalFile(io.StringIO):
+    """Says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True

@@ -1,0 +1,140 @@
+"""The parts of a feed: the mailbox, the delays, the clock of a source, the counts."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+from legato_client.live.backoff import Backoff
+from legato_client.live.figures import Figures, summary
+from legato_client.live.mailbox import Mailbox
+from legato_client.live.shot import Shot
+from legato_client.live.source_clock import SourceClock
+
+from tests.clients.python.until import until
+
+SECOND = 10**9
+
+
+def shot(number: int = 0) -> Shot:
+    def none():
+        raise ValueError("no picture")
+
+    return Shot(number, 0.0, 1, none, none)
+
+
+def never() -> bool:
+    return False
+
+
+def test_the_newest_picture_takes_the_place():
+    """`put` says how many others there were."""
+    mailbox = Mailbox(every=False)
+    assert [mailbox.put(shot(n)) for n in range(3)] == [0, 1, 1]
+    assert mailbox.take(never).number == 2
+    mailbox.put(shot(3))
+    mailbox.close()
+    assert not mailbox.is_done
+    assert mailbox.put(shot(4)) == 1
+    assert mailbox.take(never).number == 3
+    assert mailbox.is_done
+    assert mailbox.take(never) is None
+
+
+def test_every_picture_waits_for_its_place():
+    """Until the one before is taken; closing ends the wait."""
+    mailbox = Mailbox(every=True)
+    unsent = []
+    thread = threading.Thread(target=lambda: unsent.extend(mailbox.put(shot(n)) for n in range(3)))
+    thread.start()
+    assert [mailbox.take(never).number for _ in range(2)] == [0, 1]
+    until(lambda: unsent == [0, 0, 0])
+    thread.join()
+    blocked = threading.Thread(target=lambda: unsent.append(mailbox.put(shot(9))))
+    blocked.start()
+    assert mailbox.discard() == 1
+    blocked.join()
+    assert unsent[-1] == 1
+
+
+def test_a_thread_that_takes_gives_up_at_a_nudge():
+    """And leaves the picture where it is."""
+    mailbox = Mailbox(every=False)
+    given_up = threading.Event()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(mailbox.take(given_up.is_set)))
+    thread.start()
+    mailbox.nudge()
+    given_up.set()
+    mailbox.nudge()
+    thread.join()
+    assert found == [None]
+    mailbox.put(shot(5))
+    assert mailbox.take(given_up.is_set) is None
+    assert mailbox.take(never).number == 5
+
+
+def test_delays_double_until_a_success():
+    """Up to 5 s, a fifth more or less, and at least what the server asks for."""
+    backoff = Backoff(None, lambda: 0.0)
+    delays = [backoff.failure() for _ in range(9)]
+    for delay, middle in zip(delays, [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5], strict=True):
+        assert 0.8 * middle <= delay <= 1.2 * middle
+    assert backoff.failure(at_least=60) == 60
+    backoff.reached()
+    assert backoff.failure() >= 4
+    backoff.success()
+    assert backoff.failure() <= 0.24
+
+
+def test_patience_ends():
+    """It counts from the first failure since something was reached."""
+    now = 100.0
+    backoff = Backoff(10.0, lambda: now)
+    assert backoff.failure() is not None
+    now = 109.0
+    backoff.reached()
+    assert backoff.failure() is not None
+    now = 118.0
+    assert backoff.failure() is not None
+    now = 119.5
+    assert backoff.failure() is None
+
+
+def test_a_slow_picture_is_old():
+    """By what it took longer than the fastest."""
+    clock = SourceClock()
+    assert clock.captured_ns(0.0, 1000 * SECOND) == 1000 * SECOND
+    assert clock.captured_ns(1.0, 1001 * SECOND + 5) == 1001 * SECOND
+    assert clock.captured_ns(2.0, 1002 * SECOND - 7) == 1002 * SECOND - 7
+    assert clock.captured_ns(3.0, 1004 * SECOND) == 1003 * SECOND - 7
+
+
+@pytest.mark.parametrize("drift", [-1e-3, 1e-3])
+def test_clocks_may_run_apart(drift):
+    """A camera whose clock is a thousandth wrong: ages stay below what it errs in 20 s."""
+    clock = SourceClock()
+    for second in range(1000):
+        arrived = 5000 * SECOND + second * SECOND
+        captured = clock.captured_ns(second * (1 + drift), arrived)
+        assert 0 <= arrived - captured <= 0.021 * SECOND
+
+
+def test_every_picture_is_in_the_summary():
+    """With what became of it."""
+    figures = Figures()
+    for name, number in (("taken", 9), ("sent", 6), ("replaced", 2), ("refused", 1), ("lost", 1)):
+        figures.count(name, number)
+    figures.dropped("too_old")
+    for age in (0.1, 0.2, 0.3, 0.4):
+        figures.answered(age, failed_tasks=1)
+    totals = figures.totals()
+    assert totals.answered == 4
+    assert totals.dropped == {"too_old": 1}
+    assert totals.age_p50 == pytest.approx(0.2, rel=0.02)
+    lines = summary(totals)
+    assert "9 frames" in lines[0]
+    assert "6 sent, 2 gave way to a newer one, 1 met the end of a session" in lines[0]
+    assert lines[1] == "4 answered, 1 dropped as too_old, 1 lost with a session, 4 tasks failed"
+    assert re.search(r"half within 20\d ms, 95 % within 40\d ms", lines[2])

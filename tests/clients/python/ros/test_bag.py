@@ -1,0 +1,160 @@
+"""Bags are read and written; rosbags writes what is read, and reads what is written."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from legato_client import Box, Detection, DetectResult, SegmentResult, Unavailable
+from legato_client._values.results import ImageInfo, Outline, ResponseInfo
+from legato_client.ros.bag import Answering, Bag, BagRefused, Topics
+from PIL import Image
+
+from tests.clients.python.ros import bags
+
+TOPIC, OUT, OTHER = "/camera/image_raw", "/legato/detections", "/note"
+SECOND = 10**9
+INFO = ResponseInfo("", "m", "stop", image=ImageInfo("", 64, 48, False))
+CUP = Detection(Box(0.25, 0.25, 0.75, 0.5), "cup", None, "7")
+
+
+def colour(number: int) -> Image.Image:
+    return Image.new("RGB", (64, 48), (number, 0, 0))
+
+
+def found(image):
+    """A cup in every picture, and an outline."""
+    outline = Outline("M0,0", Box(0, 0, 1, 1), "dog", 0.5)
+    return DetectResult((CUP,), INFO), SegmentResult((outline,), INFO)
+
+
+def answer(path, target, ask, *, parallel=2, told=None, drawings="", copied=()):
+    """Write the answers to a bag; the count."""
+    topics = Topics(TOPIC, OUT, drawings, copied)
+    answering = Answering(ask, topics, parallel=parallel, absent_score=1.0)
+    tell = (lambda: None) if told is None else (lambda: told.append(1))
+    with Bag(path, TOPIC) as bag, target.open("wb") as file:
+        answering.perform(bag, file, tell, lambda: None)
+    return answering.count
+
+
+def test_answers_have_the_stamps_of_their_images(tmp_path):
+    """In the bag's order, with its times, though later images are answered earlier."""
+    messages = [(TOPIC, SECOND * n + 7, bags.image(SECOND * n, colour(n))) for n in range(1, 6)]
+    path = bags.write(tmp_path / "in", messages)
+    second_has_come = threading.Event()
+
+    def ask(frame):
+        number = open_red(frame)
+        if number == 1:
+            assert second_has_come.wait(20)
+        second_has_come.set()
+        return found(frame)
+
+    told: list[int] = []
+    count = answer(path, tmp_path / "out.mcap", ask, told=told)
+    assert (count.images, count.failed, count.detections) == (5, 0, 10)
+    assert len(told) == 5
+    read = bags.read(tmp_path / "out.mcap")
+    assert [(topic, time) for topic, time, _ in read] == [(OUT, t) for _, t, _ in messages]
+    for (_, _, array), (_, _, image) in zip(read, messages, strict=True):
+        assert array.header.stamp == image.header.stamp
+        assert array.header.frame_id == "camera"
+        cup, dog = array.detections
+        assert cup.results[0].hypothesis.class_id == "cup"
+        assert cup.results[0].hypothesis.score == 1.0  # stands for none
+        assert dog.results[0].hypothesis.score == 0.5
+        assert cup.id == "7"
+        center = cup.bbox.center.position
+        assert (center.x, center.y, cup.bbox.size_x, cup.bbox.size_y) == (32, 18, 32, 12)
+
+
+def open_red(frame) -> int:
+    return bytes(frame.data)[0]
+
+
+def test_compressed_images_and_drawings(tmp_path):
+    """The file goes to the server as it is; the drawing is an image with the boxes."""
+    file = io.BytesIO()
+    colour(9).save(file, "PNG")
+    path = bags.write(tmp_path / "in", [(TOPIC, 5, bags.compressed(3, file.getvalue()))])
+    asked = []
+
+    def ask(frame):
+        asked.append(frame)
+        return found(frame)
+
+    answer(path, tmp_path / "out.mcap", ask, drawings="/drawn")
+    assert asked == [file.getvalue()]
+    written = {topic: message for topic, _, message in bags.read(tmp_path / "out.mcap")}
+    drawn = written["/drawn"]
+    assert drawn.header.stamp == written[OUT].header.stamp
+    picture = Image.open(io.BytesIO(drawn.data.tobytes()))
+    assert picture.format == "JPEG"
+    assert len(picture.getcolors(1 << 20)) > 50  # not one colour any more
+
+
+def test_failed_images_are_counted_and_the_rest_is_answered(tmp_path):
+    """An encoding that is no picture, and one that the server could not read."""
+    strange = bags.image(2, colour(2), encoding="16UC1")
+    messages = [(TOPIC, n, bags.image(n, colour(n))) for n in (1, 3, 4)]
+    path = bags.write(tmp_path / "in", [messages[0], (TOPIC, 2, strange), *messages[1:]])
+
+    def ask(frame):
+        if open_red(frame) == 3:
+            raise ValueError("no picture")
+        return found(frame)
+
+    count = answer(path, tmp_path / "out.mcap", ask)
+    assert (count.images, count.failed) == (4, 2)
+    assert "16UC1" in count.problems[0]
+    assert "no picture" in count.problems[1]
+    assert [time for _, time, _ in bags.read(tmp_path / "out.mcap")] == [1, 4]
+
+
+def test_other_topics_are_copied_on_request(tmp_path):
+    """Bytes, times and definitions; without a request nothing is."""
+    note = (OTHER, 2, bags.string("hello"))
+    path = bags.write(tmp_path / "in", [(TOPIC, 1, bags.image(1, colour(1))), note])
+    assert answer(path, tmp_path / "bare.mcap", found).copied == 0
+    assert [topic for topic, _, _ in bags.read(tmp_path / "bare.mcap")] == [OUT]
+    assert answer(path, tmp_path / "note.mcap", found, copied=("/no*",)).copied == 1
+    topic, time, copy = bags.read(tmp_path / "note.mcap")[1]
+    assert (topic, time, copy.data) == (OTHER, 2, "hello")
+    assert answer(path, tmp_path / "all.mcap", found, copied=("*",)).copied == 2
+    assert [t for t, _, _ in bags.read(tmp_path / "all.mcap")] == [TOPIC, OUT, OTHER]
+
+
+def test_what_every_image_would_meet_ends_it(tmp_path):
+    """The error passes, and what is being asked is given up."""
+    messages = [(TOPIC, n, bags.image(n, colour(n))) for n in range(1, 30)]
+    path = bags.write(tmp_path / "in", messages)
+    asked, given_up = [], []
+
+    def ask(frame):
+        asked.append(frame)
+        raise Unavailable("gone")
+
+    answering = Answering(ask, Topics(TOPIC, OUT), parallel=1, absent_score=0)
+    with Bag(path, TOPIC) as bag, pytest.raises(Unavailable):
+        answering.perform(bag, io.BytesIO(), lambda: None, lambda: given_up.append(1))
+    assert given_up
+    assert len(asked) < len(messages)
+
+
+def test_a_wrong_topic_is_refused_with_the_right_ones(tmp_path):
+    """Before anything is asked; and so is a file that is no bag."""
+    messages = [(TOPIC, 1, bags.image(1, colour(1))), (OTHER, 2, bags.string("hello"))]
+    path = bags.write(tmp_path / "in", messages)
+    with pytest.raises(BagRefused, match=f"/nowhere is not in the bag.*{TOPIC}"):
+        Bag(path, "/nowhere")
+    with pytest.raises(BagRefused, match=f"/note is std_msgs/msg/String.*{TOPIC}"):
+        Bag(path, OTHER)
+    (tmp_path / "no.mcap").write_bytes(b"no bag at all")
+    with pytest.raises(BagRefused, match="is no MCAP file"):
+        Bag(tmp_path / "no.mcap", TOPIC)
+    torn = tmp_path / "torn.mcap"
+    torn.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(BagRefused, match="torn"):
+        Bag(torn, TOPIC)

@@ -1,0 +1,97 @@
+"""The other side of `legato ros2`: a camera and a listener, as participants of DDS on loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cyclonedds.domain import Domain
+from legato_client.ros import messages
+from legato_client.ros.participant import DEFAULT, LATCHED, SENSOR_DATA, Participant
+
+from tests.e2e.scenes import two_shapes
+from tests.e2e.server import ENVIRONMENT, until
+
+IMAGE, DETECTIONS, INFO = "/camera/image_raw", "/legato/detections", "/legato/vision_info"
+LOOPBACK = (
+    "<CycloneDDS><Domain><General><AllowMulticast>false</AllowMulticast><Interfaces>"
+    '<NetworkInterface name="lo" multicast="false"/></Interfaces></General><Discovery>'
+    '<ParticipantIndex>auto</ParticipantIndex><Peers><Peer address="127.0.0.1"/></Peers>'
+    "</Discovery></Domain></CycloneDDS>"
+)
+DOMAIN = 1 + os.getpid() % 200  # not that of another test's process
+
+
+class Bus:
+    """Publishes images, and keeps what is published about them."""
+
+    def __init__(self) -> None:
+        self._domain = Domain(DOMAIN, LOOPBACK)
+        self._participant = participant = Participant(DOMAIN)
+        self._camera = participant.writer(IMAGE, messages.Image, SENSOR_DATA)
+        self._detections = participant.reader(DETECTIONS, messages.Detection2DArray, DEFAULT)
+        self._diagnostics = participant.reader("/diagnostics", messages.DiagnosticArray, DEFAULT)
+        self.found: list[messages.Detection2DArray] = []
+        self.told: list[messages.DiagnosticStatus] = []
+
+    def show(self) -> messages.Header:
+        """Publish an image that is taken now; its header."""
+        picture = two_shapes().image
+        stamp = messages.Time(*divmod(time.time_ns(), 10**9))
+        header = messages.Header(stamp, "camera_optical")
+        width, height = picture.size
+        self._camera.write(
+            messages.Image(header, height, width, "rgb8", 0, 3 * width, picture.tobytes())
+        )
+        return header
+
+    def listen(self) -> None:
+        """Take what has come."""
+        for array in self._detections.take(100):
+            if isinstance(array, messages.Detection2DArray):  # not word of a writer's end
+                self.found.append(array)
+        for array in self._diagnostics.take(100):
+            if isinstance(array, messages.DiagnosticArray):
+                self.told += array.status
+
+    def info(self) -> messages.VisionInfo | None:
+        """What a subscriber that comes now is told of the model."""
+        reader = self._participant.reader(INFO, messages.VisionInfo, LATCHED)
+        found: list[messages.VisionInfo] = []
+
+        def has_come() -> bool:
+            found.extend(reader.take(1))
+            return bool(found)
+
+        until(has_come)
+        return found[0]
+
+    def until_matched(self) -> None:
+        """Return once the node listens and speaks."""
+        until(self._camera.get_matched_subscriptions)
+        until(self._detections.get_matched_publications)
+
+
+@contextmanager
+def node(folder: Path, server: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`legato ros2` in a process of its own."""
+    command: Sequence[str] = (
+        *(sys.executable, "-m", "legato_client.cli", "ros2", "--image", IMAGE),
+        *("--task", "detect:red circle", "--server", server, "--domain", str(DOMAIN), *options),
+    )
+    environment = {**ENVIRONMENT, "CYCLONEDDS_URI": LOOPBACK}
+    with (folder / "node.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()

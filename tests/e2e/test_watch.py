@@ -1,0 +1,127 @@
+"""`legato watch` before real servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import av
+import pytest
+from legato_client import Box
+from legato_client.cli import main
+from legato_client.cli.exits import ExitCode
+
+from tests.clients.python.live.streams import HttpCamera
+from tests.e2e.scenes import SIZE, overlap, two_shapes
+from tests.e2e.server import ENVIRONMENT, until
+from tests.e2e.test_lost_servers import end, started
+
+NULL = ("--model", "null", "--null-objects", "2")
+FRAMES = 6
+
+
+@pytest.fixture
+def clip(tmp_path):
+    """A second of two shapes that sink."""
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=FRAMES)
+        stream.width, stream.height = SIZE
+        stream.bit_rate = 8_000_000
+        for number in range(FRAMES):
+            frame = av.VideoFrame.from_image(two_shapes(4 * number).image)
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.fixture
+def legato(server, monkeypatch, capsys):
+    """Run `legato watch`: the numbers of its session."""
+    monkeypatch.setenv("LEGATO_SERVER", server.address)
+
+    def watch(*words):
+        assert main(["watch", *map(str, words), "--task", "detect:red circle", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return watch
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_frame_of_a_clip_is_answered(legato, clip, tmp_path):
+    """In order, rightly, and drawn at its time."""
+    lines, film = tmp_path / "out.jsonl", tmp_path / "out.mp4"
+    figures = legato(clip, "--every-frame", "--output", lines, "--output", film)
+    assert (figures["taken"], figures["answered"], figures["lost"]) == (FRAMES, FRAMES, 0)
+    assert figures["not_drawn"] == 0
+    assert [line["frame"] for line in lines_of(lines)] == list(range(FRAMES))
+    for number, line in enumerate(lines_of(lines)):
+        (circle,) = line["results"]["detect:red circle"]["objects"]
+        assert overlap(Box(**circle["box"]), two_shapes(4 * number).boxes["red circle"]) > 0.6
+    with av.open(str(film)) as container:
+        times = [float(frame.time) for frame in container.decode(video=0)]
+    assert times == pytest.approx([number / FRAMES for number in range(FRAMES)], abs=1e-3)
+
+
+def test_the_newest_frames_of_a_clip_are_answered(legato, clip, tmp_path):
+    """Of more than the server answers; each is accounted for."""
+    lines = tmp_path / "out.jsonl"
+    figures = legato(clip, "--rate", "20", "--jpeg", "90", "--max-side", "160", "--output", lines)
+    sent = figures["answered"] + sum(figures["dropped"].values())
+    assert figures["sent"] == sent
+    assert sent + figures["replaced"] + figures["refused"] == figures["taken"] == FRAMES
+    found = lines_of(lines)
+    assert len(found) == figures["answered"]
+    assert found[-1]["frame"] == FRAMES - 1
+    assert (found[-1]["width"], found[-1]["height"]) == (160, 120)
+
+
+@pytest.mark.slow
+def test_a_stream_outlives_its_server_and_itself(tmp_path):
+    """The server is killed, the source is cut off: both are found again, and it goes on.
+
+    At SIGTERM it ends with the numbers of the session.
+    """
+    lines = tmp_path / "out.jsonl"
+
+    def count():
+        return len(lines.read_text().splitlines()) if lines.exists() else 0
+
+    with (
+        HttpCamera() as camera,
+        started(tmp_path, "one", *NULL) as one,
+        started(tmp_path, "two", *NULL) as two,
+    ):
+        words = ["watch", camera.url, "--server", f"ipv4:{one.address},{two.address}", "--json"]
+        words += ["--task", "detect:cup", "--output", str(lines)]
+        command = [sys.executable, "-m", "legato_client.cli", *words]
+        with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+            until(lambda: count() > 5)
+            (busy,) = [each for each in (one, two) if each.load().sessions]
+            end(busy)
+            before = count()
+            until(lambda: count() > before + 5)
+            camera.cut_off()
+            until(lambda: camera.num_connections == 2)
+            before = count()
+            until(lambda: count() > before + 5)
+            process.terminate()
+            said, _ = process.communicate()
+    assert process.returncode == 0
+    figures = json.loads(said)
+    assert (figures["reconnects"], figures["source_reconnects"]) == (1, 1)
+    assert figures["age_p95"] is not None
+    numbers = [line["frame"] for line in lines_of(lines)]
+    assert numbers == sorted(set(numbers))
+
+
+def test_without_a_server_it_ends_at_once(clip, capsys):
+    """With the exit code of every command."""
+    words = ["watch", str(clip), "--server", "127.0.0.1:1", "--task", "detect:cup"]
+    assert main(words) == ExitCode.UNAVAILABLE
+    assert "is the server running?" in capsys.readouterr().err

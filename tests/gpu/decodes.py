@@ -1,0 +1,67 @@
+"""Schedulers whose rows all decode, for the guard."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+from legato_engine.bench.workload import fixed_length
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.scheduler.step_record import StepRecord
+
+ROWS = 4
+RANKS = {"x": 8, "y": 64}
+"""Adapters by name."""
+
+
+def close(assembly: Assembly) -> None:
+    """Give its memory back."""
+    assembly.device.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Decodes(SilentSink):
+    """Counts committed launches by kind, and draft tokens."""
+
+    def __init__(self) -> None:
+        self.kinds: list[LaunchKind] = []
+        self.drafted = 0
+
+    def committed(self, record: StepRecord) -> None:
+        """Count it."""
+        self.kinds.append(record.launch.plan.kind)
+        self.drafted += record.drafted
+
+
+def decoding(
+    assembly: Assembly, seen: Decodes, *, length: int, adapters: tuple[str, ...] = ()
+) -> Scheduler:
+    """Return a scheduler whose rows all decode, and have answers of `length` tokens."""
+    scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
+    frontend, support = assembly.frontend, assembly.model.capabilities.adapters
+    for index in range(ROWS):
+        request = Request(
+            request_id=RequestKey(str(index)),
+            task=QueryTask(question="What? " * 3),
+            sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
+        )
+        adapter = None
+        if index < len(adapters):
+            assert support is not None
+            name = adapters[index]
+            data = (Path(assembly.config.adapters) / f"{name}.safetensors").read_bytes()
+            adapter = support.read_adapter(data, name, max(RANKS.values()))
+        sequence = make_sequence(frontend, request, None, adapter)
+        constraints = range(len(frontend.constraints))
+        scheduler.submit(fixed_length(sequence, length, 0, constraints))
+    for _ in range(2 * ROWS + 4):
+        scheduler.step()
+    assert scheduler.load().running == ROWS
+    return scheduler

@@ -1,0 +1,153 @@
+"""On a GPU: launches that are no decodes of Moondream 2 neither synchronise nor allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.models.moondream.outlines.crop import Crop
+from legato_engine.scheduler.launch import LaunchKind, Refinement
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.sequence import Sequence
+
+from benchmarks.loops import recorded, values_of
+from tests.engine.models.moondream.outlines import scripted
+from tests.gpu.decodes import ROWS, Decodes, close, decoding
+from tests.gpu.guard import guarded
+
+LONG = "Tell me, in as many words as you like, what stands beside the red cup. "
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Assembly]:
+    """Moondream 2's shape with random weights, whose tokenizer has a token for each byte."""
+    config = EngineConfig(
+        model="moondream2",
+        random_weights=True,
+        device="cuda",
+        max_running=ROWS,
+        kv_memory_fraction=0.2,
+        decode_path="graph",
+    )
+    assembly = assemble(config)
+    yield assembly
+    close(assembly)
+
+
+def asking(assembly: Assembly, name: str, text: str) -> Sequence:
+    """A question, its answer with log-probabilities."""
+    request = Request(
+        request_id=RequestKey(name),
+        task=QueryTask(question=text),
+        sampling=SamplingParams(temperature=0.8, seed=1, max_tokens=24),
+        logprobs=True,
+        return_tokens=True,
+    )
+    return make_sequence(assembly.frontend, request, None)
+
+
+def answered(scheduler: Scheduler, sequence: Sequence) -> list[tuple[object, ...]]:
+    (task,) = recorded([sequence])
+    scheduler.submit(sequence)
+    scheduler.drain()
+    return values_of(sequence, task)
+
+
+@pytest.mark.parametrize("repeats", [6, 12, 18])
+def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
+    """Questions of some 400, 850 and 1,300 tokens, from their prefill to their last token."""
+    seen = Decodes()
+    scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen)
+    sequence = asking(large, "long", LONG * repeats)
+    assert len(sequence.prompt) > 60 * repeats
+    scheduler.submit(sequence)
+    with guarded():
+        scheduler.drain()
+    assert seen.kinds[0] is LaunchKind.PREFILL
+    assert sequence.num_committed > 0
+
+
+def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> None:
+    """A conversation that goes on where another one left it, and the same prompt after others that
+    share a part of it, have the tokens and log-probabilities that they have alone.
+    """
+    text = LONG * 14
+    alone = answered(large.scheduler(Decodes(), pipeline_depth=2), asking(large, "alone", text))
+    assert len(alone) > 1
+    scheduler = large.scheduler(Decodes(), pipeline_depth=2)
+    for index, part in enumerate((0.1, 0.35, 0.5, 0.83, 1.0)):
+        other = text[: int(part * len(text))] + "And then?"
+        answered(scheduler, asking(large, f"other {index}", other))
+        again = asking(large, f"again {index}", text)
+        assert answered(scheduler, again) == alone
+        assert again.pages.cached_tokens > 16
+
+
+def test_moondream3_is_quiet() -> None:
+    """With experts and gains, in single steps and in loops."""
+    config = EngineConfig(
+        model="moondream3",
+        random_weights=True,
+        device="cuda",
+        max_running=ROWS,
+        max_context=4096,
+        kv_memory_fraction=0.1,
+        crops_per_launch=0,
+    )
+    assembly = assemble(config)
+    for path in ("graph", "loop"):
+        looping = with_decode_path(assembly, path)
+        num_steps, num_launches = (120, 1) if path == "loop" else (30, 30)
+        seen = Decodes()
+        scheduler = decoding(looping, seen, length=200)
+        before = len(seen.kinds)
+        with guarded():
+            for _ in range(num_steps):
+                scheduler.step()
+        counted = len(seen.kinds) - before
+        assert counted <= num_launches
+        assert set(seen.kinds[before:]) <= {LaunchKind.DECODE}
+        for index in range(ROWS):
+            scheduler.abort(RequestKey(str(index)))
+        scheduler.drain()
+    close(assembly)
+
+
+def test_a_refinement_is_quiet(tmp_path: Path) -> None:
+    """From its staging to its answer, between decodes."""
+    scripted.write_model(tmp_path)
+    scripted.write_head(tmp_path / "head.pt")
+    config = EngineConfig(
+        model="legato-tiny",
+        weights=str(tmp_path),
+        refiner=str(tmp_path / "head.pt"),
+        device="cuda",
+        max_running=ROWS,
+    )
+    assembly = assemble(config)
+    assert assembly.refiner is not None
+    side = assembly.refiner.answer.shape[0]
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+    mask = random.integers(0, 2, (side, side), np.uint8)
+    given = Crop((side, side), 0, 0, (side, side), pixels, mask)
+    seen, answers = Decodes(), list[object]()
+    scheduler = decoding(assembly, seen, length=100)
+    scheduler.refine(Refinement(given, lambda done: answers.append(done.answer)))
+    with guarded():
+        while not answers:
+            scheduler.step()
+    assert LaunchKind.REFINE in seen.kinds
+    close(assembly)

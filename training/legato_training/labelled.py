@@ -1,0 +1,101 @@
+"""Write fresh scenes as a labelled folder: ``python -m legato_training.labelled --out FOLDER``.
+
+The folder has PNGs and `annotations.json` in COCO's form. A category is a noun or a coloured
+shape; a scene's objects of a kind are its annotations, boxes in pixels. Half of the scenes are of
+the trained sets, half of Twemoji, which was never trained on.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from legato_training.art_sets import ART_SETS
+from legato_training.evaluate import Examiner, all_groups
+from legato_training.preview import to_image
+from legato_training.render import Renderer
+from legato_training.scenes import CROP, Scene
+from legato_training.sprites import load_sprites
+from legato_training.vocabulary import ROOT
+
+GROUPS = ("trained art", next(art.name for art in ART_SETS if art.name == "twemoji"))
+BATCH = 16
+
+
+class Labels:
+    """Images, annotations and categories of COCO's form."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.images: list[dict] = []
+        self.annotations: list[dict] = []
+        self.categories = [{"id": kind + 1, "name": name} for kind, name in enumerate(names)]
+
+    def add(self, name: str, scene: Scene) -> None:
+        """A scene under the name of its file."""
+        image = len(self.images) + 1
+        self.images.append({"id": image, "file_name": name, "width": CROP, "height": CROP})
+        for kind, (x0, y0, x1, y1) in zip(scene.kinds, scene.boxes, strict=True):
+            box = [round(float(value) * CROP, 2) for value in (x0, y0, x1 - x0, y1 - y0)]
+            self.annotations.append(
+                {
+                    "id": len(self.annotations) + 1,
+                    "image_id": image,
+                    "category_id": int(kind) + 1,
+                    "bbox": box,
+                    "area": round(box[2] * box[3], 2),
+                    "iscrowd": 0,
+                }
+            )
+
+    def document(self) -> dict:
+        """Categories that no scene has are left out."""
+        seen = {each["category_id"] for each in self.annotations}
+        return {
+            "images": self.images,
+            "annotations": self.annotations,
+            "categories": [each for each in self.categories if each["id"] in seen],
+        }
+
+
+def write(folder: Path, pack: Path, count: int, seed: int) -> dict:
+    """Write `count` scenes and return their labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    book = load_sprites(pack)
+    renderer = Renderer(book, torch.device("cpu"))
+    labels: Labels | None = None
+    for place, group in enumerate(GROUPS):
+        sets, share = all_groups()[group]
+        torch.manual_seed(seed + place)
+        examiner = Examiner(book, renderer, None, sets, seed + 1000 * place, share)
+        lexicon = examiner.sampler.lexicon
+        if labels is None:
+            kinds = range(len(lexicon.kinds))
+            labels = Labels([lexicon.phrases_of[kind][0].singular for kind in kinds])
+        for start in range(0, count // len(GROUPS), BATCH):
+            scenes = [s for s in (examiner.sampler.sample() for _ in range(BATCH)) if s.kinds]
+            for index, (scene, pixels) in enumerate(
+                zip(scenes, examiner.pixels(scenes), strict=True)
+            ):
+                name = f"{group.replace(' ', '-')}-{start + index:04}.png"
+                to_image(pixels).save(folder / name)
+                labels.add(name, scene)
+    document = labels.document()
+    (folder / "annotations.json").write_text(json.dumps(document))
+    return document
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pack", type=Path, default=ROOT / ".data/sprites.npz")
+    parser.add_argument("--scenes", type=int, default=320)
+    parser.add_argument("--seed", type=int, required=True, help="other sets have other seeds")
+    args = parser.parse_args()
+    document = write(args.out, args.pack, args.scenes, args.seed)
+    print(f"{len(document['images'])} scenes, {len(document['annotations'])} objects")
+
+
+if __name__ == "__main__":
+    main()
