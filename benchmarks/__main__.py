@@ -46,6 +46,7 @@ BENCHMARKS = (
     "serve",
     "speculation",
     "telemetry",
+    "tracking",
 )
 
 

@@ -35,7 +35,10 @@ MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
-DECODE_PATHS = ("auto", "graph", "loop")
+RESIDENT_PATH = "resident"
+LOOP_PATHS = ("loop", RESIDENT_PATH)
+"""Paths whose launches have several steps."""
+DECODE_PATHS = ("auto", "graph", *LOOP_PATHS)
 _CHOICES = {
     "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
@@ -70,7 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
-    row needs the host between them, and excludes speculation; `auto` is `graph`.
+    row needs the host between them; `resident` runs these as one kernel where it can; both exclude
+    speculation. `auto` is `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
@@ -149,11 +153,13 @@ def check(config: EngineConfig) -> None:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
     speculates = max_block_size(config.speculation) > 0
-    if config.decode_path == "loop" and speculates:
-        reason = f"decode_path loop excludes speculation {config.speculation}"
+    loops = config.decode_path in LOOP_PATHS
+    if loops and speculates:
+        reason = f"decode_path {config.decode_path} excludes speculation {config.speculation}"
         raise InvalidField(f"{reason}; a loop has one token a row and step", field="decode_path")
-    if config.decode_path == "loop" and not config.cuda_graphs:
-        raise InvalidField("decode_path loop needs cuda_graphs", field="decode_path")
+    if loops and not config.cuda_graphs:
+        reason = f"decode_path {config.decode_path} needs cuda_graphs"
+        raise InvalidField(reason, field="decode_path")
 
 
 def max_block_size(setting: str) -> int:

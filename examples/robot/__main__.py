@@ -59,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-frame-age", type=float, default=2.0, metavar="SECONDS", help="default %(default)g"
     )
+    parser.add_argument(
+        "--in-flight", type=int, default=0, metavar="FRAMES", help="default: the server's choice"
+    )
+    parser.add_argument(
+        "--max-objects", type=int, metavar="COUNT", help="boxes of a noun; default: the model's"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/robot"), help="default %(default)s")
     parser.add_argument("--film", choices=("gif", "mp4"), help="write the whole clip, overlaid")
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION")
@@ -78,7 +84,14 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 async def _play(target: str, clip: Clip, args: argparse.Namespace) -> Recording:
     async with AsyncClient(target) as client:
-        return await play(client, clip, tuple(args.nouns), args.max_frame_age)
+        return await play(
+            client,
+            clip,
+            tuple(args.nouns),
+            args.max_frame_age,
+            max_in_flight=args.in_flight,
+            max_objects=args.max_objects,
+        )
 
 
 def _write(
@@ -94,7 +107,7 @@ def _write(
     if recording.answers:
         overlay.sheet(scene, recording).save(args.out / "robot.png", optimize=True)
     if args.film:
-        pictures = overlay.film(scene, recording, args.seconds, args.fps)
+        pictures = overlay.film(scene, recording)
         overlay.write_film(args.out / f"robot.{args.film}", pictures, args.fps)
     print(text)
 
@@ -106,6 +119,8 @@ def _setting(args: argparse.Namespace) -> dict[str, Any]:
         "pictures": f"{args.size[0]}x{args.size[1]} JPEG, {args.seconds:g} s at {args.fps:g} fps",
         "seed": args.seed,
         "max_frame_age_s": args.max_frame_age,
+        "in_flight": args.in_flight or "the server's choice",
+        "max_objects": args.max_objects or "the model's choice",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load_average": f"{os.getloadavg()[0]:.1f} over the last minute, the server's own included",
     }

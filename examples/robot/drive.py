@@ -18,9 +18,11 @@ from legato_client import (
     FrameStamp,
     GoAway,
     LegatoError,
+    Tracking,
+    TrackNow,
 )
 
-from examples.robot.recording import Answer, Drop, Recording, Sent
+from examples.robot.recording import Answer, Drop, Look, Recording, Sent
 
 CAMERA = "camera"  # the frame_id of the stamps
 _PATIENCE = 60.0  # seconds after the last frame within which the server must have said everything
@@ -56,31 +58,51 @@ class Start:
         """Seconds since."""
         return time.monotonic() - self.monotonic
 
+    def at_ns(self, elapsed: float) -> int:
+        """A moment `elapsed` seconds after, on the clock of the stamps."""
+        return self.wall_ns + round(elapsed * _NS)
+
     def stamp(self, sequence: int, captured: float) -> FrameStamp:
         """The stamp of an image taken `captured` seconds after."""
-        return FrameStamp(CAMERA, self.wall_ns + round(captured * _NS), sequence)
+        return FrameStamp(CAMERA, self.at_ns(captured), sequence)
 
 
 async def play(
-    client: AsyncClient, clip: Clip, nouns: tuple[str, ...], max_frame_age: float
+    client: AsyncClient,
+    clip: Clip,
+    nouns: tuple[str, ...],
+    max_frame_age: float,
+    *,
+    max_in_flight: int = 0,
+    max_objects: int | None = None,
 ) -> Recording:
     """Send every image at its time, and record what comes back until the session ends.
 
     Frame k is taken k / fps seconds after the start, and its stamp and its age count from then,
     also when it is sent late. The newest frame wins; one older than `max_frame_age` seconds is
-    dropped by the server, and one for which it grants no credit is left out here. LegatoError if
-    the session does not open; how it failed later is in `Recording.failure`.
+    dropped by the server, and one for which it grants no credit is left out here. As often as there
+    are frames the session is asked where the objects are now. LegatoError if the session does not
+    open; how it failed later is in `Recording.failure`.
     """
-    tasks = [DetectTask(noun, task_id=noun) for noun in nouns]
+    tasks = [
+        DetectTask(noun, max_objects=max_objects, task_id=noun, tracking=Tracking())
+        for noun in nouns
+    ]
     recording = Recording(nouns, len(clip.files))
     async with client.session(
-        tasks, policy="latest_wins", max_frame_age=max_frame_age, when_full="drop", name="robot"
+        tasks,
+        policy="latest_wins",
+        max_frame_age=max_frame_age,
+        max_in_flight=max_in_flight,
+        when_full="drop",
+        name="robot",
     ) as session:
         start = Start.now()
         try:
             async with asyncio.timeout(clip.seconds + _PATIENCE), asyncio.TaskGroup() as both:
                 both.create_task(_read(session, start, recording))
                 both.create_task(_write(session, start, clip, recording))
+                both.create_task(_look(session, start, clip, recording))
         except* (LegatoError, TimeoutError) as failures:
             recording.failure = repr(failures.exceptions[0])
     return recording
@@ -98,6 +120,13 @@ async def _write(session: AsyncSession, start: Start, clip: Clip, recording: Rec
         await session.finish()
 
 
+async def _look(session: AsyncSession, start: Start, clip: Clip, recording: Recording) -> None:
+    """What a robot's control loop does: ask where things are, at the rate of the camera."""
+    async for _ in _ticks(start, clip):
+        now = start.elapsed()
+        recording.looks.append(Look(now, session.now(start.at_ns(now))))
+
+
 async def _ticks(start: Start, clip: Clip) -> AsyncIterator[tuple[int, float]]:
     """Each frame's sequence, from 1, and when it is taken, no sooner than then."""
     for k in range(len(clip.files)):
@@ -112,14 +141,15 @@ async def _read(session: AsyncSession, start: Start, recording: Recording) -> No
         arrived = start.elapsed()
         match answer:
             case FrameResult():
-                recording.answers.append(_answer(answer, arrived))
+                tracks = session.now(start.at_ns(arrived))
+                recording.answers.append(_answer(answer, arrived, tracks))
             case FrameDropped(sequence, reason, total):
                 recording.drops.append(Drop(sequence, reason, arrived, total))
             case GoAway():
                 recording.failure = f"the server ended the session: {answer.reason}"
 
 
-def _answer(answer: FrameResult, arrived: float) -> Answer:
+def _answer(answer: FrameResult, arrived: float, tracks: Sequence[TrackNow]) -> Answer:
     outcome = answer.outcome
     found = outcome.objects if isinstance(outcome, DetectResult) else ()
     return Answer(
@@ -129,4 +159,6 @@ def _answer(answer: FrameResult, arrived: float) -> Answer:
         arrived=arrived,
         is_last=answer.last_for_frame,
         error=str(outcome) if isinstance(outcome, LegatoError) else "",
+        tracks=tuple(track for track in tracks if track.task_id == answer.task_id),
+        told_age=answer.age,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from legato_client import Box, Detection
+from legato_client import Box, Detection, TrackNow
 from legato_client.draw import annotate
 from PIL import Image, ImageDraw
 
@@ -20,33 +20,25 @@ _CAPTION = 26  # pixels below it
 _GAP = 8  # pixels between moments
 _COLUMNS = 3
 _TRUTH = (255, 255, 255)
+_STALE = (90, 90, 90)
 
 
-def moment(
-    scene: Scene, answers: Iterable[Answer], captured: dict[int, float], t: float
-) -> Image.Image:
-    """The scene at time t, white boxes where things are, coloured ones where answers have them."""
+def moment(scene: Scene, t: float, tracks: Iterable[TrackNow], stale: Iterable[Box]) -> Image.Image:
+    """The scene at time t: white boxes where things are, coloured ones where they are expected.
+
+    The `stale` boxes, thin and grey, are where the model saw them.
+    """
     picture = scene.picture(t)
     pen = ImageDraw.Draw(picture)
-    for box in scene.truth(t).values():
-        pen.rectangle(box.to_pixels(picture.width - 1, picture.height - 1), outline=_TRUTH, width=2)
+    for boxes, colour, width in ((stale, _STALE, 1), (scene.truth(t).values(), _TRUTH, 2)):
+        for box in boxes:
+            corners = box.to_pixels(picture.width - 1, picture.height - 1)
+            pen.rectangle(corners, outline=colour, width=width)
     marks = [
-        Detection(box, f"{answer.noun} {1000 * (t - captured[answer.sequence]):.0f} ms")
-        for answer in answers
-        for box in answer.boxes
+        Detection(track.box, f"{track.label} #{track.track_id} {1000 * track.age:.0f} ms")
+        for track in tracks
     ]
     return annotate(picture, marks)
-
-
-def known_at(recording: Recording, t: float) -> list[Answer]:
-    """What the robot believes at time t: for each noun the answer about the newest image."""
-    newest: dict[str, Answer] = {}
-    for answer in recording.answers:
-        if answer.arrived <= t and not answer.error:
-            best = newest.setdefault(answer.noun, answer)
-            if answer.sequence > best.sequence:
-                newest[answer.noun] = answer
-    return [newest[noun] for noun in recording.nouns if noun in newest]
 
 
 def sheet(scene: Scene, recording: Recording, moments: int = 6) -> Image.Image:
@@ -70,28 +62,30 @@ def sheet(scene: Scene, recording: Recording, moments: int = 6) -> Image.Image:
 
 
 def _tile(scene: Scene, recording: Recording, end: Answer) -> Image.Image:
-    captured = recording.captured()
     answers = recording.answered()[end.sequence]
-    taken, t = captured[end.sequence], end.arrived
+    taken, t = recording.captured()[end.sequence], end.arrived
+    tracks = [track for answer in answers for track in answer.tracks]
+    stale = [box for answer in answers for box in answer.boxes]
     tile = Image.new("RGB", (_TILE[0], _TILE[1] + _CAPTION), "white")
-    tile.paste(moment(scene, answers, captured, t).resize(_TILE, Image.Resampling.LANCZOS))
-    fits = (mean([_fit(scene, answer, at) for answer in answers]) for at in (taken, t))
-    text = "frame {}, seen {:.0f} ms later: IoU {:.2f} when taken, {:.2f} now"
-    caption = text.format(end.sequence, 1000 * (t - taken), *fits)
+    tile.paste(moment(scene, t, tracks, stale).resize(_TILE, Image.Resampling.LANCZOS))
+    then, late = (mean([_fit(scene, a.noun, a.boxes, at) for a in answers]) for at in (taken, t))
+    boxes = [(answer.noun, [track.box for track in answer.tracks]) for answer in answers]
+    expected = mean([_fit(scene, noun, each, t) for noun, each in boxes])
+    text = "{:.0f} ms old: IoU {:.2f} extrapolated, {:.2f} as answered, {:.2f} when taken"
+    caption = text.format(1000 * (t - taken), expected, late, then)
     ImageDraw.Draw(tile).text((8, _TILE[1] + 5), caption, fill="black", font_size=15)
     return tile
 
 
-def _fit(scene: Scene, answer: Answer, t: float) -> float:
-    truth: list[Box] = [scene.truth(t)[answer.noun]]
-    return match(answer.boxes, truth)[0]
+def _fit(scene: Scene, noun: str, boxes: Sequence[Box], t: float) -> float:
+    return match(boxes, [scene.truth(t)[noun]])[0]
 
 
-def film(scene: Scene, recording: Recording, seconds: float, fps: float) -> Iterator[Image.Image]:
-    """What the robot sees and believes, moment by moment."""
-    captured = recording.captured()
-    for k in range(round(seconds * fps)):
-        yield moment(scene, known_at(recording, k / fps), captured, k / fps)
+def film(scene: Scene, recording: Recording) -> Iterator[Image.Image]:
+    """What the robot expects, moment by moment."""
+    for look in recording.looks:
+        stale = [track.last.box for track in look.tracks]
+        yield moment(scene, look.time, look.tracks, stale)
 
 
 def write_film(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from legato_client import Box
+from legato_client import Box, TrackNow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,11 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One task's end on one frame; `error` is the status' message, empty if all went well."""
+    """One task's end on one frame; `error` is the status' message, empty if all went well.
+
+    `tracks` is where the client expected the noun's objects when the answer arrived, and `told_age`
+    the age in seconds at which the server says that it sent the answer.
+    """
 
     sequence: int
     noun: str
@@ -30,6 +34,8 @@ class Answer:
     arrived: float
     is_last: bool
     error: str = ""
+    tracks: tuple[TrackNow, ...] = ()
+    told_age: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,14 @@ class Drop:
     reason: str
     arrived: float
     total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Where the client expected all objects at a moment of the clip."""
+
+    time: float
+    tracks: tuple[TrackNow, ...]
 
 
 @dataclasses.dataclass
@@ -55,6 +69,7 @@ class Recording:
     sent: list[Sent] = dataclasses.field(default_factory=list)
     answers: list[Answer] = dataclasses.field(default_factory=list)
     drops: list[Drop] = dataclasses.field(default_factory=list)
+    looks: list[Look] = dataclasses.field(default_factory=list)
     left_out: list[int] = dataclasses.field(default_factory=list)
     failure: str = ""
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
+
+from legato_client import Box, TrackNow
 
 from examples.robot.recording import Answer, Recording
 from examples.robot.scene import Scene
 from examples.robot.scoring import HIT, match, mean, quantiles
 
+_LIKELY = 2  # standard deviations in which 95 % of places should lie
+
 
 def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
     """The figures. Times are in milliseconds; what cannot be known is not a number.
 
-    IoU is the mean over every true object of every answer, a missed one counted as 0: once against
-    where the object was when the image was taken, once against where it is when the answer
-    arrives. The first is the model's; the difference is the price of the answer's age.
+    IoU is the mean over every true object of every answer, a missed one counted as 0. The answer's
+    boxes are held against where the object was when the image was taken, which is the model's
+    quality, and against where it is when the answer arrives, which has the price of its age. The
+    extrapolated box is held against the latter too. `iou_at_any_moment` asks the same of a robot
+    that looks 30 times a second, from its first answer on: at the newest answer, or at where the
+    session expects the object now.
     """
     captured = recording.captured()
     good = [answer for answer in recording.answers if not answer.error]
     ages = [1000 * (answer.arrived - captured[answer.sequence]) for answer in good]
     then = [score for a in good for score in _fit(scene, a, captured[a.sequence])]
     now = [score for a in good for score in _fit(scene, a, a.arrived)]
+    expected = [score for a in good for score in _track_fit(scene, a.noun, a.tracks, a.arrived)]
+    told = [1000 * answer.told_age for answer in good if answer.told_age is not None]
     late = [1000 * (frame.sent - frame.captured) for frame in recording.sent]
     return {
         "frames": {
@@ -41,6 +51,11 @@ def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
         "sent_late_ms": quantiles(late),
         "iou_at_capture": _quality(then),
         "iou_on_arrival": _quality(now),
+        "iou_extrapolated": _quality(expected),
+        "iou_at_any_moment": _moments(scene, recording, good),
+        "likely_places": mean(_likely_places(scene, recording)),
+        "tracks_by_noun": _tracks_by_noun(recording),
+        "told_age_ms": quantiles(told),
         "boxes_too_many": sum(max(0, len(answer.boxes) - 1) for answer in good),
     }
 
@@ -48,6 +63,50 @@ def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
 def _fit(scene: Scene, answer: Answer, t: float) -> list[float]:
     """How the answer's boxes fit what was asked for, where it is at time t."""
     return match(answer.boxes, [scene.truth(t)[answer.noun]])
+
+
+def _track_fit(scene: Scene, noun: str, tracks: Iterable[TrackNow], t: float) -> list[float]:
+    return match([track.box for track in tracks], [scene.truth(t)[noun]])
+
+
+def _moments(scene: Scene, recording: Recording, good: list[Answer]) -> dict[str, float]:
+    """The mean over all looks and nouns that had an answer before."""
+    held, expected = [], []
+    for look in recording.looks:
+        for noun in recording.nouns:
+            newest = newest_answer(good, noun, look.time)
+            if newest is not None:
+                held += _fit(scene, newest, look.time)
+                tracks = [track for track in look.tracks if track.task_id == noun]
+                expected += _track_fit(scene, noun, tracks, look.time)
+    return {"newest_answer": mean(held), "extrapolated": mean(expected)}
+
+
+def newest_answer(answers: list[Answer], noun: str, t: float) -> Answer | None:
+    """The answer about the newest image of all that had arrived by then."""
+    known = (a for a in answers if a.noun == noun and a.arrived <= t and not a.error)
+    return max(known, key=lambda answer: answer.sequence, default=None)
+
+
+def _likely_places(scene: Scene, recording: Recording) -> list[bool]:
+    """Of all extrapolated centres, whether the truth lies within two standard deviations."""
+    found = []
+    for look in recording.looks:
+        for track in look.tracks:
+            center_x, center_y = _center(scene.truth(look.time)[track.task_id])
+            found.append(abs(track.axes.center_x - center_x) <= _LIKELY * track.deviation.center_x)
+            found.append(abs(track.axes.center_y - center_y) <= _LIKELY * track.deviation.center_y)
+    return found
+
+
+def _center(box: Box) -> tuple[float, float]:
+    return (box.x_min + box.x_max) / 2, (box.y_min + box.y_max) / 2
+
+
+def _tracks_by_noun(recording: Recording) -> dict[str, int]:
+    """How many tracks each object had; 1 is right."""
+    ids = {(track.task_id, track.track_id) for look in recording.looks for track in look.tracks}
+    return {noun: sum(name == noun for name, _ in ids) for noun in recording.nouns}
 
 
 def _quality(scores: list[float]) -> dict[str, float]:
@@ -64,6 +123,8 @@ def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> st
     """The figures for people, with how they came about."""
     frames, age = figures["frames"], figures["age_ms"]
     then, now = figures["iou_at_capture"], figures["iou_on_arrival"]
+    expected, moments = figures["iou_extrapolated"], figures["iou_at_any_moment"]
+    tracks = ", ".join(f"{noun} {count}" for noun, count in figures["tracks_by_noun"].items())
     reasons = ", ".join(f"{n} {reason}" for reason, n in frames["dropped_by_reason"].items())
     rows = [
         ("frames taken", frames["taken"]),
@@ -75,12 +136,19 @@ def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> st
         ("frames unaccounted for, and other faults", len(figures["faults"])),
         ("answers that failed", figures["answers"]["failed"]),
         ("age of an answer, P50 / P90 / P99", _ms(age)),
+        ("age as the server tells it", _ms(figures["told_age_ms"])),
         ("from one answered frame to the next", _ms(figures["between_answers_ms"])),
         ("frames sent late by", _ms(figures["sent_late_ms"])),
         ("mean IoU, truth when the image was taken", f"{then['mean']:.3f}"),
         ("mean IoU, truth when the answer arrived", f"{now['mean']:.3f}"),
+        ("mean IoU then, extrapolated", f"{expected['mean']:.3f}"),
+        ("mean IoU at any moment, newest answer", f"{moments['newest_answer']:.3f}"),
+        ("mean IoU at any moment, extrapolated", f"{moments['extrapolated']:.3f}"),
+        ("truth within two deviations", f"{figures['likely_places']:.1%}"),
+        ("tracks of each object", tracks),
         (f"objects found (IoU {HIT}), when taken", f"{then[f'at_least_{HIT}']:.1%}"),
         (f"objects found (IoU {HIT}), on arrival", f"{now[f'at_least_{HIT}']:.1%}"),
+        (f"objects found (IoU {HIT}), extrapolated", f"{expected[f'at_least_{HIT}']:.1%}"),
         ("boxes too many", figures["boxes_too_many"]),
     ]
     lines = [f"# {title}", "", *(f"- {name}: `{value}`" for name, value in setting.items()), ""]

@@ -221,7 +221,8 @@ def _add_model(
         "--decode-path",
         choices=DECODE_PATHS,
         default=engine.decode_path,
-        help="graph: a launch for every decode step; loop: many steps in one; auto: graph",
+        help="graph: a launch for every decode step; loop: many steps in one; resident: these "
+        "as one kernel, where it can run; auto: graph",
     )
     add(
         "--depth-switch",

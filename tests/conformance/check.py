@@ -160,6 +160,23 @@ def check_session(case: Case, number: int, seen: list[Step]) -> None:
     assert not results, "results of frames that were not sent"
 
 
+def check_tracks(case: Case, number: int, seen: list[Step]) -> None:
+    """Check that frames of one picture have the same tracks, moving by estimate, and their age."""
+    answers = [
+        json_format.ParseDict(message, session_pb2.SessionResponse())
+        for message in seen[number]["messages"]
+    ]
+    results = [answer.result for answer in answers if answer.HasField("result")]
+    assert all(result.HasField("age") for result in results)
+    tracks = [[each.track_id for each in r.result.detect.objects] for r in results]
+    assert "" not in tracks[0]
+    assert len(set(tracks[0])) == len(tracks[0]) > 0
+    assert all(sorted(each) == sorted(tracks[0]) for each in tracks)
+    for each in (each for result in results for each in result.result.detect.objects):
+        assert each.motion.position.width > 0
+        assert each.motion.velocity_deviation.center_x > 0
+
+
 def check_as_before(case: Case, number: int, seen: list[Step]) -> None:
     """Check that the response equals that of the step before."""
     (before,), (after,) = seen[number - 1]["messages"], seen[number]["messages"]
@@ -190,6 +207,7 @@ RULES: dict[str, Rule] = {
     "places": check_places,
     "generate": check_generate,
     "session": check_session,
+    "tracks": check_tracks,
     "as_before": check_as_before,
     "goes_on": check_goes_on,
     "as_resumed": check_as_resumed,

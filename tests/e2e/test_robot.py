@@ -39,3 +39,4 @@ def test_every_frame_is_answered_rightly_or_dropped(server: Server) -> None:
     assert figures["answers"] == {"total": frames["answered"] * len(NOUNS), "failed": 0}
     assert figures["iou_at_capture"]["mean"] > LEAST_OVERLAP
     assert figures["boxes_too_many"] == 0
+    assert figures["tracks_by_noun"] == dict.fromkeys(NOUNS, 1)

@@ -397,6 +397,67 @@ func TestSession(t *testing.T) {
 	}
 }
 
+// Now extrapolates the newest motion of each track, whatever the order of the results, and forgets what was not found for
+// too long, or is no longer asked for.
+func TestTracks(t *testing.T) {
+	began := time.Date(2026, 11, 25, 0, 0, 0, 0, time.UTC)
+	server := &fake{session: func(
+		stream grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse],
+	) error {
+		open, err := stream.Recv()
+		if unseen := open.GetOpen().StandingTasks[0].GetDetect().Tracking.MaxUnseen; err != nil || unseen.Seconds != 3 {
+			t.Errorf("asked for %v, %v", unseen, err)
+		}
+		opened := &legatov1.SessionOpened{SessionId: "s", FrameCredits: 4}
+		stream.Send(&legatov1.SessionResponse{Message: &legatov1.SessionResponse_Opened{Opened: opened}})
+		for index, second := range []int64{1, 0} {
+			motion := &legatov1.Motion{
+				Position:          &legatov1.BoxAxes{CenterX: 0.25 * float32(second), Width: 0.5},
+				Velocity:          &legatov1.BoxAxes{CenterX: 0.25},
+				Acceleration:      &legatov1.BoxAxes{CenterX: 0.5},
+				PositionDeviation: &legatov1.BoxAxes{CenterX: 3},
+				VelocityDeviation: &legatov1.BoxAxes{CenterX: 2},
+			}
+			found := &legatov1.DetectedObject{Label: "bus", TrackId: "1", Motion: motion}
+			detect := &legatov1.DetectResult{Objects: []*legatov1.DetectedObject{found}}
+			result := &legatov1.FrameResult{
+				Stamp:        FrameStamp{CaptureTime: began.Add(time.Duration(second) * time.Second), Sequence: uint64(second)}.message(),
+				Result:       &legatov1.TaskResult{Result: &legatov1.TaskResult_Detect{Detect: detect}},
+				LastForFrame: true,
+				Age:          durationpb.New(time.Second),
+			}
+			message := &legatov1.SessionResponse_Result{Result: result}
+			stream.Send(&legatov1.SessionResponse{Index: uint64(index) + 1, Message: message})
+		}
+		stream.Recv()
+		return nil
+	}}
+	task := DetectTask("bus", WithTracking(3*time.Second))
+	session, err := server.dial(t).OpenSession(t.Context(), SessionConfig{Tasks: []Task{task}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	for range 2 {
+		if event, err := session.Recv(); err != nil || event.(*FrameResult).Age != time.Second {
+			t.Fatal(event, err)
+		}
+	}
+	tracks := session.NowAt(began.Add(3 * time.Second))
+	if len(tracks) != 1 || tracks[0].Place.CenterX != 1.75 || tracks[0].Deviation.CenterX != 5 {
+		t.Fatalf("got %+v", tracks)
+	}
+	if tracks[0].Age != 2*time.Second || tracks[0].Box() != (Box{XMin: 1.5, XMax: 2}) || tracks[0].Last.TrackID != "1" {
+		t.Errorf("got %+v", tracks[0])
+	}
+	if gone := session.NowAt(began.Add(4*time.Second + 1)); len(gone) != 0 {
+		t.Errorf("still %v", gone)
+	}
+	if err := session.Update(DetectTask("bus")); err != nil || len(session.NowAt(began)) != 0 {
+		t.Errorf("untracked, but %v, %v", session.NowAt(began), err)
+	}
+}
+
 // A session that is refused, never opened, or loses a message is an error.
 func TestSessionsThatFail(t *testing.T) {
 	type stream = grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse]

@@ -65,7 +65,7 @@ func taskResultOf(from *legatov1.TaskResult, info Info) TaskResult {
 }
 
 func detectionOf(from *legatov1.DetectedObject) *Detection {
-	return &Detection{boxOf(from.Box), from.Label, from.Confidence, from.TrackId}
+	return &Detection{boxOf(from.Box), from.Label, from.Confidence, from.TrackId, motionOf(from.Motion)}
 }
 
 func pointedOf(from *legatov1.PointedObject) *PointedObject {

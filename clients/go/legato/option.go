@@ -70,6 +70,19 @@ func WithMaxObjects(count uint32) TaskOption {
 	})
 }
 
+// WithTracking has the objects of a detection followed from frame to frame of a session: [Detection.TrackID],
+// [Detection.Motion], [Session.Now]. A track waits for its object for maxUnseen, at most a minute; 0 is the server's
+// choice. Only for the tasks of a [SessionConfig] and of [Session.Update].
+func WithTracking(maxUnseen time.Duration) TaskOption {
+	return taskOption(func(t *Task) {
+		if detect := t.message.GetDetect(); detect != nil {
+			detect.Tracking = &legatov1.Tracking{MaxUnseen: duration(maxUnseen)}
+		} else {
+			t.wrong = misuse("tracking", "only a detection has it")
+		}
+	})
+}
+
 // WithMinConfidence leaves out what a detection or pointing finds with a lower confidence, in [0, 1].
 func WithMinConfidence(confidence float32) TaskOption {
 	return taskOption(func(t *Task) {

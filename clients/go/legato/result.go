@@ -55,6 +55,8 @@ type Detection struct {
 	Confidence *float32
 	// TrackID names the same physical object in all frames of a session; empty where it is not tracked.
 	TrackID string
+	// Motion is how it moved when its frame was captured; nil where it is not tracked.
+	Motion *Motion
 }
 
 // PointedObject is one object with a point on it. It is also an [Event]: sent once, whole.

@@ -16,7 +16,7 @@ type ServerInfo struct {
 	// ContractRevision is the server's; MinimumClientRevision the least that its clients must know.
 	ContractRevision, MinimumClientRevision uint32
 	Limits                                  Limits
-	// Capabilities are words: "sessions", "images", "admin", "shared_images", "adapters", "logprobs",
+	// Capabilities are words: "sessions", "images", "admin", "shared_images", "adapters", "logprobs", "tracking",
 	// "pixel_format.nv12", "pixel_format.yuyv". There may be others.
 	Capabilities []string
 	// SharedMemory names the host's shared memory; empty where shared images are off.

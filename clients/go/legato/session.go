@@ -91,6 +91,8 @@ type Session struct {
 	window     atomic.Uint32 // frames that may be unresolved, as the server said last
 	unresolved sync.Map      // by sequence: frames sent, neither accepted nor dropped
 
+	tracks trackMemory
+
 	sending  sync.Mutex
 	sequence uint64
 
@@ -124,6 +126,7 @@ func (c *Client) openSession(ctx context.Context, open *legatov1.SessionOpen) (*
 		return nil, errorOf(err, nil)
 	}
 	session := &Session{stream: stream}
+	session.tracks.use(open.StandingTasks)
 	first := &legatov1.SessionRequest{Message: &legatov1.SessionRequest_Open{Open: open}}
 	if err := session.send(first); err != nil && !errors.Is(err, ErrSessionEnded) {
 		return nil, err
@@ -169,6 +172,7 @@ func (s *Session) Send(frame Frame) (sequence uint64, err error) {
 	}
 	s.sequence = message.Stamp.Sequence
 	s.unresolved.Store(s.sequence, nil)
+	s.tracks.sent(message.Stamp)
 	return s.sequence, s.send(&legatov1.SessionRequest{Message: &legatov1.SessionRequest_Frame{Frame: message}})
 }
 
@@ -196,6 +200,7 @@ func (s *Session) Update(tasks ...Task) error {
 	if err != nil {
 		return err
 	}
+	s.tracks.use(messages)
 	update := &legatov1.UpdateTasks{StandingTasks: messages}
 	return s.sendAlone(&legatov1.SessionRequest{Message: &legatov1.SessionRequest_Update{Update: update}})
 }
@@ -227,12 +232,24 @@ func (s *Session) Recv() (SessionEvent, error) {
 		case *FrameDropped:
 			s.unresolved.Delete(event.Sequence)
 			s.window.Store(event.FrameCredits)
+			s.tracks.settled(event.Sequence)
 		case *FrameResult: // says accepted too
 			s.unresolved.Delete(event.Stamp.Sequence)
+			s.tracks.received(event)
+			if event.Last {
+				s.tracks.settled(event.Stamp.Sequence)
+			}
 		}
 		return event, nil
 	}
 }
+
+// Now is where the tracked objects of all the session's tasks are expected, with how sure that is, from the results that
+// Recv has read. An object that was not found for the time of its [WithTracking] is not among them.
+func (s *Session) Now() []TrackNow { return s.NowAt(time.Now()) }
+
+// NowAt is as [Session.Now], at a moment of the clock of the stamps' capture times.
+func (s *Session) NowAt(at time.Time) []TrackNow { return s.tracks.now(at) }
 
 // Events yields what Recv gives until the session ends; only a bad end is yielded.
 func (s *Session) Events() iter.Seq2[SessionEvent, error] {

@@ -54,6 +54,8 @@ type FrameResult struct {
 	Image ImageInfo
 	// Last is true in the last result of its frame.
 	Last bool
+	// Age is how long after the frame's capture the server sent this.
+	Age time.Duration
 }
 
 // GoAway: the server will end the session; open another one elsewhere. Frames sent from now on are dropped.
@@ -94,7 +96,7 @@ func sessionEventOf(from *legatov1.SessionResponse) SessionEvent {
 func frameResultOf(from *legatov1.FrameResult) *FrameResult {
 	stamp, image := stampOf(from.Stamp), imageInfoOf(from.Image)
 	result := taskResultOf(from.Result, Info{Stamp: stamp, Image: image})
-	return &FrameResult{stamp, result, image, from.LastForFrame}
+	return &FrameResult{stamp, result, image, from.LastForFrame, from.Age.AsDuration()}
 }
 
 func goAwayError(from *legatov1.SessionGoAway) error {

@@ -70,6 +70,7 @@ from legato_client._values.events import (
     TextDelta,
     TokensDelta,
 )
+from legato_client._values.motion import BoxAxes, Motion
 from legato_client._values.results import (
     Box,
     CaptionResult,
@@ -116,7 +117,9 @@ from legato_client._values.tasks import (
     SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
+from legato_client._values.tracks import TrackNow
 
 __all__ = [
     "AbortCount",
@@ -126,6 +129,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSession",
     "Box",
+    "BoxAxes",
     "Busy",
     "CachedImage",
     "Cancelled",
@@ -165,6 +169,7 @@ __all__ = [
     "Load",
     "Message",
     "ModelInfo",
+    "Motion",
     "NotFound",
     "Numeric",
     "Options",
@@ -211,6 +216,8 @@ __all__ = [
     "TokenAlternative",
     "TokenCertainty",
     "TokensDelta",
+    "TrackNow",
+    "Tracking",
     "Unauthenticated",
     "Unavailable",
     "UnencryptedToken",

@@ -23,6 +23,7 @@ MAX_STOPS, MAX_STOP = 8, 64
 MAX_TOP_LOGPROBS = 20
 MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds
+DEFAULT_UNSEEN, MAX_UNSEEN = 2.0, 60.0  # seconds
 
 _ALL_DEFAULTS = core.SamplingParams()
 _LENGTHS = {
@@ -151,14 +152,30 @@ def segment(message: Segment, path: str = "") -> core.SegmentTask:
     )
 
 
-def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
-    """`path` has no dot at its end."""
+def tracking(message: task_pb2.Tracking, path: str) -> float:
+    """Seconds for which a track lives unseen."""
+    if not message.HasField("max_unseen"):
+        return DEFAULT_UNSEEN
+    seconds = message.max_unseen.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= MAX_UNSEEN:
+        raise InvalidField(
+            f"must be 0 to {MAX_UNSEEN:g} s", field=f"{path}max_unseen", limit=MAX_UNSEEN
+        )
+    return seconds
+
+
+def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> core.TaskSpec:
+    """`path` has no dot at its end; `standing`: it is done with every frame of a session."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
     if len(message.task_id) > MAX_TASK_ID:
         raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
     kind_path = f"{path}.{kind}."
+    if kind == "detect" and message.detect.HasField("tracking") and not standing:
+        raise InvalidField(
+            "tracking is for the standing tasks of a session", field=f"{kind_path}tracking"
+        )
     match kind:
         case "query":
             return query(message.query, kind_path)
@@ -173,9 +190,13 @@ def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
 
 
 def tasks(
-    messages: Sequence[task_pb2.Task], field: str = "tasks", *, least: int = 1
+    messages: Sequence[task_pb2.Task],
+    field: str = "tasks",
+    *,
+    least: int = 1,
+    standing: bool = False,
 ) -> list[core.TaskSpec]:
-    """Task ids must differ."""
+    """Task ids must differ; `standing` is as in `task`."""
     if not least <= len(messages) <= MAX_TASKS:
         raise InvalidField(
             f"{least} to {MAX_TASKS} tasks", field=field, limit=MAX_TASKS, actual=len(messages)
@@ -185,7 +206,10 @@ def tasks(
         if message.task_id and message.task_id in seen:
             raise InvalidField("task ids must differ", field=f"{field}[{index}].task_id")
         seen.add(message.task_id)
-    return [task(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    return [
+        task(message, f"{field}[{index}]", standing=standing)
+        for index, message in enumerate(messages)
+    ]
 
 
 def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:

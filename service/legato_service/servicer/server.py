@@ -25,6 +25,7 @@ CAPABILITIES = (
     "images",
     "logprobs",
     "checkpoints",
+    "tracking",
     "pixel_format.nv12",
     "pixel_format.yuyv",
 )  # of every server

@@ -1,4 +1,4 @@
-"""The age of frames on arrival."""
+"""The age of frames on arrival, and when they were captured."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ class CaptureClock:
         if 0 <= self._least_delay < self._max_age:
             return delay
         return delay - self._least_delay
+
+    def captured(self, now: float) -> float:
+        """The capture time of a frame without one: it is taken to have been as quick as any."""
+        return now - self._least_delay if math.isfinite(self._least_delay) else now

@@ -18,6 +18,7 @@ from legato_service.convert.response_info import duration, image_info
 from legato_service.requests.shared_image import task_result
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
 from legato_service.session.frame_planner import FrameRequest
+from legato_service.session.frame_tracks import fill_tracks
 from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
 
 MAX_NAME = 64  # characters
@@ -92,8 +93,9 @@ class ResponseBuilder:
         return self._numbered(pb.SessionResponse(heartbeat=inference_pb2.Heartbeat()))
 
     def response(
-        self, message: Notice | Event[FrameRequest] | Result[FrameRequest]
+        self, message: Notice | Event[FrameRequest] | Result[FrameRequest], now: float
     ) -> pb.SessionResponse:
+        """`now` is on the clock of `Frame.captured_at`."""
         match message:
             case Accepted():
                 response = pb.SessionResponse(
@@ -112,7 +114,7 @@ class ResponseBuilder:
             case Event():
                 response = pb.SessionResponse(delta=self._delta(message))
             case Result():
-                response = pb.SessionResponse(result=self._result(message))
+                response = pb.SessionResponse(result=self._result(message, now))
                 if message.last:
                     self._events.pop(message.frame.sequence, None)
         return self._numbered(response)
@@ -131,7 +133,7 @@ class ResponseBuilder:
         (event,) = of_frame[index].convert(message.output)
         return pb.FrameDelta(sequence=frame.sequence, task_id=frame.task_ids[index], event=event)
 
-    def _result(self, message: Result[FrameRequest]) -> pb.FrameResult:
+    def _result(self, message: Result[FrameRequest], now: float) -> pb.FrameResult:
         frame, index, outcome = message.frame, message.index, message.outcome
         task_id = frame.task_ids[index]
         if outcome is None:
@@ -143,12 +145,16 @@ class ResponseBuilder:
             and result.finish_reason == task_pb2.FINISH_REASON_CANCELLED
         ):
             result.finish_reason = task_pb2.FINISH_REASON_SUPERSEDED
+        tracker = frame.tasks[index].tracker
+        if tracker is not None and result.HasField("detect"):
+            fill_tracks(result.detect.objects, tracker, frame.sequence, frame.captured_time)
         image = outcome.image if isinstance(outcome, Done) else None
         return pb.FrameResult(
             stamp=frame.stamp,
             result=result,
             image=None if image is None else image_info(image),
             last_for_frame=message.last,
+            age=duration(max(now - frame.captured_at, 0.0)),
         )
 
 

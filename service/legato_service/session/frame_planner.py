@@ -17,20 +17,27 @@ from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call
 from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.frame import Frame
+from legato_service.session.frame_tracks import FrameTracks
+from legato_service.tracking.tracker import Tracker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedTask:
-    """A task's request without an id, or the task's error."""
+    """A task's request without an id, or the task's error; `tracker` follows its objects."""
 
     task_id: str
     request: core.Request | LegatoError
+    tracker: Tracker | None = None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class FrameRequest(Frame):
-    """A frame with all that is needed to run it."""
+    """A frame with all that is needed to run it.
 
+    `captured_time` is in seconds, on the clock of the stamps that have a time.
+    """
+
+    captured_time: float
     stamp: media_pb2.FrameStamp
     image: media_pb2.Image | None  # None once it was read
     tasks: tuple[PlannedTask, ...]
@@ -48,6 +55,7 @@ class FramePlanner:
         self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
+        self._tracks = FrameTracks()
         self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
         self._standing_tasks = self._checked(opening.standing_tasks, "open.standing_tasks")
 
@@ -69,7 +77,10 @@ class FramePlanner:
             raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
         stamp, age = message.stamp, 0.0
         if stamp.HasField("capture_time"):
-            age = self._clock.age(stamp.capture_time.ToNanoseconds() / 1e9, wall_clock)
+            captured_time = stamp.capture_time.ToNanoseconds() / 1e9
+            age = self._clock.age(captured_time, wall_clock)
+        else:
+            captured_time = self._clock.captured(wall_clock)
         tasks = self._tasks(message)
         image: media_pb2.Image | None = message.image
         if (refused := _over_quota()) is not None:
@@ -78,6 +89,7 @@ class FramePlanner:
             sequence=stamp.sequence,
             task_ids=tuple(task.task_id for task in tasks),
             captured_at=now - age,
+            captured_time=captured_time,
             must_run=message.must_run,
             stamp=stamp,
             image=image,
@@ -103,10 +115,15 @@ class FramePlanner:
         return (PlannedTask("", error),)
 
     def _checked(self, messages: Sequence[task_pb2.Task], field: str) -> tuple[PlannedTask, ...]:
-        tasks = requests.tasks(messages, field, least=0)
-        return tuple(
-            PlannedTask(message.task_id, self._request(task, message, f"{field}[{index}]."))
+        tasks = requests.tasks(messages, field, least=0, standing=True)
+        requested = [
+            self._request(task, message, f"{field}[{index}].")
             for index, (task, message) in enumerate(zip(tasks, messages, strict=True))
+        ]
+        trackers = self._tracks.replace(messages, field)
+        return tuple(
+            PlannedTask(message.task_id, request, tracker)
+            for message, request, tracker in zip(messages, requested, trackers, strict=True)
         )
 
     def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:

@@ -123,7 +123,7 @@ class Session:
             self._check_deadlines(now)
             message = self._core.next(now)
             if message is not None:
-                return self._responses.response(message)
+                return self._responses.response(message, now)
             if self._core.is_finished:
                 return None
             if self._core.is_settled and now >= self._end_at:

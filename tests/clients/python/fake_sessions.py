@@ -85,7 +85,10 @@ class Conversation:
         self.say("result", message)
 
     def answer(self, frame: session_pb2.Frame) -> None:
-        """Accept a frame and give a caption for each of its tasks; the task "broken" fails."""
+        """Accept a frame and answer its tasks: a detection finds one object, others have captions.
+
+        The task "broken" fails.
+        """
         self.accept(frame.stamp.sequence)
         standing = [] if frame.skip_standing_tasks else self.tasks
         tasks = [*standing, *frame.extra_tasks]
@@ -95,6 +98,8 @@ class Conversation:
                 caption=task_pb2.CaptionResult(caption=f"frame {frame.stamp.sequence}"),
                 finish_reason=task_pb2.FINISH_REASON_STOP,
             )
+            if task.HasField("detect"):
+                result.detect.objects.add(label=task.detect.object)
             if task.task_id == "broken":
                 bad = failure(grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_UNDECODABLE")
                 result.error.CopyFrom(bad.status())

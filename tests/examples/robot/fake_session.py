@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-from legato.v1 import session_pb2, session_pb2_grpc
+from legato.v1 import geometry_pb2, session_pb2, session_pb2_grpc
+from legato_client import Box
 
 from examples.robot.scene import Scene
 
 EVERY_THIRD = 3
+_STEP = 0.2  # seconds; places are whole pixels, so a shorter one says little of the velocity
 
 
 class FakeSession(session_pb2_grpc.SessionServiceServicer):
@@ -71,7 +73,8 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
 
     def _results(self, frame: session_pb2.Frame) -> list[session_pb2.SessionResponse]:
         assert self.opened is not None
-        truth = self._scene.truth((frame.stamp.sequence - 1) / self._fps)
+        captured = (frame.stamp.sequence - 1) / self._fps
+        truth, soon = self._scene.truth(captured), self._scene.truth(captured + _STEP)
         accepted = session_pb2.FrameAccepted(
             sequence=frame.stamp.sequence, frame_credits=self.credits
         )
@@ -80,13 +83,33 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
             reply = session_pb2.SessionResponse()
             reply.result.stamp.CopyFrom(frame.stamp)
             reply.result.result.task_id = task.task_id
+            reply.result.age.FromMilliseconds(7)
             box = truth[task.detect.object]
             found = reply.result.result.detect.objects.add(label=task.detect.object)
             found.box.x_min, found.box.y_min = box.x_min, box.y_min
             found.box.x_max, found.box.y_max = box.x_max, box.y_max
+            _fill_motion(found, box, soon[task.detect.object])
             replies.append(reply)
         replies[-1].result.last_for_frame = True
         return replies
+
+
+def _fill_motion(found: geometry_pb2.DetectedObject, box: Box, soon: Box) -> None:
+    """A track for each object, at the true place with the true velocity."""
+    found.track_id = f"{found.label}-1"
+    now, then = _axes(box), _axes(soon)
+    for message, axes in (
+        (found.motion.position, now),
+        (found.motion.velocity, [(b - a) / _STEP for a, b in zip(now, then, strict=True)]),
+        (found.motion.position_deviation, [0.01] * 4),
+        (found.motion.velocity_deviation, [0.1] * 4),
+    ):
+        message.center_x, message.center_y, message.width, message.height = axes
+
+
+def _axes(box: Box) -> list[float]:
+    width, height = box.x_max - box.x_min, box.y_max - box.y_min
+    return [box.x_min + width / 2, box.y_min + height / 2, width, height]
 
 
 @contextlib.asynccontextmanager

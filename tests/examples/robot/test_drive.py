@@ -44,6 +44,7 @@ async def test_the_terms_are_those_that_were_asked_for() -> None:
         ("bus", "bus"),
         ("dog", "dog"),
     ]
+    assert all(task.detect.HasField("tracking") for task in opened.standing_tasks)
 
 
 async def test_every_picture_is_sent_once_with_its_own_stamp() -> None:
@@ -57,6 +58,19 @@ async def test_every_picture_is_sent_once_with_its_own_stamp() -> None:
     taken = [frame.stamp.capture_time.ToNanoseconds() for frame in session.frames]
     assert [at - taken[0] for at in taken] == [round(k / FPS * 1e9) for k in range(12)]
     assert before <= taken[0] <= time.time_ns()
+
+
+async def test_the_session_is_asked_where_things_are_at_every_frame() -> None:
+    """Each look has the tracks of the answers that had arrived, extrapolated to its moment."""
+    recording = await run(FakeSession(SCENE, FPS, as_it_is))
+    assert len(recording.looks) == 12
+    assert recording.looks[0].tracks == ()
+    for look in recording.looks:
+        for track in look.tracks:
+            assert track.age == pytest.approx(look.time - (track.sequence - 1) / FPS, abs=1e-6)
+    last = {answer.noun: answer for answer in recording.answers}
+    assert [track.track_id for track in last["dog"].tracks] == ["dog-1"]
+    assert all(answer.told_age == 0.007 for answer in recording.answers)
 
 
 async def test_no_frame_leaves_before_it_is_taken() -> None:
@@ -82,6 +96,7 @@ async def test_both_books_agree_and_true_boxes_score_one() -> None:
     }
     assert figures["iou_at_capture"]["mean"] == pytest.approx(1, abs=1e-5)
     assert figures["iou_on_arrival"]["mean"] <= figures["iou_at_capture"]["mean"]
+    assert figures["tracks_by_noun"] == {"bus": 1, "dog": 1}
     assert figures["boxes_too_many"] == 0
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from legato_client import Box, BoxAxes, Detection, TrackNow
 from PIL import Image
 
 from examples.robot import overlay, report
-from examples.robot.recording import Answer, Drop, Recording, Sent
+from examples.robot.recording import Answer, Drop, Look, Recording, Sent
 from examples.robot.scene import compose
 
 NOUNS = ("bus", "dog")
@@ -18,19 +20,45 @@ AGE = 0.4  # seconds between an image and its answer
 
 
 def recording(age: float = AGE, count: int = 10) -> Recording:
-    """Every tenth second an image, every other one answered with the truth, that late."""
+    """Every tenth second an image, every other one answered with the truth, that late.
+
+    Tracks are at the truth of their moment.
+    """
     made = Recording(NOUNS, count, [Sent(n, n / 10, n / 10 + 0.002) for n in range(1, count + 1)])
     for frame in made.sent:
         if frame.sequence % 2:
             drop = Drop(frame.sequence, "superseded", frame.sent, len(made.drops) + 1)
             made.drops.append(drop)
             continue
-        truth = SCENE.truth(frame.captured)
-        made.answers += [
-            Answer(frame.sequence, noun, (truth[noun],), frame.captured + age, noun == "dog")
-            for noun in NOUNS
-        ]
+        truth, arrived = SCENE.truth(frame.captured), frame.captured + age
+        for noun, track in zip(NOUNS, tracks_at(arrived), strict=True):
+            is_last = noun == "dog"
+            answer = Answer(frame.sequence, noun, (truth[noun],), arrived, is_last, "", (track,))
+            made.answers.append(answer)
+    made.looks = [Look(n / 10, tracks_at(n / 10)) for n in range(6, count + 1)]
     return made
+
+
+def tracks_at(t: float, number: int = 1) -> tuple[TrackNow, ...]:
+    """Each thing where it is at that time, quite sure of it."""
+    truth, sure = SCENE.truth(t), BoxAxes(0.01, 0.01, 0.01, 0.01)
+    return tuple(
+        TrackNow(
+            axes_of(truth[noun]),
+            sure,
+            AGE,
+            Detection(truth[noun], noun, None, f"{number}"),
+            1,
+            noun,
+        )
+        for noun in NOUNS
+    )
+
+
+def axes_of(box: Box) -> BoxAxes:
+    """Its centre and size."""
+    width, height = box.x_max - box.x_min, box.y_max - box.y_min
+    return BoxAxes(box.x_min + width / 2, box.y_min + height / 2, width, height)
 
 
 def test_ages_are_from_capture_to_arrival() -> None:
@@ -85,23 +113,48 @@ def test_the_table_says_what_was_measured() -> None:
     )
 
 
-def test_the_robot_believes_the_newest_answer_that_has_arrived() -> None:
+def test_the_newest_answer_is_that_about_the_newest_image() -> None:
     """Before the first answer nothing is known; one about an older image changes nothing."""
     made = recording()
-    assert overlay.known_at(made, 0.5) == []
-    assert {a.sequence for a in overlay.known_at(made, 0.81)} == {4}
-    overtaken = Answer(2, "bus", (), 0.9, False)
-    made.answers.append(overtaken)
-    assert overtaken not in overlay.known_at(made, 0.95)
+    assert report.newest_answer(made.answers, "bus", 0.5) is None
+    newest = report.newest_answer(made.answers, "bus", 0.81)
+    assert newest is not None
+    assert newest.sequence == 4
+    made.answers.append(Answer(2, "bus", (), 0.9, False))
+    assert report.newest_answer(made.answers, "bus", 0.95) is not made.answers[-1]
 
 
-def test_a_moment_shows_truth_and_answers() -> None:
-    """The image of that time is marked where things are and where answers have them."""
+def test_what_is_extrapolated_is_scored_at_its_moment() -> None:
+    """Tracks at the truth of a moment score 1 there, where answers of an older image do not."""
+    figures = report.summarise(SCENE, recording())
+    assert figures["iou_extrapolated"]["mean"] == pytest.approx(1)
+    assert figures["iou_at_any_moment"]["extrapolated"] == pytest.approx(1)
+    assert figures["iou_at_any_moment"]["newest_answer"] < 0.9
+    assert figures["likely_places"] == 1
+    assert figures["tracks_by_noun"] == {"bus": 1, "dog": 1}
+
+
+def test_tracks_that_are_wrong_score_less() -> None:
+    """Late tracks are not likely places, a second track of an object is counted, none is 0."""
     made = recording()
+    made.looks = [Look(look.time, tracks_at(look.time - AGE, 7)) for look in made.looks]
+    made.looks.append(Look(0.9, tracks_at(0.9, 8)))
+    made.answers = [dataclasses.replace(answer, tracks=()) for answer in made.answers]
+    figures = report.summarise(SCENE, made)
+    assert figures["iou_at_any_moment"]["extrapolated"] < 0.9
+    assert figures["likely_places"] < 0.9
+    assert figures["tracks_by_noun"] == {"bus": 2, "dog": 2}
+    assert figures["iou_extrapolated"]["mean"] == 0
+
+
+def test_a_moment_shows_truth_tracks_and_stale_boxes() -> None:
+    """The image of that time is marked where things are, are expected, and were seen."""
     bare = SCENE.picture(0.8)
-    with_truth = overlay.moment(SCENE, [], made.captured(), 0.8)
-    with_answers = overlay.moment(SCENE, overlay.known_at(made, 0.8), made.captured(), 0.8)
-    assert len({picture.tobytes() for picture in (bare, with_truth, with_answers)}) == 3
+    stale = list(SCENE.truth(0.4).values())
+    with_truth = overlay.moment(SCENE, 0.8, (), ())
+    with_tracks = overlay.moment(SCENE, 0.8, tracks_at(0.8), ())
+    with_all = overlay.moment(SCENE, 0.8, tracks_at(0.8), stale)
+    assert len({p.tobytes() for p in (bare, with_truth, with_tracks, with_all)}) == 4
     left, top, _, _ = SCENE.truth(0.8)["bus"].to_pixels(*bare.size)
     assert with_truth.getpixel((left + 20, top)) == (255, 255, 255)
 
@@ -119,9 +172,9 @@ def test_without_an_answer_there_is_no_sheet() -> None:
 
 
 def test_a_film_has_every_frame(tmp_path: Path) -> None:
-    """One image a frame of the clip; a GIF needs no tool, and another ending is refused."""
+    """One image a look; a GIF needs no tool, and another ending is refused."""
     path = tmp_path / "robot.gif"
-    overlay.write_film(path, overlay.film(SCENE, recording(), 0.5, 10), 10)
+    overlay.write_film(path, overlay.film(SCENE, recording()), 10)
     with Image.open(path) as film:
         assert getattr(film, "n_frames", 1) == 5
     with pytest.raises(ValueError, match=r"robot\.avi"):

@@ -21,7 +21,7 @@ async def test_limits_are_those_that_hold():
     assert (limits.max_context_tokens, limits.max_output_tokens) == (2048, 512)
     assert limits.default_deadline.ToMilliseconds() == 7500
     assert limits.max_sessions == 9
-    assert "sessions" in info.capabilities
+    assert {"sessions", "tracking"} <= set(info.capabilities)
     assert info.name == "legato"
     assert info.version
     assert info.instance_id

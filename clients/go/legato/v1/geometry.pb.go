@@ -293,6 +293,176 @@ func (*SpatialRef_Point) isSpatialRef_Ref() {}
 
 func (*SpatialRef_Box) isSpatialRef_Ref() {}
 
+// A value for each axis of a box: its place, how fast that changes, or how sure it is. Shares of the picture's width (for
+// `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the picture.
+type BoxAxes struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the centre, along the width.
+	CenterX float32 `protobuf:"fixed32,1,opt,name=center_x,json=centerX,proto3" json:"center_x,omitempty"`
+	// Of the centre, along the height.
+	CenterY float32 `protobuf:"fixed32,2,opt,name=center_y,json=centerY,proto3" json:"center_y,omitempty"`
+	// Of the width.
+	Width float32 `protobuf:"fixed32,3,opt,name=width,proto3" json:"width,omitempty"`
+	// Of the height.
+	Height        float32 `protobuf:"fixed32,4,opt,name=height,proto3" json:"height,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BoxAxes) Reset() {
+	*x = BoxAxes{}
+	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BoxAxes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BoxAxes) ProtoMessage() {}
+
+func (x *BoxAxes) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BoxAxes.ProtoReflect.Descriptor instead.
+func (*BoxAxes) Descriptor() ([]byte, []int) {
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *BoxAxes) GetCenterX() float32 {
+	if x != nil {
+		return x.CenterX
+	}
+	return 0
+}
+
+func (x *BoxAxes) GetCenterY() float32 {
+	if x != nil {
+		return x.CenterY
+	}
+	return 0
+}
+
+func (x *BoxAxes) GetWidth() float32 {
+	if x != nil {
+		return x.Width
+	}
+	return 0
+}
+
+func (x *BoxAxes) GetHeight() float32 {
+	if x != nil {
+		return x.Height
+	}
+	return 0
+}
+
+// How a tracked object moves, as estimated from the frames that had their results so far.
+//
+// The box `t` seconds after the frame's capture is at `position + velocity * t + acceleration * t^2 / 2`, with a standard
+// deviation of the root of `position_deviation^2 + (velocity_deviation * t)^2 + (acceleration_deviation * t^2 / 2)^2`.
+// For up to a second or so that holds well for things that swing or are carried; whatever starts or stops suddenly is
+// elsewhere.
+type Motion struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The box when the frame was captured, with less noise than `DetectedObject.box`.
+	Position *BoxAxes `protobuf:"bytes,1,opt,name=position,proto3" json:"position,omitempty"`
+	// Its change, a second.
+	Velocity *BoxAxes `protobuf:"bytes,2,opt,name=velocity,proto3" json:"velocity,omitempty"`
+	// The change of its velocity, a second squared.
+	Acceleration *BoxAxes `protobuf:"bytes,3,opt,name=acceleration,proto3" json:"acceleration,omitempty"`
+	// Standard deviation of `position`.
+	PositionDeviation *BoxAxes `protobuf:"bytes,4,opt,name=position_deviation,json=positionDeviation,proto3" json:"position_deviation,omitempty"`
+	// Standard deviation of `velocity`.
+	VelocityDeviation *BoxAxes `protobuf:"bytes,5,opt,name=velocity_deviation,json=velocityDeviation,proto3" json:"velocity_deviation,omitempty"`
+	// Standard deviation of `acceleration`.
+	AccelerationDeviation *BoxAxes `protobuf:"bytes,6,opt,name=acceleration_deviation,json=accelerationDeviation,proto3" json:"acceleration_deviation,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
+}
+
+func (x *Motion) Reset() {
+	*x = Motion{}
+	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Motion) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Motion) ProtoMessage() {}
+
+func (x *Motion) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Motion.ProtoReflect.Descriptor instead.
+func (*Motion) Descriptor() ([]byte, []int) {
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Motion) GetPosition() *BoxAxes {
+	if x != nil {
+		return x.Position
+	}
+	return nil
+}
+
+func (x *Motion) GetVelocity() *BoxAxes {
+	if x != nil {
+		return x.Velocity
+	}
+	return nil
+}
+
+func (x *Motion) GetAcceleration() *BoxAxes {
+	if x != nil {
+		return x.Acceleration
+	}
+	return nil
+}
+
+func (x *Motion) GetPositionDeviation() *BoxAxes {
+	if x != nil {
+		return x.PositionDeviation
+	}
+	return nil
+}
+
+func (x *Motion) GetVelocityDeviation() *BoxAxes {
+	if x != nil {
+		return x.VelocityDeviation
+	}
+	return nil
+}
+
+func (x *Motion) GetAccelerationDeviation() *BoxAxes {
+	if x != nil {
+		return x.AccelerationDeviation
+	}
+	return nil
+}
+
 // One instance that Detect found.
 type DetectedObject struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -303,15 +473,19 @@ type DetectedObject struct {
 	// The model's own certainty, in [0, 1]; docs/confidence.md has its formula, `Model.confidence` says whether it is
 	// calibrated. Absent: the model gives none. Never made up.
 	Confidence *float32 `protobuf:"fixed32,3,opt,name=confidence,proto3,oneof" json:"confidence,omitempty"`
-	// Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later.
-	TrackId       string `protobuf:"bytes,4,opt,name=track_id,json=trackId,proto3" json:"track_id,omitempty"`
+	// Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
+	// session. Empty: not tracked; also where 512 others of the session are, or a result is later than
+	// `Tracking.max_unseen`.
+	TrackId string `protobuf:"bytes,4,opt,name=track_id,json=trackId,proto3" json:"track_id,omitempty"`
+	// How it moves. Present where `track_id` is not empty.
+	Motion        *Motion `protobuf:"bytes,5,opt,name=motion,proto3" json:"motion,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DetectedObject) Reset() {
 	*x = DetectedObject{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	mi := &file_legato_v1_geometry_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -323,7 +497,7 @@ func (x *DetectedObject) String() string {
 func (*DetectedObject) ProtoMessage() {}
 
 func (x *DetectedObject) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	mi := &file_legato_v1_geometry_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -336,7 +510,7 @@ func (x *DetectedObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectedObject.ProtoReflect.Descriptor instead.
 func (*DetectedObject) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DetectedObject) GetBox() *Box {
@@ -367,6 +541,13 @@ func (x *DetectedObject) GetTrackId() string {
 	return ""
 }
 
+func (x *DetectedObject) GetMotion() *Motion {
+	if x != nil {
+		return x.Motion
+	}
+	return nil
+}
+
 // One instance that Point found.
 type PointedObject struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -383,7 +564,7 @@ type PointedObject struct {
 
 func (x *PointedObject) Reset() {
 	*x = PointedObject{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	mi := &file_legato_v1_geometry_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -395,7 +576,7 @@ func (x *PointedObject) String() string {
 func (*PointedObject) ProtoMessage() {}
 
 func (x *PointedObject) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	mi := &file_legato_v1_geometry_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -408,7 +589,7 @@ func (x *PointedObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointedObject.ProtoReflect.Descriptor instead.
 func (*PointedObject) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PointedObject) GetPoint() *Point {
@@ -453,7 +634,7 @@ type Outline struct {
 
 func (x *Outline) Reset() {
 	*x = Outline{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[6]
+	mi := &file_legato_v1_geometry_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -465,7 +646,7 @@ func (x *Outline) String() string {
 func (*Outline) ProtoMessage() {}
 
 func (x *Outline) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[6]
+	mi := &file_legato_v1_geometry_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -478,7 +659,7 @@ func (x *Outline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Outline.ProtoReflect.Descriptor instead.
 func (*Outline) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Outline) GetPath() string {
@@ -536,14 +717,27 @@ const file_legato_v1_geometry_proto_rawDesc = "" +
 	"SpatialRef\x12(\n" +
 	"\x05point\x18\x01 \x01(\v2\x10.legato.v1.PointH\x00R\x05point\x12\"\n" +
 	"\x03box\x18\x02 \x01(\v2\x0e.legato.v1.BoxH\x00R\x03boxB\x05\n" +
-	"\x03ref\"\x97\x01\n" +
+	"\x03ref\"m\n" +
+	"\aBoxAxes\x12\x19\n" +
+	"\bcenter_x\x18\x01 \x01(\x02R\acenterX\x12\x19\n" +
+	"\bcenter_y\x18\x02 \x01(\x02R\acenterY\x12\x14\n" +
+	"\x05width\x18\x03 \x01(\x02R\x05width\x12\x16\n" +
+	"\x06height\x18\x04 \x01(\x02R\x06height\"\xf1\x02\n" +
+	"\x06Motion\x12.\n" +
+	"\bposition\x18\x01 \x01(\v2\x12.legato.v1.BoxAxesR\bposition\x12.\n" +
+	"\bvelocity\x18\x02 \x01(\v2\x12.legato.v1.BoxAxesR\bvelocity\x126\n" +
+	"\facceleration\x18\x03 \x01(\v2\x12.legato.v1.BoxAxesR\facceleration\x12A\n" +
+	"\x12position_deviation\x18\x04 \x01(\v2\x12.legato.v1.BoxAxesR\x11positionDeviation\x12A\n" +
+	"\x12velocity_deviation\x18\x05 \x01(\v2\x12.legato.v1.BoxAxesR\x11velocityDeviation\x12I\n" +
+	"\x16acceleration_deviation\x18\x06 \x01(\v2\x12.legato.v1.BoxAxesR\x15accelerationDeviation\"\xc2\x01\n" +
 	"\x0eDetectedObject\x12 \n" +
 	"\x03box\x18\x01 \x01(\v2\x0e.legato.v1.BoxR\x03box\x12\x14\n" +
 	"\x05label\x18\x02 \x01(\tR\x05label\x12#\n" +
 	"\n" +
 	"confidence\x18\x03 \x01(\x02H\x00R\n" +
 	"confidence\x88\x01\x01\x12\x19\n" +
-	"\btrack_id\x18\x04 \x01(\tR\atrackIdB\r\n" +
+	"\btrack_id\x18\x04 \x01(\tR\atrackId\x12)\n" +
+	"\x06motion\x18\x05 \x01(\v2\x11.legato.v1.MotionR\x06motionB\r\n" +
 	"\v_confidence\"\x81\x01\n" +
 	"\rPointedObject\x12&\n" +
 	"\x05point\x18\x01 \x01(\v2\x10.legato.v1.PointR\x05point\x12\x14\n" +
@@ -574,27 +768,36 @@ func file_legato_v1_geometry_proto_rawDescGZIP() []byte {
 	return file_legato_v1_geometry_proto_rawDescData
 }
 
-var file_legato_v1_geometry_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_legato_v1_geometry_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_legato_v1_geometry_proto_goTypes = []any{
 	(*Point)(nil),          // 0: legato.v1.Point
 	(*Box)(nil),            // 1: legato.v1.Box
 	(*Size)(nil),           // 2: legato.v1.Size
 	(*SpatialRef)(nil),     // 3: legato.v1.SpatialRef
-	(*DetectedObject)(nil), // 4: legato.v1.DetectedObject
-	(*PointedObject)(nil),  // 5: legato.v1.PointedObject
-	(*Outline)(nil),        // 6: legato.v1.Outline
+	(*BoxAxes)(nil),        // 4: legato.v1.BoxAxes
+	(*Motion)(nil),         // 5: legato.v1.Motion
+	(*DetectedObject)(nil), // 6: legato.v1.DetectedObject
+	(*PointedObject)(nil),  // 7: legato.v1.PointedObject
+	(*Outline)(nil),        // 8: legato.v1.Outline
 }
 var file_legato_v1_geometry_proto_depIdxs = []int32{
-	0, // 0: legato.v1.SpatialRef.point:type_name -> legato.v1.Point
-	1, // 1: legato.v1.SpatialRef.box:type_name -> legato.v1.Box
-	1, // 2: legato.v1.DetectedObject.box:type_name -> legato.v1.Box
-	0, // 3: legato.v1.PointedObject.point:type_name -> legato.v1.Point
-	1, // 4: legato.v1.Outline.box:type_name -> legato.v1.Box
-	5, // [5:5] is the sub-list for method output_type
-	5, // [5:5] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	0,  // 0: legato.v1.SpatialRef.point:type_name -> legato.v1.Point
+	1,  // 1: legato.v1.SpatialRef.box:type_name -> legato.v1.Box
+	4,  // 2: legato.v1.Motion.position:type_name -> legato.v1.BoxAxes
+	4,  // 3: legato.v1.Motion.velocity:type_name -> legato.v1.BoxAxes
+	4,  // 4: legato.v1.Motion.acceleration:type_name -> legato.v1.BoxAxes
+	4,  // 5: legato.v1.Motion.position_deviation:type_name -> legato.v1.BoxAxes
+	4,  // 6: legato.v1.Motion.velocity_deviation:type_name -> legato.v1.BoxAxes
+	4,  // 7: legato.v1.Motion.acceleration_deviation:type_name -> legato.v1.BoxAxes
+	1,  // 8: legato.v1.DetectedObject.box:type_name -> legato.v1.Box
+	5,  // 9: legato.v1.DetectedObject.motion:type_name -> legato.v1.Motion
+	0,  // 10: legato.v1.PointedObject.point:type_name -> legato.v1.Point
+	1,  // 11: legato.v1.Outline.box:type_name -> legato.v1.Box
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_geometry_proto_init() }
@@ -606,16 +809,16 @@ func file_legato_v1_geometry_proto_init() {
 		(*SpatialRef_Point)(nil),
 		(*SpatialRef_Box)(nil),
 	}
-	file_legato_v1_geometry_proto_msgTypes[4].OneofWrappers = []any{}
-	file_legato_v1_geometry_proto_msgTypes[5].OneofWrappers = []any{}
 	file_legato_v1_geometry_proto_msgTypes[6].OneofWrappers = []any{}
+	file_legato_v1_geometry_proto_msgTypes[7].OneofWrappers = []any{}
+	file_legato_v1_geometry_proto_msgTypes[8].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_geometry_proto_rawDesc), len(file_legato_v1_geometry_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -186,8 +186,8 @@ type GetServerInfoResponse struct {
 	// What the server accepts.
 	Limits *Limits `protobuf:"bytes,6,opt,name=limits,proto3" json:"limits,omitempty"`
 	// What it can do beyond the least, as words: `sessions`, `images`, `admin`, `shared_images`, `adapters`,
-	// `logprobs`, `checkpoints`, `pipeline_depth`, `pixel_format.nv12`, `pixel_format.yuyv`. Clients ignore words they do
-	// not know.
+	// `logprobs`, `checkpoints`, `tracking`, `pipeline_depth`, `pixel_format.nv12`, `pixel_format.yuyv`. Clients ignore
+	// words they do not know.
 	Capabilities []string `protobuf:"bytes,7,rep,name=capabilities,proto3" json:"capabilities,omitempty"`
 	// Names the host's shared memory: `<boot id>:<device>`. A client whose own differs must not send
 	// SharedImage. Empty: shared images are off.

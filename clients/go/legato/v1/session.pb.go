@@ -974,7 +974,11 @@ type FrameResult struct {
 	// The picture.
 	Image *ImageInfo `protobuf:"bytes,3,opt,name=image,proto3" json:"image,omitempty"`
 	// True in the last result of this frame.
-	LastForFrame  bool `protobuf:"varint,4,opt,name=last_for_frame,json=lastForFrame,proto3" json:"last_for_frame,omitempty"`
+	LastForFrame bool `protobuf:"varint,4,opt,name=last_for_frame,json=lastForFrame,proto3" json:"last_for_frame,omitempty"`
+	// From the capture of the frame until the server sends this. Counted from `FrameStamp.capture_time` with the care that
+	// `SessionOpen.max_frame_age` describes: where the clocks differ visibly, the quickest frame so far counts as
+	// having come at once. Counted from arrival where the stamp has no such time. What the way back takes comes on top.
+	Age           *durationpb.Duration `protobuf:"bytes,5,opt,name=age,proto3" json:"age,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1035,6 +1039,13 @@ func (x *FrameResult) GetLastForFrame() bool {
 		return x.LastForFrame
 	}
 	return false
+}
+
+func (x *FrameResult) GetAge() *durationpb.Duration {
+	if x != nil {
+		return x.Age
+	}
+	return nil
 }
 
 // The server will end the session. Frames sent from now on are dropped.
@@ -1332,12 +1343,13 @@ const file_legato_v1_session_proto_rawDesc = "" +
 	"FrameDelta\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x17\n" +
 	"\atask_id\x18\x02 \x01(\tR\x06taskId\x121\n" +
-	"\x05event\x18\x03 \x01(\v2\x1b.legato.v1.GenerateResponseR\x05event\"\xbb\x01\n" +
+	"\x05event\x18\x03 \x01(\v2\x1b.legato.v1.GenerateResponseR\x05event\"\xe8\x01\n" +
 	"\vFrameResult\x12+\n" +
 	"\x05stamp\x18\x01 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12-\n" +
 	"\x06result\x18\x02 \x01(\v2\x15.legato.v1.TaskResultR\x06result\x12*\n" +
 	"\x05image\x18\x03 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12$\n" +
-	"\x0elast_for_frame\x18\x04 \x01(\bR\flastForFrame\"s\n" +
+	"\x0elast_for_frame\x18\x04 \x01(\bR\flastForFrame\x12+\n" +
+	"\x03age\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x03age\"s\n" +
 	"\rSessionGoAway\x126\n" +
 	"\ttime_left\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\btimeLeft\x12*\n" +
 	"\x06reason\x18\x02 \x01(\v2\x12.google.rpc.StatusR\x06reason\"\x9f\x03\n" +
@@ -1427,22 +1439,23 @@ var file_legato_v1_session_proto_depIdxs = []int32{
 	17, // 16: legato.v1.FrameResult.stamp:type_name -> legato.v1.FrameStamp
 	20, // 17: legato.v1.FrameResult.result:type_name -> legato.v1.TaskResult
 	21, // 18: legato.v1.FrameResult.image:type_name -> legato.v1.ImageInfo
-	16, // 19: legato.v1.SessionGoAway.time_left:type_name -> google.protobuf.Duration
-	22, // 20: legato.v1.SessionGoAway.reason:type_name -> google.rpc.Status
-	8,  // 21: legato.v1.SessionResponse.opened:type_name -> legato.v1.SessionOpened
-	9,  // 22: legato.v1.SessionResponse.accepted:type_name -> legato.v1.FrameAccepted
-	10, // 23: legato.v1.SessionResponse.dropped:type_name -> legato.v1.FrameDropped
-	11, // 24: legato.v1.SessionResponse.delta:type_name -> legato.v1.FrameDelta
-	12, // 25: legato.v1.SessionResponse.result:type_name -> legato.v1.FrameResult
-	23, // 26: legato.v1.SessionResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	13, // 27: legato.v1.SessionResponse.go_away:type_name -> legato.v1.SessionGoAway
-	7,  // 28: legato.v1.SessionService.Session:input_type -> legato.v1.SessionRequest
-	14, // 29: legato.v1.SessionService.Session:output_type -> legato.v1.SessionResponse
-	29, // [29:30] is the sub-list for method output_type
-	28, // [28:29] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	16, // 19: legato.v1.FrameResult.age:type_name -> google.protobuf.Duration
+	16, // 20: legato.v1.SessionGoAway.time_left:type_name -> google.protobuf.Duration
+	22, // 21: legato.v1.SessionGoAway.reason:type_name -> google.rpc.Status
+	8,  // 22: legato.v1.SessionResponse.opened:type_name -> legato.v1.SessionOpened
+	9,  // 23: legato.v1.SessionResponse.accepted:type_name -> legato.v1.FrameAccepted
+	10, // 24: legato.v1.SessionResponse.dropped:type_name -> legato.v1.FrameDropped
+	11, // 25: legato.v1.SessionResponse.delta:type_name -> legato.v1.FrameDelta
+	12, // 26: legato.v1.SessionResponse.result:type_name -> legato.v1.FrameResult
+	23, // 27: legato.v1.SessionResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	13, // 28: legato.v1.SessionResponse.go_away:type_name -> legato.v1.SessionGoAway
+	7,  // 29: legato.v1.SessionService.Session:input_type -> legato.v1.SessionRequest
+	14, // 30: legato.v1.SessionService.Session:output_type -> legato.v1.SessionResponse
+	30, // [30:31] is the sub-list for method output_type
+	29, // [29:30] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_session_proto_init() }

@@ -651,6 +651,54 @@ func (x *CaptionTask) GetLength() CaptionLength {
 	return CaptionLength_CAPTION_LENGTH_UNSPECIFIED
 }
 
+// Follow the objects of a task from frame to frame of a session. A track is of one task of one session: another session,
+// also one that takes this one's place after `go_away`, starts with new tracks.
+type Tracking struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long a track waits for its object to be found again, in the time of the frames' stamps: at least 0, at most 60 s.
+	// Frames that get no result leave it waiting. Absent: 2 s.
+	MaxUnseen     *durationpb.Duration `protobuf:"bytes,1,opt,name=max_unseen,json=maxUnseen,proto3" json:"max_unseen,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Tracking) Reset() {
+	*x = Tracking{}
+	mi := &file_legato_v1_task_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Tracking) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Tracking) ProtoMessage() {}
+
+func (x *Tracking) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Tracking.ProtoReflect.Descriptor instead.
+func (*Tracking) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Tracking) GetMaxUnseen() *durationpb.Duration {
+	if x != nil {
+		return x.MaxUnseen
+	}
+	return nil
+}
+
 // Box every instance of an object.
 type DetectTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -663,14 +711,19 @@ type DetectTask struct {
 	// Objects without a confidence stay. Absent: leave out none.
 	MinConfidence *float32 `protobuf:"fixed32,3,opt,name=min_confidence,json=minConfidence,proto3,oneof" json:"min_confidence,omitempty"`
 	// The order of the objects in the result. Events come as the model finds them, whatever it is.
-	Order         ObjectOrder `protobuf:"varint,4,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
+	Order ObjectOrder `protobuf:"varint,4,opt,name=order,proto3,enum=legato.v1.ObjectOrder" json:"order,omitempty"`
+	// Give the objects of results a `track_id` and a `motion`; those of deltas have none. Only in the standing tasks of a
+	// session; elsewhere INVALID_ARGUMENT INVALID_FIELD. Where `UpdateTasks` gives a task of the same id and object,
+	// its tracks go on; those of other tasks end, and later results of frames before it have none. Absent: no tracking. A server
+	// without the capability `tracking` ignores it.
+	Tracking      *Tracking `protobuf:"bytes,5,opt,name=tracking,proto3" json:"tracking,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DetectTask) Reset() {
 	*x = DetectTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -682,7 +735,7 @@ func (x *DetectTask) String() string {
 func (*DetectTask) ProtoMessage() {}
 
 func (x *DetectTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -695,7 +748,7 @@ func (x *DetectTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectTask.ProtoReflect.Descriptor instead.
 func (*DetectTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *DetectTask) GetObject() string {
@@ -726,6 +779,13 @@ func (x *DetectTask) GetOrder() ObjectOrder {
 	return ObjectOrder_OBJECT_ORDER_UNSPECIFIED
 }
 
+func (x *DetectTask) GetTracking() *Tracking {
+	if x != nil {
+		return x.Tracking
+	}
+	return nil
+}
+
 // Point at every instance of an object.
 type PointTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -747,7 +807,7 @@ type PointTask struct {
 
 func (x *PointTask) Reset() {
 	*x = PointTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -759,7 +819,7 @@ func (x *PointTask) String() string {
 func (*PointTask) ProtoMessage() {}
 
 func (x *PointTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -772,7 +832,7 @@ func (x *PointTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointTask.ProtoReflect.Descriptor instead.
 func (*PointTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PointTask) GetObject() string {
@@ -823,7 +883,7 @@ type SegmentTask struct {
 
 func (x *SegmentTask) Reset() {
 	*x = SegmentTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -835,7 +895,7 @@ func (x *SegmentTask) String() string {
 func (*SegmentTask) ProtoMessage() {}
 
 func (x *SegmentTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -848,7 +908,7 @@ func (x *SegmentTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentTask.ProtoReflect.Descriptor instead.
 func (*SegmentTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *SegmentTask) GetObject() string {
@@ -890,7 +950,7 @@ type Task struct {
 
 func (x *Task) Reset() {
 	*x = Task{}
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -902,7 +962,7 @@ func (x *Task) String() string {
 func (*Task) ProtoMessage() {}
 
 func (x *Task) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -915,7 +975,7 @@ func (x *Task) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Task.ProtoReflect.Descriptor instead.
 func (*Task) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Task) GetTaskId() string {
@@ -1038,7 +1098,7 @@ type Grounding struct {
 
 func (x *Grounding) Reset() {
 	*x = Grounding{}
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1050,7 +1110,7 @@ func (x *Grounding) String() string {
 func (*Grounding) ProtoMessage() {}
 
 func (x *Grounding) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1063,7 +1123,7 @@ func (x *Grounding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grounding.ProtoReflect.Descriptor instead.
 func (*Grounding) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Grounding) GetStartIndex() uint32 {
@@ -1100,7 +1160,7 @@ type Reasoning struct {
 
 func (x *Reasoning) Reset() {
 	*x = Reasoning{}
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1112,7 +1172,7 @@ func (x *Reasoning) String() string {
 func (*Reasoning) ProtoMessage() {}
 
 func (x *Reasoning) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1125,7 +1185,7 @@ func (x *Reasoning) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reasoning.ProtoReflect.Descriptor instead.
 func (*Reasoning) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Reasoning) GetText() string {
@@ -1155,7 +1215,7 @@ type QueryResult struct {
 
 func (x *QueryResult) Reset() {
 	*x = QueryResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1167,7 +1227,7 @@ func (x *QueryResult) String() string {
 func (*QueryResult) ProtoMessage() {}
 
 func (x *QueryResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1180,7 +1240,7 @@ func (x *QueryResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryResult.ProtoReflect.Descriptor instead.
 func (*QueryResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *QueryResult) GetAnswer() string {
@@ -1208,7 +1268,7 @@ type CaptionResult struct {
 
 func (x *CaptionResult) Reset() {
 	*x = CaptionResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1220,7 +1280,7 @@ func (x *CaptionResult) String() string {
 func (*CaptionResult) ProtoMessage() {}
 
 func (x *CaptionResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1233,7 +1293,7 @@ func (x *CaptionResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionResult.ProtoReflect.Descriptor instead.
 func (*CaptionResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CaptionResult) GetCaption() string {
@@ -1254,7 +1314,7 @@ type DetectResult struct {
 
 func (x *DetectResult) Reset() {
 	*x = DetectResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1266,7 +1326,7 @@ func (x *DetectResult) String() string {
 func (*DetectResult) ProtoMessage() {}
 
 func (x *DetectResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1279,7 +1339,7 @@ func (x *DetectResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectResult.ProtoReflect.Descriptor instead.
 func (*DetectResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *DetectResult) GetObjects() []*DetectedObject {
@@ -1300,7 +1360,7 @@ type PointResult struct {
 
 func (x *PointResult) Reset() {
 	*x = PointResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1312,7 +1372,7 @@ func (x *PointResult) String() string {
 func (*PointResult) ProtoMessage() {}
 
 func (x *PointResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1325,7 +1385,7 @@ func (x *PointResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointResult.ProtoReflect.Descriptor instead.
 func (*PointResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PointResult) GetPoints() []*PointedObject {
@@ -1346,7 +1406,7 @@ type SegmentResult struct {
 
 func (x *SegmentResult) Reset() {
 	*x = SegmentResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1358,7 +1418,7 @@ func (x *SegmentResult) String() string {
 func (*SegmentResult) ProtoMessage() {}
 
 func (x *SegmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1371,7 +1431,7 @@ func (x *SegmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentResult.ProtoReflect.Descriptor instead.
 func (*SegmentResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SegmentResult) GetSegments() []*Outline {
@@ -1400,7 +1460,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1412,7 +1472,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[17]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1425,7 +1485,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Usage) GetInputTokens() uint32 {
@@ -1484,7 +1544,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1556,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[18]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1569,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -1582,7 +1642,7 @@ type TaskResult struct {
 
 func (x *TaskResult) Reset() {
 	*x = TaskResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1594,7 +1654,7 @@ func (x *TaskResult) String() string {
 func (*TaskResult) ProtoMessage() {}
 
 func (x *TaskResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[19]
+	mi := &file_legato_v1_task_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1607,7 +1667,7 @@ func (x *TaskResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskResult.ProtoReflect.Descriptor instead.
 func (*TaskResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *TaskResult) GetTaskId() string {
@@ -1778,14 +1838,18 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x122\n" +
 	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"?\n" +
 	"\vCaptionTask\x120\n" +
-	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"\xc7\x01\n" +
+	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"D\n" +
+	"\bTracking\x128\n" +
+	"\n" +
+	"max_unseen\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\tmaxUnseen\"\xf8\x01\n" +
 	"\n" +
 	"DetectTask\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\tR\x06object\x12$\n" +
 	"\vmax_objects\x18\x02 \x01(\rH\x00R\n" +
 	"maxObjects\x88\x01\x01\x12*\n" +
 	"\x0emin_confidence\x18\x03 \x01(\x02H\x01R\rminConfidence\x88\x01\x01\x12,\n" +
-	"\x05order\x18\x04 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05orderB\x0e\n" +
+	"\x05order\x18\x04 \x01(\x0e2\x16.legato.v1.ObjectOrderR\x05order\x12/\n" +
+	"\btracking\x18\x05 \x01(\v2\x13.legato.v1.TrackingR\btrackingB\x0e\n" +
 	"\f_max_objectsB\x11\n" +
 	"\x0f_min_confidence\"\x80\x02\n" +
 	"\tPointTask\x12\x16\n" +
@@ -1894,7 +1958,7 @@ func file_legato_v1_task_proto_rawDescGZIP() []byte {
 }
 
 var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
+var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_legato_v1_task_proto_goTypes = []any{
 	(CaptionLength)(0),          // 0: legato.v1.CaptionLength
 	(ChatRole)(0),               // 1: legato.v1.ChatRole
@@ -1906,71 +1970,74 @@ var file_legato_v1_task_proto_goTypes = []any{
 	(*ChatMessage)(nil),         // 7: legato.v1.ChatMessage
 	(*QueryTask)(nil),           // 8: legato.v1.QueryTask
 	(*CaptionTask)(nil),         // 9: legato.v1.CaptionTask
-	(*DetectTask)(nil),          // 10: legato.v1.DetectTask
-	(*PointTask)(nil),           // 11: legato.v1.PointTask
-	(*SegmentTask)(nil),         // 12: legato.v1.SegmentTask
-	(*Task)(nil),                // 13: legato.v1.Task
-	(*Grounding)(nil),           // 14: legato.v1.Grounding
-	(*Reasoning)(nil),           // 15: legato.v1.Reasoning
-	(*QueryResult)(nil),         // 16: legato.v1.QueryResult
-	(*CaptionResult)(nil),       // 17: legato.v1.CaptionResult
-	(*DetectResult)(nil),        // 18: legato.v1.DetectResult
-	(*PointResult)(nil),         // 19: legato.v1.PointResult
-	(*SegmentResult)(nil),       // 20: legato.v1.SegmentResult
-	(*Usage)(nil),               // 21: legato.v1.Usage
-	(*Timings)(nil),             // 22: legato.v1.Timings
-	(*TaskResult)(nil),          // 23: legato.v1.TaskResult
-	(*SpatialRef)(nil),          // 24: legato.v1.SpatialRef
-	(*Point)(nil),               // 25: legato.v1.Point
-	(*DetectedObject)(nil),      // 26: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 27: legato.v1.PointedObject
-	(*Outline)(nil),             // 28: legato.v1.Outline
-	(*durationpb.Duration)(nil), // 29: google.protobuf.Duration
-	(*status.Status)(nil),       // 30: google.rpc.Status
+	(*Tracking)(nil),            // 10: legato.v1.Tracking
+	(*DetectTask)(nil),          // 11: legato.v1.DetectTask
+	(*PointTask)(nil),           // 12: legato.v1.PointTask
+	(*SegmentTask)(nil),         // 13: legato.v1.SegmentTask
+	(*Task)(nil),                // 14: legato.v1.Task
+	(*Grounding)(nil),           // 15: legato.v1.Grounding
+	(*Reasoning)(nil),           // 16: legato.v1.Reasoning
+	(*QueryResult)(nil),         // 17: legato.v1.QueryResult
+	(*CaptionResult)(nil),       // 18: legato.v1.CaptionResult
+	(*DetectResult)(nil),        // 19: legato.v1.DetectResult
+	(*PointResult)(nil),         // 20: legato.v1.PointResult
+	(*SegmentResult)(nil),       // 21: legato.v1.SegmentResult
+	(*Usage)(nil),               // 22: legato.v1.Usage
+	(*Timings)(nil),             // 23: legato.v1.Timings
+	(*TaskResult)(nil),          // 24: legato.v1.TaskResult
+	(*SpatialRef)(nil),          // 25: legato.v1.SpatialRef
+	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
+	(*Point)(nil),               // 27: legato.v1.Point
+	(*DetectedObject)(nil),      // 28: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 29: legato.v1.PointedObject
+	(*Outline)(nil),             // 30: legato.v1.Outline
+	(*status.Status)(nil),       // 31: google.rpc.Status
 }
 var file_legato_v1_task_proto_depIdxs = []int32{
 	5,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
 	1,  // 1: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
 	6,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
-	24, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	25, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
 	7,  // 4: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
 	0,  // 5: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
-	2,  // 6: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
-	24, // 7: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	2,  // 8: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
-	24, // 9: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	8,  // 10: legato.v1.Task.query:type_name -> legato.v1.QueryTask
-	9,  // 11: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
-	10, // 12: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
-	11, // 13: legato.v1.Task.point:type_name -> legato.v1.PointTask
-	12, // 14: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
-	4,  // 15: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
-	25, // 16: legato.v1.Grounding.points:type_name -> legato.v1.Point
-	14, // 17: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
-	15, // 18: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
-	26, // 19: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
-	27, // 20: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
-	28, // 21: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
-	29, // 22: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
-	29, // 23: legato.v1.Timings.image:type_name -> google.protobuf.Duration
-	29, // 24: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	29, // 25: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	29, // 26: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
-	29, // 27: legato.v1.Timings.total:type_name -> google.protobuf.Duration
-	16, // 28: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
-	17, // 29: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
-	18, // 30: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
-	19, // 31: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
-	20, // 32: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
-	30, // 33: legato.v1.TaskResult.error:type_name -> google.rpc.Status
-	3,  // 34: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
-	21, // 35: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
-	22, // 36: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
-	37, // [37:37] is the sub-list for method output_type
-	37, // [37:37] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	26, // 6: legato.v1.Tracking.max_unseen:type_name -> google.protobuf.Duration
+	2,  // 7: legato.v1.DetectTask.order:type_name -> legato.v1.ObjectOrder
+	10, // 8: legato.v1.DetectTask.tracking:type_name -> legato.v1.Tracking
+	25, // 9: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	2,  // 10: legato.v1.PointTask.order:type_name -> legato.v1.ObjectOrder
+	25, // 11: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	8,  // 12: legato.v1.Task.query:type_name -> legato.v1.QueryTask
+	9,  // 13: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
+	11, // 14: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
+	12, // 15: legato.v1.Task.point:type_name -> legato.v1.PointTask
+	13, // 16: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
+	4,  // 17: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
+	27, // 18: legato.v1.Grounding.points:type_name -> legato.v1.Point
+	15, // 19: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
+	16, // 20: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
+	28, // 21: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
+	29, // 22: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
+	30, // 23: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
+	26, // 24: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
+	26, // 25: legato.v1.Timings.image:type_name -> google.protobuf.Duration
+	26, // 26: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	26, // 27: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	26, // 28: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
+	26, // 29: legato.v1.Timings.total:type_name -> google.protobuf.Duration
+	17, // 30: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
+	18, // 31: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
+	19, // 32: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
+	20, // 33: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
+	21, // 34: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
+	31, // 35: legato.v1.TaskResult.error:type_name -> google.rpc.Status
+	3,  // 36: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
+	22, // 37: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
+	23, // 38: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
+	39, // [39:39] is the sub-list for method output_type
+	39, // [39:39] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_task_proto_init() }
@@ -1984,17 +2051,17 @@ func file_legato_v1_task_proto_init() {
 		(*ChatPart_Text)(nil),
 		(*ChatPart_Image)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[6].OneofWrappers = []any{}
 	file_legato_v1_task_proto_msgTypes[7].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[9].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[8].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[10].OneofWrappers = []any{
 		(*Task_Query)(nil),
 		(*Task_Caption)(nil),
 		(*Task_Detect)(nil),
 		(*Task_Point)(nil),
 		(*Task_Segment)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[17].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[19].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[18].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[20].OneofWrappers = []any{
 		(*TaskResult_Query)(nil),
 		(*TaskResult_Caption)(nil),
 		(*TaskResult_Detect)(nil),
@@ -2008,7 +2075,7 @@ func file_legato_v1_task_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_task_proto_rawDesc), len(file_legato_v1_task_proto_rawDesc)),
 			NumEnums:      4,
-			NumMessages:   20,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -20,6 +20,7 @@ from legato_client._values.tasks import (
     SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
 
 QuestionT = TypeVar(
@@ -199,6 +200,7 @@ def task_message(asked: Task) -> task_pb2.Task:
                     max_objects=asked.max_objects,
                     min_confidence=asked.min_confidence,
                     order=_order(asked),
+                    tracking=_tracking(asked.tracking),
                 )
             )
         case PointTask():
@@ -216,6 +218,13 @@ def task_message(asked: Task) -> task_pb2.Task:
                 task_pb2.SegmentTask(object=asked.object, spatial_refs=_refs(asked.spatial_refs))
             )
     return message
+
+
+def _tracking(tracking: Tracking | None) -> task_pb2.Tracking | None:
+    if tracking is None:
+        return None
+    seconds = tracking.max_unseen
+    return task_pb2.Tracking(max_unseen=None if seconds is None else duration(seconds))
 
 
 def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:

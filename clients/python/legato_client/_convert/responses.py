@@ -15,6 +15,7 @@ from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_client import _errors
 from legato_client._errors import LegatoError
 from legato_client._values import events, results
+from legato_client._values.motion import BoxAxes, Motion
 
 TaskOutcome = results.Result | LegatoError
 
@@ -117,7 +118,28 @@ def _point(message: geometry_pb2.Point) -> results.Point:
 
 def _detection(message: geometry_pb2.DetectedObject) -> results.Detection:
     confidence = message.confidence if message.HasField("confidence") else None
-    return results.Detection(_box(message.box), message.label, confidence, message.track_id)
+    return results.Detection(
+        box=_box(message.box),
+        label=message.label,
+        confidence=confidence,
+        track_id=message.track_id,
+        motion=_motion(message.motion) if message.HasField("motion") else None,
+    )
+
+
+def _motion(message: geometry_pb2.Motion) -> Motion:
+    return Motion(
+        position=_axes(message.position),
+        velocity=_axes(message.velocity),
+        acceleration=_axes(message.acceleration),
+        position_deviation=_axes(message.position_deviation),
+        velocity_deviation=_axes(message.velocity_deviation),
+        acceleration_deviation=_axes(message.acceleration_deviation),
+    )
+
+
+def _axes(message: geometry_pb2.BoxAxes) -> BoxAxes:
+    return BoxAxes(message.center_x, message.center_y, message.width, message.height)
 
 
 def _pointed(message: geometry_pb2.PointedObject) -> results.PointedObject:

@@ -28,6 +28,7 @@ def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
         outcome=responses.outcome(message.result, shared),
         image=image,
         last_for_frame=message.last_for_frame,
+        age=responses.seconds(message.age) if message.HasField("age") else None,
     )
 
 

@@ -27,6 +27,7 @@ from legato_client._transport.async_transport import AsyncTransport
 from legato_client._values import tasks as _tasks
 from legato_client._values.results import FrameStamp
 from legato_client._values.session import Answer, SessionStats, SessionTerms
+from legato_client._values.tracks import TrackNow
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, session_pb2.SessionResponse]"
 
@@ -54,7 +55,7 @@ class AsyncSession:
         self._calls = calls
         self._connection = connection
         self._plan = plan
-        self._state = SessionState(plan.window)
+        self._state = SessionState(plan.window, plan.opening.standing_tasks)
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: the end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: half-close
         self._heard = asyncio.Event()
@@ -183,6 +184,15 @@ class AsyncSession:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ reading
+
+    def now(self, at_ns: int | None = None) -> tuple[TrackNow, ...]:
+        """Where the tracked objects of all standing tasks are expected, with how sure that is.
+
+        From the results received so far, also those not read yet. `at_ns` is the moment, on the
+        clock of the stamps' capture times; None is `time.time_ns()`. An object that was not found
+        in the last `Tracking.max_unseen` seconds is not among them.
+        """
+        return self._state.tracks.now(at_ns)
 
     def __aiter__(self) -> AsyncSession:
         return self

@@ -24,6 +24,7 @@ from legato_client._transport.blocking_transport import BlockingTransport, run
 from legato_client._values import tasks as _tasks
 from legato_client._values.results import FrameStamp
 from legato_client._values.session import Answer, SessionStats, SessionTerms
+from legato_client._values.tracks import TrackNow
 
 
 class Session:
@@ -51,7 +52,7 @@ class Session:
         self._connection = connection
         self._plan = plan
         self._changed = threading.Condition()  # guards the three below
-        self._state = SessionState(plan.window)
+        self._state = SessionState(plan.window, plan.opening.standing_tasks)
         self._answers: collections.deque[Answer] = collections.deque()
         self._last_heard = time.monotonic()
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: half-close
@@ -162,7 +163,8 @@ class Session:
 
     def update_tasks(self, tasks: Sequence[_tasks.Task]) -> None:
         """Replace the standing tasks, from the next frame on."""
-        self._say(self._state.update(tasks))
+        with self._changed:
+            self._say(self._state.update(tasks))
 
     def finish(self) -> None:
         """Send no more; what is under way is answered, and then iterating ends."""
@@ -183,6 +185,16 @@ class Session:
             self._reader.join()
 
     # ------------------------------------------------------------ reading
+
+    def now(self, at_ns: int | None = None) -> tuple[TrackNow, ...]:
+        """Where the tracked objects of all standing tasks are expected, with how sure that is.
+
+        From the results received so far, also those not read yet. `at_ns` is the moment, on the
+        clock of the stamps' capture times; None is `time.time_ns()`. An object that was not found
+        in the last `Tracking.max_unseen` seconds is not among them.
+        """
+        with self._changed:
+            return self._state.tracks.now(at_ns)
 
     def __iter__(self) -> Session:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from legato.v1 import media_pb2, session_pb2
+from legato.v1 import media_pb2, session_pb2, task_pb2
 
 from legato_client._convert import requests, session
 from legato_client._errors import (
@@ -20,6 +20,7 @@ from legato_client._errors import (
     Unavailable,
 )
 from legato_client._images.shared_frames import SharedFrame
+from legato_client._session.track_memory import TrackMemory
 from legato_client._transport.wire import to_bytes
 from legato_client._values import tasks as _tasks
 from legato_client._values.results import FrameStamp
@@ -43,9 +44,10 @@ class SessionState:
     last result. It is open until its last result or its drop.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, standing_tasks: Sequence[task_pb2.Task] = ()) -> None:
         self.terms: SessionTerms | None = None
         self.stats = SessionStats()
+        self.tracks = TrackMemory(standing_tasks)
         self._window = window
         self._num_read = 0  # not granted again yet
         self._next_index = 0
@@ -164,6 +166,7 @@ class SessionState:
         data = to_bytes(request)
         self._reserved -= 1
         self._last_sequence = sequence
+        self.tracks.sent(sequence, stamp)
         self._unacknowledged.add(sequence)
         self._open.add(sequence)
         if slot is not None:
@@ -196,6 +199,7 @@ class SessionState:
 
     def update(self, tasks: Sequence[_tasks.Task]) -> bytes:
         update = session_pb2.UpdateTasks(standing_tasks=requests.session_tasks(tasks))
+        self.tracks.use(update.standing_tasks)
         return session_pb2.SessionRequest(update=update).SerializeToString()
 
     def finish(self) -> None:
@@ -264,15 +268,18 @@ class SessionState:
             self._num_read += 1  # it took a credit as any other
         return delta
 
-    def _result(self, result: session_pb2.FrameResult) -> FrameResult:
+    def _result(self, message: session_pb2.FrameResult) -> FrameResult:
+        result = session.result(message, self.terms.model if self.terms else "")
+        self.tracks.received(result)
         if result.last_for_frame:
             self.stats = dataclasses.replace(self.stats, answered=self.stats.answered + 1)
-            self._settle(result.stamp.sequence)
-        return session.result(result, self.terms.model if self.terms else "")
+            self._settle(result.sequence)
+        return result
 
     def _settle(self, sequence: int) -> None:
         self._acknowledge(sequence)
         self._open.discard(sequence)
+        self.tracks.settled(sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         self._unacknowledged.discard(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from legato_client._values.motion import Motion
 from legato_client._values.svg_path import polygons
 
 
@@ -41,12 +42,17 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A boxed object; `confidence` is None when the model gives none."""
+    """A boxed object; `confidence` is None when the model gives none.
+
+    `track_id` names the object from frame to frame of a session, `motion` says how it moves: ""
+    and None where the task is not tracked.
+    """
 
     box: Box
     label: str
     confidence: float | None = None
     track_id: str = ""
+    motion: Motion | None = None
 
     def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
         """The box in pixels: left, top, right, bottom."""

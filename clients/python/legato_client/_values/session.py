@@ -28,13 +28,17 @@ class SessionTerms:
 
 @dataclass(frozen=True, slots=True)
 class FrameResult:
-    """How one task ended on one frame; `stamp` is the frame's own, unchanged."""
+    """How one task ended on one frame; `stamp` is the frame's own, unchanged.
+
+    `age` is how many seconds after the frame's capture the server sent this; None: not said.
+    """
 
     stamp: FrameStamp
     task_id: str
     outcome: Result | LegatoError
     image: ImageInfo | None
     last_for_frame: bool
+    age: float | None = None
 
     @property
     def sequence(self) -> int:

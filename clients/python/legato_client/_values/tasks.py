@@ -83,10 +83,18 @@ class CaptionTask:
 
 
 @dataclass(frozen=True, slots=True)
+class Tracking:
+    """Follow objects from frame to frame; a track waits `max_unseen` seconds (2) for its object."""
+
+    max_unseen: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DetectTask:
     """Box every instance of `object` whose confidence is at least `min_confidence`.
 
-    `order` is that of the result; "confidence" puts the greatest first.
+    `order` is that of the result; "confidence" puts the greatest first. `tracking` is for the
+    standing tasks of a session.
     """
 
     object: str
@@ -95,6 +103,7 @@ class DetectTask:
     task_id: str = ""
     min_confidence: float | None = None
     order: ObjectOrder = "model"
+    tracking: Tracking | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ def add_command(commands: Any) -> None:
         help="ages count from an image's arrival, not its stamp: for simulated time")  # fmt: skip
     add("--absent-score", type=float, default=math.nan, metavar="S",
         help="score of what has no confidence, default NaN")  # fmt: skip
+    add("--track", action="store_true",
+        help="follow detected objects from image to image: the id of a Detection2D")  # fmt: skip
     add("--max-objects", type=arguments.count, metavar="N")
     arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if not arrays.have_places(asked.values()):
         problem = "the message has room for boxes and points: detect, point or segment"
         raise CommandError(problem, ExitCode.USAGE)
-    how = Asked(asked, False, args.max_age, args.model, args.adapter, args.name)
+    how = Asked(asked, False, args.max_age, args.model, args.adapter, args.name, args.track)
     try:
         _run(args, how, terminal)
     except ValueError as error:

@@ -60,6 +60,8 @@ def add_command(commands: Any) -> None:
                        help="shrink larger pictures before they are sent")  # fmt: skip
     group.add_argument("--jpeg", type=arguments.quality, metavar="QUALITY",
                        help="send JPEG, 1 to 95, default: pixels without loss")  # fmt: skip
+    parser.add_argument("--track", action="store_true",
+                        help="follow detected objects from picture to picture")  # fmt: skip
     parser.add_argument("--max-objects", type=arguments.count, metavar="N")
     arguments.add_min_confidence(parser)
     arguments.add_sampling_options(parser)
@@ -104,7 +106,9 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             for receiver in receivers:
                 receiver.take(answered)
 
-        how = Asked(asked, args.every_frame, args.max_age, args.model, args.adapter, "watch")
+        how = Asked(
+            asked, args.every_frame, args.max_age, args.model, args.adapter, "watch", args.track
+        )
         feed = Feed(client, how, tell, figures, patience=args.retry_for, waits=False)
         taker = camera.Camera(
             source,

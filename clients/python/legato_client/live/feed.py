@@ -18,7 +18,7 @@ from legato_client._errors import (
     ResourceExhausted,
     Unavailable,
 )
-from legato_client._values.tasks import Task
+from legato_client._values.tasks import DetectTask, Task, Tracking
 from legato_client.live.backoff import Backoff
 from legato_client.live.figures import Figures
 from legato_client.live.lane import Answered, Lane
@@ -34,7 +34,8 @@ class Asked:
     """What is asked about each picture, by name, and how.
 
     Of more pictures than can be answered the newest are, unless `every` is to be. `max_age` is in
-    seconds; older pictures are dropped.
+    seconds; older pictures are dropped. With `track` detected objects are followed from picture to
+    picture.
     """
 
     tasks: Mapping[str, Task]
@@ -43,12 +44,12 @@ class Asked:
     model: str = ""
     adapter: str = ""
     name: str = ""
+    track: bool = False
 
     def session(self) -> dict[str, Any]:
         """Arguments of `Client.session`."""
-        named = [dataclasses.replace(task, task_id=name) for name, task in self.tasks.items()]
         return {
-            "tasks": named,
+            "tasks": [self._standing(name, task) for name, task in self.tasks.items()],
             "policy": "every_frame" if self.every else "latest_wins",
             "max_frame_age": self.max_age,
             "when_full": "drop",  # never, as the feed waits for room before it chooses a picture
@@ -56,6 +57,11 @@ class Asked:
             "adapter": self.adapter,
             "name": self.name,
         }
+
+    def _standing(self, name: str, task: Task) -> Task:
+        if self.track and isinstance(task, DetectTask):
+            task = dataclasses.replace(task, tracking=Tracking())
+        return dataclasses.replace(task, task_id=name)
 
 
 class Feed:
@@ -88,6 +94,7 @@ class Feed:
         self._waits = waits
         self._stopped = threading.Event()
         self._again: collections.deque[Shot] = collections.deque()
+        self._num_opened = 0  # sessions
         self._lanes: list[Lane] = []  # the one that gets pictures is the last
         self._telling = threading.Lock()
         self._problem: OSError | None = None
@@ -149,13 +156,19 @@ class Feed:
         try:
             session = self._client.session(**self._asked.session())
             lane = Lane(
-                session, self._figures, self._hand_on, self._mailbox.nudge, self._backoff.success
+                session,
+                self._figures,
+                self._hand_on,
+                self._mailbox.nudge,
+                self._backoff.success,
+                number=self._num_opened,
             )
         except LegatoError as error:
             if not isinstance(error, _PASSING) or not (self._waits or self.model):
                 raise
             self._wait_after(error)
             return None
+        self._num_opened += 1
         self._lanes.append(lane)
         self._backoff.reached()
         if self.model:

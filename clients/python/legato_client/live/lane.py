@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from legato_client._errors import LegatoError
 from legato_client._session.blocking_session import Session
-from legato_client._values.results import FrameStamp, ImageInfo, Result
+from legato_client._values.results import DetectResult, FrameStamp, ImageInfo, Result
 from legato_client._values.session import FrameDropped, FrameResult, GoAway
 from legato_client.live.figures import Figures
 from legato_client.live.shot import Shot
@@ -35,7 +36,8 @@ class Lane:
 
     It `leaves` once it should get no more pictures, announced by the server if it `was_warned`,
     and `is_over` once it has ended; `unanswered` are then the pictures without an outcome.
-    `changed` is called at both.
+    `changed` is called at both. Tracks are named anew in each session: those of all but the first
+    have the session's `number` before their names, so that none is used twice.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Lane:
         tell: Callable[[Answered], None],
         changed: Callable[[], None],
         worked: Callable[[], None],
+        *,
+        number: int,
     ) -> None:
         """`worked` is called at each outcome; raises LegatoError if the session does not open."""
         self._session = session.__enter__()
@@ -52,6 +56,7 @@ class Lane:
         self._tell = tell
         self._changed = changed
         self._worked = worked
+        self._track_prefix = f"{number + 1}-" if number else ""
         self._lock = threading.Lock()  # guards the two below
         self._open: dict[int, Shot] = {}
         self._results: dict[int, dict[str, Result | LegatoError]] = {}
@@ -141,7 +146,7 @@ class Lane:
     def _result(self, answer: FrameResult) -> None:
         with self._lock:
             results = self._results.setdefault(answer.sequence, {})
-            results[answer.task_id] = answer.outcome
+            results[answer.task_id] = self._renamed(answer.outcome)
             if not answer.last_for_frame:
                 return
             del self._results[answer.sequence]
@@ -153,6 +158,15 @@ class Lane:
         failed = sum(isinstance(each, LegatoError) for each in results.values())
         self._figures.answered(age, failed)
         self._tell(Answered(shot, results, answer.image, age))
+
+    def _renamed(self, outcome: Result | LegatoError) -> Result | LegatoError:
+        if not self._track_prefix or not isinstance(outcome, DetectResult):
+            return outcome
+        objects = (
+            dataclasses.replace(each, track_id=each.track_id and self._track_prefix + each.track_id)
+            for each in outcome.objects
+        )
+        return dataclasses.replace(outcome, objects=tuple(objects))
 
     def _dropped(self, answer: FrameDropped) -> None:
         with self._lock:

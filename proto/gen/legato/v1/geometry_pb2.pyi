@@ -139,6 +139,102 @@ class SpatialRef(_message.Message):
 Global___SpatialRef: _TypeAlias = SpatialRef  # noqa: Y015
 
 @_typing.final
+class BoxAxes(_message.Message):
+    """A value for each axis of a box: its place, how fast that changes, or how sure it is. Shares of the picture's width (for
+    `center_x` and `width`) and height; finite, and unlike those of `Box` not bound to the picture.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CENTER_X_FIELD_NUMBER: _builtins.int
+    CENTER_Y_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    center_x: _builtins.float
+    """Of the centre, along the width."""
+    center_y: _builtins.float
+    """Of the centre, along the height."""
+    width: _builtins.float
+    """Of the width."""
+    height: _builtins.float
+    """Of the height."""
+    def __init__(
+        self,
+        *,
+        center_x: _builtins.float = ...,
+        center_y: _builtins.float = ...,
+        width: _builtins.float = ...,
+        height: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["center_x", b"center_x", "center_y", b"center_y", "height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoxAxes: _TypeAlias = BoxAxes  # noqa: Y015
+
+@_typing.final
+class Motion(_message.Message):
+    """How a tracked object moves, as estimated from the frames that had their results so far.
+
+    The box `t` seconds after the frame's capture is at `position + velocity * t + acceleration * t^2 / 2`, with a standard
+    deviation of the root of `position_deviation^2 + (velocity_deviation * t)^2 + (acceleration_deviation * t^2 / 2)^2`.
+    For up to a second or so that holds well for things that swing or are carried; whatever starts or stops suddenly is
+    elsewhere.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    VELOCITY_FIELD_NUMBER: _builtins.int
+    ACCELERATION_FIELD_NUMBER: _builtins.int
+    POSITION_DEVIATION_FIELD_NUMBER: _builtins.int
+    VELOCITY_DEVIATION_FIELD_NUMBER: _builtins.int
+    ACCELERATION_DEVIATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def position(self) -> Global___BoxAxes:
+        """The box when the frame was captured, with less noise than `DetectedObject.box`."""
+
+    @_builtins.property
+    def velocity(self) -> Global___BoxAxes:
+        """Its change, a second."""
+
+    @_builtins.property
+    def acceleration(self) -> Global___BoxAxes:
+        """The change of its velocity, a second squared."""
+
+    @_builtins.property
+    def position_deviation(self) -> Global___BoxAxes:
+        """Standard deviation of `position`."""
+
+    @_builtins.property
+    def velocity_deviation(self) -> Global___BoxAxes:
+        """Standard deviation of `velocity`."""
+
+    @_builtins.property
+    def acceleration_deviation(self) -> Global___BoxAxes:
+        """Standard deviation of `acceleration`."""
+
+    def __init__(
+        self,
+        *,
+        position: Global___BoxAxes | None = ...,
+        velocity: Global___BoxAxes | None = ...,
+        acceleration: Global___BoxAxes | None = ...,
+        position_deviation: Global___BoxAxes | None = ...,
+        velocity_deviation: Global___BoxAxes | None = ...,
+        acceleration_deviation: Global___BoxAxes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acceleration", b"acceleration", "acceleration_deviation", b"acceleration_deviation", "position", b"position", "position_deviation", b"position_deviation", "velocity", b"velocity", "velocity_deviation", b"velocity_deviation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceleration", b"acceleration", "acceleration_deviation", b"acceleration_deviation", "position", b"position", "position_deviation", b"position_deviation", "velocity", b"velocity", "velocity_deviation", b"velocity_deviation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Motion: _TypeAlias = Motion  # noqa: Y015
+
+@_typing.final
 class DetectedObject(_message.Message):
     """One instance that Detect found."""
 
@@ -148,6 +244,7 @@ class DetectedObject(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     CONFIDENCE_FIELD_NUMBER: _builtins.int
     TRACK_ID_FIELD_NUMBER: _builtins.int
+    MOTION_FIELD_NUMBER: _builtins.int
     label: _builtins.str
     """What it is: the `object` that was asked for."""
     confidence: _builtins.float
@@ -155,10 +252,17 @@ class DetectedObject(_message.Message):
     calibrated. Absent: the model gives none. Never made up.
     """
     track_id: _builtins.str
-    """Names the same physical object from frame to frame of a session. Empty: not tracked. Reserved for later."""
+    """Names the same physical object from frame to frame of a session (`DetectTask.tracking`), and no other of the
+    session. Empty: not tracked; also where 512 others of the session are, or a result is later than
+    `Tracking.max_unseen`.
+    """
     @_builtins.property
     def box(self) -> Global___Box:
         """Where it is."""
+
+    @_builtins.property
+    def motion(self) -> Global___Motion:
+        """How it moves. Present where `track_id` is not empty."""
 
     def __init__(
         self,
@@ -167,10 +271,11 @@ class DetectedObject(_message.Message):
         label: _builtins.str = ...,
         confidence: _builtins.float | None = ...,
         track_id: _builtins.str = ...,
+        motion: Global___Motion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confidence", b"_confidence", "box", b"box", "confidence", b"confidence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confidence", b"_confidence", "box", b"box", "confidence", b"confidence", "motion", b"motion"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confidence", b"_confidence", "box", b"box", "confidence", b"confidence", "label", b"label", "track_id", b"track_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confidence", b"_confidence", "box", b"box", "confidence", b"confidence", "label", b"label", "motion", b"motion", "track_id", b"track_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confidence: _TypeAlias = _typing.Literal["confidence"]  # noqa: Y015
     _WhichOneofArgType__confidence: _TypeAlias = _typing.Literal["_confidence", b"_confidence"]  # noqa: Y015

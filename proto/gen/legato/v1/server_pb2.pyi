@@ -124,8 +124,8 @@ class GetServerInfoResponse(_message.Message):
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it can do beyond the least, as words: `sessions`, `images`, `admin`, `shared_images`, `adapters`,
-        `logprobs`, `checkpoints`, `pipeline_depth`, `pixel_format.nv12`, `pixel_format.yuyv`. Clients ignore words they do
-        not know.
+        `logprobs`, `checkpoints`, `tracking`, `pipeline_depth`, `pixel_format.nv12`, `pixel_format.yuyv`. Clients ignore
+        words they do not know.
         """
 
     def __init__(

@@ -485,6 +485,7 @@ class FrameResult(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     LAST_FOR_FRAME_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
     last_for_frame: _builtins.bool
     """True in the last result of this frame."""
     @_builtins.property
@@ -499,6 +500,13 @@ class FrameResult(_message.Message):
     def image(self) -> _media_pb2.ImageInfo:
         """The picture."""
 
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """From the capture of the frame until the server sends this. Counted from `FrameStamp.capture_time` with the care that
+        `SessionOpen.max_frame_age` describes: where the clocks differ visibly, the quickest frame so far counts as
+        having come at once. Counted from arrival where the stamp has no such time. What the way back takes comes on top.
+        """
+
     def __init__(
         self,
         *,
@@ -506,10 +514,11 @@ class FrameResult(_message.Message):
         result: _task_pb2.TaskResult | None = ...,
         image: _media_pb2.ImageInfo | None = ...,
         last_for_frame: _builtins.bool = ...,
+        age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "result", b"result", "stamp", b"stamp"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "image", b"image", "result", b"result", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "last_for_frame", b"last_for_frame", "result", b"result", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "image", b"image", "last_for_frame", b"last_for_frame", "result", b"result", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

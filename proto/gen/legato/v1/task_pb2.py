@@ -27,7 +27,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from legato.v1 import geometry_pb2 as legato_dot_v1_dot_geometry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\"\xc2\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\x0b\n\tImagePart\"I\n\x08\x43hatPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x05image\x18\x02 \x01(\x0b\x32\x14.legato.v1.ImagePartH\x00\x42\x06\n\x04part\"T\n\x0b\x43hatMessage\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.legato.v1.ChatRole\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.legato.v1.ChatPart\"\x87\x01\n\tQueryTask\x12\x10\n\x08question\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\x08\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.legato.v1.ChatMessage\"7\n\x0b\x43\x61ptionTask\x12(\n\x06length\x18\x01 \x01(\x0e\x32\x18.legato.v1.CaptionLength\"\x9d\x01\n\nDetectTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12\x18\n\x0bmax_objects\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0emin_confidence\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12%\n\x05order\x18\x04 \x01(\x0e\x32\x16.legato.v1.ObjectOrderB\x0e\n\x0c_max_objectsB\x11\n\x0f_min_confidence\"\xc9\x01\n\tPointTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12\x18\n\x0bmax_objects\x18\x02 \x01(\rH\x00\x88\x01\x01\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12\x1b\n\x0emin_confidence\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12%\n\x05order\x18\x05 \x01(\x0e\x32\x16.legato.v1.ObjectOrderB\x0e\n\x0c_max_objectsB\x11\n\x0f_min_confidence\"J\n\x0bSegmentTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12+\n\x0cspatial_refs\x18\x02 \x03(\x0b\x32\x15.legato.v1.SpatialRef\"\x93\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x05query\x18\x02 \x01(\x0b\x32\x14.legato.v1.QueryTaskH\x00\x12)\n\x07\x63\x61ption\x18\x03 \x01(\x0b\x32\x16.legato.v1.CaptionTaskH\x00\x12\'\n\x06\x64\x65tect\x18\x04 \x01(\x0b\x32\x15.legato.v1.DetectTaskH\x00\x12%\n\x05point\x18\x05 \x01(\x0b\x32\x14.legato.v1.PointTaskH\x00\x12)\n\x07segment\x18\x06 \x01(\x0b\x32\x16.legato.v1.SegmentTaskH\x00\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.legato.v1.SamplingB\x06\n\x04kind\"U\n\tGrounding\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\tend_index\x18\x02 \x01(\r\x12 \n\x06points\x18\x03 \x03(\x0b\x32\x10.legato.v1.Point\"B\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\'\n\tgrounding\x18\x02 \x03(\x0b\x32\x14.legato.v1.Grounding\"F\n\x0bQueryResult\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12\'\n\treasoning\x18\x02 \x01(\x0b\x32\x14.legato.v1.Reasoning\" \n\rCaptionResult\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\":\n\x0c\x44\x65tectResult\x12*\n\x07objects\x18\x01 \x03(\x0b\x32\x19.legato.v1.DetectedObject\"7\n\x0bPointResult\x12(\n\x06points\x18\x01 \x03(\x0b\x32\x18.legato.v1.PointedObject\"5\n\rSegmentResult\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.legato.v1.Outline\"\xc2\x01\n\x05Usage\x12\x14\n\x0cinput_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cimage_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10reasoning_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0f\n\r_image_tokensB\x13\n\x11_reasoning_tokens\"\x8e\x02\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x99\x03\n\nTaskResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\'\n\x05query\x18\x02 \x01(\x0b\x32\x16.legato.v1.QueryResultH\x00\x12+\n\x07\x63\x61ption\x18\x03 \x01(\x0b\x32\x18.legato.v1.CaptionResultH\x00\x12)\n\x06\x64\x65tect\x18\x04 \x01(\x0b\x32\x17.legato.v1.DetectResultH\x00\x12\'\n\x05point\x18\x05 \x01(\x0b\x32\x16.legato.v1.PointResultH\x00\x12+\n\x07segment\x18\x06 \x01(\x0b\x32\x18.legato.v1.SegmentResultH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12.\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\t \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\n \x01(\x0b\x32\x12.legato.v1.TimingsB\x08\n\x06result*}\n\rCaptionLength\x12\x1e\n\x1a\x43\x41PTION_LENGTH_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41PTION_LENGTH_SHORT\x10\x01\x12\x19\n\x15\x43\x41PTION_LENGTH_NORMAL\x10\x02\x12\x17\n\x13\x43\x41PTION_LENGTH_LONG\x10\x03*h\n\x08\x43hatRole\x12\x19\n\x15\x43HAT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HAT_ROLE_SYSTEM\x10\x01\x12\x12\n\x0e\x43HAT_ROLE_USER\x10\x02\x12\x17\n\x13\x43HAT_ROLE_ASSISTANT\x10\x03*`\n\x0bObjectOrder\x12\x1c\n\x18OBJECT_ORDER_UNSPECIFIED\x10\x00\x12\x16\n\x12OBJECT_ORDER_MODEL\x10\x01\x12\x1b\n\x17OBJECT_ORDER_CONFIDENCE\x10\x02*\xb9\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_MAX_OBJECTS\x10\x03\x12\x1c\n\x18\x46INISH_REASON_SUPERSEDED\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14legato/v1/task.proto\x12\tlegato.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18legato/v1/geometry.proto\"\xc2\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\x0b\n\tImagePart\"I\n\x08\x43hatPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x05image\x18\x02 \x01(\x0b\x32\x14.legato.v1.ImagePartH\x00\x42\x06\n\x04part\"T\n\x0b\x43hatMessage\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.legato.v1.ChatRole\x12\"\n\x05parts\x18\x02 \x03(\x0b\x32\x13.legato.v1.ChatPart\"\x87\x01\n\tQueryTask\x12\x10\n\x08question\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\x08\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.legato.v1.ChatMessage\"7\n\x0b\x43\x61ptionTask\x12(\n\x06length\x18\x01 \x01(\x0e\x32\x18.legato.v1.CaptionLength\"9\n\x08Tracking\x12-\n\nmax_unseen\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc4\x01\n\nDetectTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12\x18\n\x0bmax_objects\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0emin_confidence\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12%\n\x05order\x18\x04 \x01(\x0e\x32\x16.legato.v1.ObjectOrder\x12%\n\x08tracking\x18\x05 \x01(\x0b\x32\x13.legato.v1.TrackingB\x0e\n\x0c_max_objectsB\x11\n\x0f_min_confidence\"\xc9\x01\n\tPointTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12\x18\n\x0bmax_objects\x18\x02 \x01(\rH\x00\x88\x01\x01\x12+\n\x0cspatial_refs\x18\x03 \x03(\x0b\x32\x15.legato.v1.SpatialRef\x12\x1b\n\x0emin_confidence\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12%\n\x05order\x18\x05 \x01(\x0e\x32\x16.legato.v1.ObjectOrderB\x0e\n\x0c_max_objectsB\x11\n\x0f_min_confidence\"J\n\x0bSegmentTask\x12\x0e\n\x06object\x18\x01 \x01(\t\x12+\n\x0cspatial_refs\x18\x02 \x03(\x0b\x32\x15.legato.v1.SpatialRef\"\x93\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12%\n\x05query\x18\x02 \x01(\x0b\x32\x14.legato.v1.QueryTaskH\x00\x12)\n\x07\x63\x61ption\x18\x03 \x01(\x0b\x32\x16.legato.v1.CaptionTaskH\x00\x12\'\n\x06\x64\x65tect\x18\x04 \x01(\x0b\x32\x15.legato.v1.DetectTaskH\x00\x12%\n\x05point\x18\x05 \x01(\x0b\x32\x14.legato.v1.PointTaskH\x00\x12)\n\x07segment\x18\x06 \x01(\x0b\x32\x16.legato.v1.SegmentTaskH\x00\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.legato.v1.SamplingB\x06\n\x04kind\"U\n\tGrounding\x12\x13\n\x0bstart_index\x18\x01 \x01(\r\x12\x11\n\tend_index\x18\x02 \x01(\r\x12 \n\x06points\x18\x03 \x03(\x0b\x32\x10.legato.v1.Point\"B\n\tReasoning\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\'\n\tgrounding\x18\x02 \x03(\x0b\x32\x14.legato.v1.Grounding\"F\n\x0bQueryResult\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\t\x12\'\n\treasoning\x18\x02 \x01(\x0b\x32\x14.legato.v1.Reasoning\" \n\rCaptionResult\x12\x0f\n\x07\x63\x61ption\x18\x01 \x01(\t\":\n\x0c\x44\x65tectResult\x12*\n\x07objects\x18\x01 \x03(\x0b\x32\x19.legato.v1.DetectedObject\"7\n\x0bPointResult\x12(\n\x06points\x18\x01 \x03(\x0b\x32\x18.legato.v1.PointedObject\"5\n\rSegmentResult\x12$\n\x08segments\x18\x01 \x03(\x0b\x32\x12.legato.v1.Outline\"\xc2\x01\n\x05Usage\x12\x14\n\x0cinput_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cimage_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1d\n\x10reasoning_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0f\n\r_image_tokensB\x13\n\x11_reasoning_tokens\"\x8e\x02\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05image\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x99\x03\n\nTaskResult\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\'\n\x05query\x18\x02 \x01(\x0b\x32\x16.legato.v1.QueryResultH\x00\x12+\n\x07\x63\x61ption\x18\x03 \x01(\x0b\x32\x18.legato.v1.CaptionResultH\x00\x12)\n\x06\x64\x65tect\x18\x04 \x01(\x0b\x32\x17.legato.v1.DetectResultH\x00\x12\'\n\x05point\x18\x05 \x01(\x0b\x32\x16.legato.v1.PointResultH\x00\x12+\n\x07segment\x18\x06 \x01(\x0b\x32\x18.legato.v1.SegmentResultH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12.\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x17.legato.v1.FinishReason\x12\x1f\n\x05usage\x18\t \x01(\x0b\x32\x10.legato.v1.Usage\x12#\n\x07timings\x18\n \x01(\x0b\x32\x12.legato.v1.TimingsB\x08\n\x06result*}\n\rCaptionLength\x12\x1e\n\x1a\x43\x41PTION_LENGTH_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41PTION_LENGTH_SHORT\x10\x01\x12\x19\n\x15\x43\x41PTION_LENGTH_NORMAL\x10\x02\x12\x17\n\x13\x43\x41PTION_LENGTH_LONG\x10\x03*h\n\x08\x43hatRole\x12\x19\n\x15\x43HAT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HAT_ROLE_SYSTEM\x10\x01\x12\x12\n\x0e\x43HAT_ROLE_USER\x10\x02\x12\x17\n\x13\x43HAT_ROLE_ASSISTANT\x10\x03*`\n\x0bObjectOrder\x12\x1c\n\x18OBJECT_ORDER_UNSPECIFIED\x10\x00\x12\x16\n\x12OBJECT_ORDER_MODEL\x10\x01\x12\x1b\n\x17OBJECT_ORDER_CONFIDENCE\x10\x02*\xb9\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_MAX_OBJECTS\x10\x03\x12\x1c\n\x18\x46INISH_REASON_SUPERSEDED\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x42<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +35,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'legato.v1.task_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1'
-  _globals['_CAPTIONLENGTH']._serialized_start=2717
-  _globals['_CAPTIONLENGTH']._serialized_end=2842
-  _globals['_CHATROLE']._serialized_start=2844
-  _globals['_CHATROLE']._serialized_end=2948
-  _globals['_OBJECTORDER']._serialized_start=2950
-  _globals['_OBJECTORDER']._serialized_end=3046
-  _globals['_FINISHREASON']._serialized_start=3049
-  _globals['_FINISHREASON']._serialized_end=3234
+  _globals['_CAPTIONLENGTH']._serialized_start=2815
+  _globals['_CAPTIONLENGTH']._serialized_end=2940
+  _globals['_CHATROLE']._serialized_start=2942
+  _globals['_CHATROLE']._serialized_end=3046
+  _globals['_OBJECTORDER']._serialized_start=3048
+  _globals['_OBJECTORDER']._serialized_end=3144
+  _globals['_FINISHREASON']._serialized_start=3147
+  _globals['_FINISHREASON']._serialized_end=3332
   _globals['_SAMPLING']._serialized_start=119
   _globals['_SAMPLING']._serialized_end=313
   _globals['_IMAGEPART']._serialized_start=315
@@ -55,32 +55,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUERYTASK']._serialized_end=625
   _globals['_CAPTIONTASK']._serialized_start=627
   _globals['_CAPTIONTASK']._serialized_end=682
-  _globals['_DETECTTASK']._serialized_start=685
-  _globals['_DETECTTASK']._serialized_end=842
-  _globals['_POINTTASK']._serialized_start=845
-  _globals['_POINTTASK']._serialized_end=1046
-  _globals['_SEGMENTTASK']._serialized_start=1048
-  _globals['_SEGMENTTASK']._serialized_end=1122
-  _globals['_TASK']._serialized_start=1125
-  _globals['_TASK']._serialized_end=1400
-  _globals['_GROUNDING']._serialized_start=1402
-  _globals['_GROUNDING']._serialized_end=1487
-  _globals['_REASONING']._serialized_start=1489
-  _globals['_REASONING']._serialized_end=1555
-  _globals['_QUERYRESULT']._serialized_start=1557
-  _globals['_QUERYRESULT']._serialized_end=1627
-  _globals['_CAPTIONRESULT']._serialized_start=1629
-  _globals['_CAPTIONRESULT']._serialized_end=1661
-  _globals['_DETECTRESULT']._serialized_start=1663
-  _globals['_DETECTRESULT']._serialized_end=1721
-  _globals['_POINTRESULT']._serialized_start=1723
-  _globals['_POINTRESULT']._serialized_end=1778
-  _globals['_SEGMENTRESULT']._serialized_start=1780
-  _globals['_SEGMENTRESULT']._serialized_end=1833
-  _globals['_USAGE']._serialized_start=1836
-  _globals['_USAGE']._serialized_end=2030
-  _globals['_TIMINGS']._serialized_start=2033
-  _globals['_TIMINGS']._serialized_end=2303
-  _globals['_TASKRESULT']._serialized_start=2306
-  _globals['_TASKRESULT']._serialized_end=2715
+  _globals['_TRACKING']._serialized_start=684
+  _globals['_TRACKING']._serialized_end=741
+  _globals['_DETECTTASK']._serialized_start=744
+  _globals['_DETECTTASK']._serialized_end=940
+  _globals['_POINTTASK']._serialized_start=943
+  _globals['_POINTTASK']._serialized_end=1144
+  _globals['_SEGMENTTASK']._serialized_start=1146
+  _globals['_SEGMENTTASK']._serialized_end=1220
+  _globals['_TASK']._serialized_start=1223
+  _globals['_TASK']._serialized_end=1498
+  _globals['_GROUNDING']._serialized_start=1500
+  _globals['_GROUNDING']._serialized_end=1585
+  _globals['_REASONING']._serialized_start=1587
+  _globals['_REASONING']._serialized_end=1653
+  _globals['_QUERYRESULT']._serialized_start=1655
+  _globals['_QUERYRESULT']._serialized_end=1725
+  _globals['_CAPTIONRESULT']._serialized_start=1727
+  _globals['_CAPTIONRESULT']._serialized_end=1759
+  _globals['_DETECTRESULT']._serialized_start=1761
+  _globals['_DETECTRESULT']._serialized_end=1819
+  _globals['_POINTRESULT']._serialized_start=1821
+  _globals['_POINTRESULT']._serialized_end=1876
+  _globals['_SEGMENTRESULT']._serialized_start=1878
+  _globals['_SEGMENTRESULT']._serialized_end=1931
+  _globals['_USAGE']._serialized_start=1934
+  _globals['_USAGE']._serialized_end=2128
+  _globals['_TIMINGS']._serialized_start=2131
+  _globals['_TIMINGS']._serialized_end=2401
+  _globals['_TASKRESULT']._serialized_start=2404
+  _globals['_TASKRESULT']._serialized_end=2813
 # @@protoc_insertion_point(module_scope)

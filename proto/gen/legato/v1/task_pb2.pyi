@@ -350,6 +350,34 @@ class CaptionTask(_message.Message):
 Global___CaptionTask: _TypeAlias = CaptionTask  # noqa: Y015
 
 @_typing.final
+class Tracking(_message.Message):
+    """Follow the objects of a task from frame to frame of a session. A track is of one task of one session: another session,
+    also one that takes this one's place after `go_away`, starts with new tracks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_UNSEEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def max_unseen(self) -> _duration_pb2.Duration:
+        """How long a track waits for its object to be found again, in the time of the frames' stamps: at least 0, at most 60 s.
+        Frames that get no result leave it waiting. Absent: 2 s.
+        """
+
+    def __init__(
+        self,
+        *,
+        max_unseen: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_unseen", b"max_unseen"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_unseen", b"max_unseen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tracking: _TypeAlias = Tracking  # noqa: Y015
+
+@_typing.final
 class DetectTask(_message.Message):
     """Box every instance of an object."""
 
@@ -359,6 +387,7 @@ class DetectTask(_message.Message):
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
+    TRACKING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to look for, as a noun phrase ("red cup"). Required."""
     max_objects: _builtins.int
@@ -371,6 +400,14 @@ class DetectTask(_message.Message):
     """
     order: Global___ObjectOrder.ValueType
     """The order of the objects in the result. Events come as the model finds them, whatever it is."""
+    @_builtins.property
+    def tracking(self) -> Global___Tracking:
+        """Give the objects of results a `track_id` and a `motion`; those of deltas have none. Only in the standing tasks of a
+        session; elsewhere INVALID_ARGUMENT INVALID_FIELD. Where `UpdateTasks` gives a task of the same id and object,
+        its tracks go on; those of other tasks end, and later results of frames before it have none. Absent: no tracking. A server
+        without the capability `tracking` ignores it.
+        """
+
     def __init__(
         self,
         *,
@@ -378,10 +415,11 @@ class DetectTask(_message.Message):
         max_objects: _builtins.int | None = ...,
         min_confidence: _builtins.float | None = ...,
         order: Global___ObjectOrder.ValueType = ...,
+        tracking: Global___Tracking | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "tracking", b"tracking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_confidence", b"_min_confidence", "max_objects", b"max_objects", "min_confidence", b"min_confidence", "object", b"object", "order", b"order", "tracking", b"tracking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015

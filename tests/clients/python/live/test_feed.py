@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import status_pb2
-from legato.v1 import session_pb2
+from legato.v1 import geometry_pb2, session_pb2, task_pb2
 from legato_client import (
     CaptionTask,
     Client,
+    DetectTask,
     LegatoError,
     NotFound,
     Unavailable,
 )
 from legato_client.live.feed import Asked, Feed
 from legato_client.live.figures import Figures
+from legato_client.live.lane import Answered
 from legato_client.live.shot import Shot
 
 from tests.clients.python.failures import failure
@@ -28,7 +31,7 @@ GONE = failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
 TASKS = {"caption": CaptionTask(), "short": CaptionTask("short")}
 
 
-def picture() -> bytes:
+def picture() -> Any:
     return b"picture"
 
 
@@ -37,13 +40,13 @@ class Played:
 
     def __init__(self, client, **how):
         waits, patience = how.pop("waits", False), how.pop("patience", 30.0)
-        self.answered = []
+        self.answered: list[Answered] = []
         self.figures = Figures()
         self.problem: Exception | None = None
         self._count = 0
         self.feed = Feed(
             client,
-            Asked(TASKS, **how),
+            Asked(how.pop("tasks", TASKS), **how),
             how.get("tell", self.answered.append),
             self.figures,
             patience=patience,
@@ -172,6 +175,36 @@ def test_a_lost_session_is_followed_by_another(play, server, every):
     assert totals.reconnects == 1
 
 
+def test_tracks_of_two_sessions_are_not_confused(play, server):
+    """Detections are followed where that is asked; a session uses no name of an earlier one."""
+
+    def end_first(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        detect = task_pb2.DetectResult(
+            objects=[geometry_pb2.DetectedObject(track_id=name) for name in ("1", "")]
+        )
+        conversation.accept(frame.stamp.sequence)
+        for task in conversation.tasks:
+            last = task is conversation.tasks[-1]
+            result = task_pb2.TaskResult(task_id=task.task_id, detect=detect)
+            conversation.result(frame, result, last)
+        if len(server.sessions.conversations) == 1:
+            conversation.fail(GONE)
+
+    server.sessions.on_frame = end_first
+    tasks = {"a": DetectTask("cup"), "b": CaptionTask()}
+    played = play(tasks=tasks, track=True)
+    for number in (0, 1):
+        played.offer()
+        until(lambda number=number: number in played.numbers)
+        until(lambda number=number: len(server.sessions.conversations) == 2)
+    names = [[each.track_id for each in a.outcomes["a"].objects] for a in played.answered]
+    assert names == [["1", ""], ["2-1", ""]]
+    opened = server.sessions.conversations[0].requests[0].open
+    detection, caption = opened.standing_tasks
+    assert detection.detect.HasField("tracking")
+    assert (detection.task_id, caption.task_id) == ("a", "b")
+
+
 def test_a_lost_server_is_looked_for_again_and_again(play, server):
     """Each attempt that fails is followed by another, without a picture."""
     played = play()
@@ -232,11 +265,11 @@ def test_the_newest_of_many_is_sent(play, server):
     assert played.join().answered == 3
 
 
-def len_of(played) -> int:
+def len_of(played):
     return played.figures.totals().taken
 
 
-def left_out(played) -> int:
+def left_out(played):
     totals = played.figures.totals()
     return totals.replaced + totals.refused
 
