@@ -237,6 +237,40 @@ func TestTokensAreTyped(t *testing.T) {
 	}
 }
 
+// Alternatives and certainties are told where they were sent; what asks for them, a filter and an order are sent.
+func TestConfidencesAreAskedForAndTold(t *testing.T) {
+	var asked *legatov1.DetectRequest
+	sure := float32(0.75)
+	token := &legatov1.Token{
+		TokenId:      5,
+		Certainty:    &legatov1.TokenCertainty{Existence: 0.5, Concentration: 0.25},
+		Alternatives: []*legatov1.TokenAlternative{{TokenId: 7, Text: "or", Logprob: -1}},
+	}
+	server := &fake{detect: func(_ context.Context, request *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+		asked = request
+		return &legatov1.DetectResponse{
+			Objects: []*legatov1.DetectedObject{{Confidence: &sure}},
+			Info:    &legatov1.ResponseInfo{Tokens: []*legatov1.Token{token}},
+		}, nil
+	}}
+	detected, err := server.dial(t).Detect(
+		t.Context(), picture, "bus", WithMinConfidence(0.5), WithOrder(OrderConfidence), WithAlternatives(3),
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if asked.GetMinConfidence() != 0.5 || asked.Order != legatov1.ObjectOrder_OBJECT_ORDER_CONFIDENCE {
+		t.Errorf("asked for %v and %v", asked.GetMinConfidence(), asked.Order)
+	}
+	if asked.Options.GetTopLogprobs() != 3 || *detected.Objects[0].Confidence != sure {
+		t.Errorf("asked for %d, got %v", asked.Options.GetTopLogprobs(), detected.Objects[0].Confidence)
+	}
+	want := []Token{{ID: 5, Certainty: &Certainty{0.5, 0.25}, Alternatives: []Alternative{{7, "or", -1}}}}
+	if !reflect.DeepEqual(detected.Info.Tokens, want) {
+		t.Errorf("got %+v", detected.Info.Tokens)
+	}
+}
+
 // A request that is too large, or an option of another task, is refused before it is sent.
 func TestWhatIsRefusedUnsent(t *testing.T) {
 	client := (&fake{}).dial(t, WithMaxMessageBytes(1000))

@@ -133,7 +133,9 @@ func stampOf(from *legatov1.FrameStamp) FrameStamp {
 
 func tokenOf(from *legatov1.Token) Token {
 	token := Token{ID: from.TokenId, Text: from.Text, Logprob: from.Logprob}
-	token.Alternatives = all(from.Alternatives, alternativeOf)
+	if len(from.Alternatives) > 0 {
+		token.Alternatives = all(from.Alternatives, alternativeOf)
+	}
 	if sure := from.Certainty; sure != nil {
 		token.Certainty = &Certainty{sure.Existence, sure.Concentration}
 	}

@@ -34,6 +34,10 @@ _TASKS: dict[str, Callable[[str], Task]] = {
 }
 
 
+class NoCertainties(Exception):
+    """The server found objects and did not tell how sure the model was of their tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """An object that was found; `score` is its confidence before any calibration."""
@@ -59,6 +63,7 @@ def score(
 
     Raises:
         LegatoError: the server refuses, or a picture cannot be read by it.
+        NoCertainties: the server does not tell them.
         OSError: a file cannot be read.
     """
     options = Options(model=model, top_logprobs=0)
@@ -91,6 +96,8 @@ def _of_picture(
                 raise outcome
             places = _places(outcome)
             scores = raw_scores(outcome.info.tokens, _TOKENS[skill])
+            if len(scores) < len(places):
+                raise NoCertainties
             rights = right_places(places, scores, picture.boxes[name])
             for place, one, right in zip(places, scores, rights, strict=False):
                 yield Scored(skill, picture.number, name, place, one, right)

@@ -19,7 +19,7 @@ from legato_client.calibration.labelled import (
     UnusableLabels,
     read_labels,
 )
-from legato_client.calibration.scored import SKILLS, Scored, score
+from legato_client.calibration.scored import SKILLS, NoCertainties, Scored, score
 from legato_client.cli import arguments, forward
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.local_server import LocalServer
@@ -136,6 +136,11 @@ def _score(
             return score(
                 client, labels.pictures, args.skills, model=model, parallel=args.parallel, tell=tell
             )
+        except NoCertainties:
+            raise CommandError(
+                "the server does not tell how sure its model is of tokens: it is older than this "
+                "client, or its model has no confidences"
+            ) from None
         except OSError as error:
             raise CommandError(f"cannot read {error.filename}: {error.strerror}") from None
 

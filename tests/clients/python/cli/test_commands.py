@@ -17,27 +17,6 @@ from tests.clients.python.fake_server import STREAMS, events
 Code = grpc.StatusCode
 
 
-@pytest.fixture
-def picture(tmp_path):
-    """An image file."""
-    path = tmp_path / "a.png"
-    Image.new("RGB", (200, 100), "white").save(path)
-    return str(path)
-
-
-@pytest.fixture
-def legato(server, monkeypatch, capsys):
-    """Run `legato` against the scripted server: exit code, standard output, standard error."""
-    monkeypatch.setenv("LEGATO_SERVER", server.target)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = main(list(words))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
 def test_detect(legato, picture, server):
     """Boxes are shown in pixels, and the exit code is 0."""
     code, out, err = legato("detect", picture, "cat", "--max-objects", "3", "--temperature", "0")
