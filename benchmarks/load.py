@@ -40,8 +40,9 @@ class Call:
 class Cell:
     """The figures of one workload at one number of callers; times are in milliseconds.
 
+    `answered` counts all calls that succeeded, `calls` the timed ones, `failed` all others.
     `per_second` counts answers while all callers are busy, over `window` seconds. Latencies are of
-    the timed calls that succeeded, `failed` is of all. `load_cpu` is the share of a core that the
+    the timed calls that succeeded. `load_cpu` is the share of a core that the
     busiest load process used.
     """
 
@@ -57,6 +58,7 @@ class Cell:
     cached_share: float
     load_cpu: float
     errors: tuple[str, ...]
+    answered: int = 0
 
 
 def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
@@ -65,7 +67,9 @@ def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
     errors = tuple(sorted({call.error for call in calls if call.error}))[:5]
     failed = sum(bool(call.error) for call in calls)
     if len(good) < 2:
-        return Cell(len(good), failed, 0, 0, 0, 0, 0, 0, 0, 0, load_cpu, errors)
+        return Cell(
+            len(good), failed, 0, 0, 0, 0, 0, 0, 0, 0, load_cpu, errors, len(calls) - failed
+        )
     cuts = statistics.quantiles([(call.end - call.start) * 1e3 for call in good], n=100)
     opening, closing = min(call.start for call in good), max(call.start for call in good)
     answered = sum(opening < call.end <= closing for call in calls if not call.error)
@@ -83,6 +87,7 @@ def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
         cached_share=statistics.fmean(call.cached for call in good),
         load_cpu=load_cpu,
         errors=errors,
+        answered=len(calls) - failed,
     )
 
 

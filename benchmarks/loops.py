@@ -64,10 +64,12 @@ _KINDS = 10  # of its questions, and of its other requests
 class Decodes(SilentSink):
     """Runs sequences and counts their decodes."""
 
-    def __init__(self, assembly: Assembly, *, at_once: int, depth: int = 2) -> None:
+    def __init__(
+        self, assembly: Assembly, *, at_once: int, depth: int = 2, shares: bool = False
+    ) -> None:
         self.launches = self.waits = self.steps = 0
         self.scheduler: Scheduler = assembly.scheduler(
-            self, pipeline_depth=depth, prefills_per_decode=at_once, shares=False, observer=self
+            self, pipeline_depth=depth, prefills_per_decode=at_once, shares=shares, observer=self
         )
 
     def committed(self, launched: StepRecord) -> None:
@@ -140,10 +142,11 @@ def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[fl
 def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
     """Tokens a second when each of `callers` asks again as soon as it has an answer.
 
-    Questions, or `lists` of objects and points about a known image.
+    Questions, or `lists` of objects and points about a known image; as in a server, prompts share
+    launches with decodes.
     """
     draw, image = random.Random(3), picture(assembly)
-    run = Decodes(assembly, at_once=1)
+    run = Decodes(assembly, at_once=1, shares=True)
     live: list[tuple[EngineSequence, RecordedTask]] = []
     count = committed = 0
     begin = time.perf_counter()
@@ -218,12 +221,16 @@ def skilled(
 
 
 def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object, ...]]:
-    """What the device chose for an answer: tokens and, where it has any, values and
-    log-probabilities.
+    """What the device chose for an answer: tokens and, where it has any, values with their
+    certainty, and log-probabilities.
     """
     payload, logprobs = sequence.task.has_payload, sequence.request.logprobs
     return [
-        (token.token_id, token.payload if payload else None, token.logprob if logprobs else None)
+        (
+            token.token_id,
+            *((token.payload, token.certainty) if payload else ()),
+            *((token.logprob,) if logprobs else ()),
+        )
         for token in task.sampled
     ]
 

@@ -70,7 +70,7 @@ class Contender:
         engine = cpu.engine(self._server.pid)
         before = cpu.seconds(engine)
         cell = self._load.run(jobs, ask.callers, seconds)
-        return Turn(cell, (cpu.seconds(engine) - before) / len(jobs) * 1e3)
+        return Turn(cell, (cpu.seconds(engine) - before) / max(1, cell.answered) * 1e3)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,8 +117,8 @@ def _measure(
     calls = round(arguments.calls_scale * default_calls(callers))
     for index in range(arguments.turns):
         order = list(contenders) if index % 2 == 0 else list(contenders)[::-1]
+        ask = Ask(callers=callers, calls=max(2, calls), tokens=kind.tokens, first=next(numbers))
         for path in order:
-            ask = Ask(callers=callers, calls=max(2, calls), tokens=kind.tokens, first=next(numbers))
             turn = contenders[path].turn(kind, ask, arguments.cell_seconds)
             turns[path].append(dataclasses.asdict(turn.cell) | {"engine_ms": turn.engine_ms})
     return {"request": kind.name, "callers": callers, "turns": turns}

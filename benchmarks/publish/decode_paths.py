@@ -32,7 +32,7 @@ def launches(records: Records) -> str:
         for (name, words), each in zip(NAMES.items(), counts(records).values(), strict=True)
     ]
     heads = (
-        f"one answer of {_LENGTH} tokens",
+        f"one answer of {_LENGTH} tokens, after its second",
         "decode launches",
         "waits of the host for one",
         "step, ms",

@@ -22,6 +22,7 @@ def test_requests_per_second_are_those_of_the_steady_state() -> None:
     assert cell.per_second == pytest.approx(16.0)
     assert (cell.p50, cell.p95, cell.p99) == pytest.approx((500.0, 500.0, 500.0))
     assert (cell.calls, cell.failed, cell.mean_tokens, cell.load_cpu) == (80, 0, 3.0, 0.25)
+    assert cell.answered == 96
 
 
 def test_failures_are_counted_and_have_no_latency() -> None:

@@ -9,13 +9,15 @@ where a field has them. The file keeps the first test that sees a part.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 
 import pytest
 from google.protobuf.message import Message
+
+WORDS = ("GetServerInfoResponse.capabilities", "Model.tasks")
+"""Lists whose comments name the words that they may hold."""
 
 SEEN: dict[str, str] = {}
 
@@ -71,10 +73,11 @@ def look(message: Message) -> None:
         for each in value if field.is_repeated else [value]:
             if isinstance(each, Message):
                 look(each)
-            elif field.enum_type is not None:
-                with contextlib.suppress(KeyError):
-                    _note(field.enum_type.values_by_number[each].name)
-            elif own and field.name in ("capabilities", "tasks") and isinstance(each, str):
+            elif own and field.enum_type is not None:
+                value_of = field.enum_type.values_by_number.get(each)  # None: sent on purpose
+                if value_of is not None and not value_of.name.endswith("_UNSPECIFIED"):
+                    _note(value_of.name)
+            elif f"{message.DESCRIPTOR.name}.{field.name}" in WORDS:
                 _note(f"{message.DESCRIPTOR.name}.{field.name}: {each}")
 
 

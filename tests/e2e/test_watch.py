@@ -58,6 +58,7 @@ def test_every_frame_of_a_clip_is_answered(legato, clip, tmp_path):
     lines, film = tmp_path / "out.jsonl", tmp_path / "out.mp4"
     figures = legato(clip, "--every-frame", "--output", lines, "--output", film)
     assert (figures["taken"], figures["answered"], figures["lost"]) == (FRAMES, FRAMES, 0)
+    assert figures["not_drawn"] == 0
     assert [line["frame"] for line in lines_of(lines)] == list(range(FRAMES))
     for number, line in enumerate(lines_of(lines)):
         (circle,) = line["results"]["detect:red circle"]["objects"]

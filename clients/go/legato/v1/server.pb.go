@@ -361,7 +361,7 @@ type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its name, unique on this server.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Other names that requests may use.
+	// Other names that requests may use. Reserved for later: servers give none yet.
 	Aliases []string `protobuf:"bytes,2,rep,name=aliases,proto3" json:"aliases,omitempty"`
 	// What it can do: `query`, `caption`, `detect`, `point`, `segment`, `reasoning`.
 	Tasks []string `protobuf:"bytes,3,rep,name=tasks,proto3" json:"tasks,omitempty"`
@@ -507,7 +507,7 @@ type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The models of this page.
 	Models []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
-	// Gives the next page. Empty: this was the last.
+	// Gives the next page. Empty: this was the last. Reserved for later: servers have one model, which fits a page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     from legato_client.cli.watch_view import View  # needs Pillow
-    from legato_client.live import camera
+    from legato_client.live import camera, outputs
 
     sampling, least = arguments.sampling_of(args), args.min_confidence
     asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
@@ -120,9 +120,12 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
         )
         problem = _Watch(feed, taker).perform(args.seconds, view.refresh)
     totals = figures.totals()
+    not_drawn = sum(each.left_out for each in receivers if isinstance(each, outputs.Film))
     for line in summary(totals):
         terminal.line(line)
-    terminal.document({"model": feed.model, **totals.document()})
+    if not_drawn:
+        terminal.line(f"{not_drawn} answered frames are not in the video: drawing is slower")
+    terminal.document({"model": feed.model, **totals.document(), "not_drawn": not_drawn})
     if problem is not None:
         raise problem
 

@@ -21,7 +21,7 @@ _DEPTH = 10  # messages that a late reader still gets, as in ROS 2 by default
 SENSOR_DATA = Qos(
     Policy.Reliability.BestEffort, Policy.Durability.Volatile, Policy.History.KeepLast(1)
 )
-"""For reading images: whoever sends may be reliable or not, and only the newest counts."""
+"""For reading images: writers may be reliable or not, and only the newest image counts."""
 DEFAULT = Qos(
     Policy.Reliability.Reliable(duration(milliseconds=100)),
     Policy.Durability.Volatile,
@@ -32,7 +32,7 @@ LATCHED = Qos(
     Policy.Durability.TransientLocal,
     Policy.History.KeepLast(1),
 )
-"""Whoever subscribes later gets the last message too."""
+"""A late subscriber gets the last message too."""
 
 
 def dds_name(topic: str) -> str:

@@ -64,7 +64,9 @@ class MoondreamFrontend:
     ) -> None:
         self.name = config.name
         self.takes_images = True
-        self.tasks = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
+        skills = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
+        reasons = config.templates.query_reasoning is not None
+        self.tasks = (*skills, "reasoning") if reasons else skills
         self.constraints = constraint_table(config)
         self.vocab_size = config.text.vocab_size
         self._config = config

@@ -210,7 +210,7 @@ class Model(_message.Message):
     """Most positions of prompt, image and answer together, in tokens."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Other names that requests may use."""
+        """Other names that requests may use. Reserved for later: servers give none yet."""
 
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -273,7 +273,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Gives the next page. Empty: this was the last."""
+    """Gives the next page. Empty: this was the last. Reserved for later: servers have one model, which fits a page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
         """The models of this page."""

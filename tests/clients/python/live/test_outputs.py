@@ -74,7 +74,7 @@ def test_another_ending_is_refused(name):
         outputs.opened(name, "clip", False, io.BytesIO)
 
 
-def test_slow_work_keeps_nobody_waiting():
+def test_slow_work_does_not_delay_answers():
     """The oldest of what waits is left out, and counted."""
     go = threading.Event()
     taken = []

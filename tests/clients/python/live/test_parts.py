@@ -29,7 +29,7 @@ def never() -> bool:
 
 
 def test_the_newest_picture_takes_the_place():
-    """The others are counted by whoever puts."""
+    """`put` says how many others there were."""
     mailbox = Mailbox(every=False)
     assert [mailbox.put(shot(n)) for n in range(3)] == [0, 1, 1]
     assert mailbox.take(never).number == 2

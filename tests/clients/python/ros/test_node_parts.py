@@ -70,7 +70,7 @@ def test_failed_tasks_are_told_once():
     assert health.now("serving")[:2] == (Level.OK, "answering")
 
 
-def test_an_engine_that_nobody_may_ask_about_is_no_fault():
+def test_an_engine_of_unknown_state_is_no_fault():
     """Its state is told as it is."""
     figures = connected()
     figures.count("taken")

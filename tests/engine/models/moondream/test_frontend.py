@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from legato_engine.core import (
+    SKILLS,
     BlobRef,
     CaptionTask,
     DetectTask,
@@ -110,7 +111,15 @@ def test_moondream2_samples_text_and_not_coordinates():
     text = frontend.make_task(request(SPECS[0])).sampling
     assert (text.temperature, text.top_p) == (0.5, 0.3)
     assert frontend.make_task(request(SPECS[2])).sampling.temperature == 0.0
-    assert frontend.tasks == ("query", "caption", "detect", "point")
+    assert frontend.tasks == ("query", "caption", "detect", "point", "reasoning")
+
+
+def test_reasoning_is_a_task_where_there_is_a_template(tiny_config):
+    """Beside the skills that have one; a model without it says so."""
+    templates = msgspec.structs.replace(tiny_config.templates, query_reasoning=None)
+    plain = msgspec.structs.replace(tiny_config, templates=templates)
+    tasks = [MoondreamFrontend(each, StandInTokenizer()).tasks for each in (tiny_config, plain)]
+    assert tasks == [(*SKILLS, "reasoning"), SKILLS]
 
 
 @pytest.mark.parametrize(
