@@ -1,4 +1,6 @@
-"""Decode loops beside a launch for every step, on the same model, in one run.
+"""Decode loops, by a WHILE node and in the resident kernel, beside a launch for every step.
+
+One model, one run.
 
     python -m benchmarks loops --device cuda --model moondream2 --random-weights
 
@@ -51,8 +53,14 @@ from PIL import Image
 from benchmarks import record
 from benchmarks.speculation.run import RecordedTask
 
-PATHS = ("graph", "loop")
-STEPS = {"blocking": ("graph", 1), "graph": ("graph", 2), "loop": ("loop", 2)}
+PATHS = ("graph", "loop", "resident")
+"""The last one only where the kernel runs."""
+STEPS = {
+    "blocking": ("graph", 1),
+    "graph": ("graph", 2),
+    "loop": ("loop", 2),
+    "resident": ("resident", 2),
+}
 """Decode path and launches in flight by the names of steps."""
 
 _MS = 1e3
@@ -235,8 +243,13 @@ def values_of(sequence: EngineSequence, task: RecordedTask) -> list[tuple[object
     ]
 
 
-def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
-    """Answers of random lengths that come and are aborted at random, against each one alone."""
+def randomly(
+    assembly: Assembly, num_steps: int, seed: int, *, skills: bool = True
+) -> dict[str, int]:
+    """Answers of random lengths that come and are aborted at random, against each one alone.
+
+    Without `skills` all are questions.
+    """
     draw = random.Random(seed)
     run = Decodes(assembly, at_once=1)
     live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
@@ -246,7 +259,7 @@ def randomly(assembly: Assembly, num_steps: int, seed: int) -> dict[str, int]:
     image = picture(assembly)
 
     def make(kind: int, length: int) -> EngineSequence:
-        if kind % 2:
+        if kind % 2 or not skills:
             return question(assembly, kind, length)
         return skilled(assembly, image, kind // 2, length, logprobs=kind // 2 % 3 == 0)
 
@@ -289,7 +302,10 @@ def main(argv: Sequence[str]) -> int:
         model_config(arguments), max_running=most, max_waiting=2 * most + _LIVE, crops_per_launch=0
     )
     graph = assemble(config)
-    assemblies = {"graph": graph, "loop": with_decode_path(graph, "loop")}
+    assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
+    if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
+        del assemblies["resident"]
+    assemblies = {"graph": graph, **assemblies}
     rows = [_row(assemblies, streams, arguments) for streams in arguments.streams]
     waits = {
         path: joins(assembly, 1, arguments.joins, arguments.context)
@@ -300,7 +316,11 @@ def main(argv: Sequence[str]) -> int:
         for lists in (False, True)
         for callers in arguments.streams
     ]
-    totals = randomly(assemblies["loop"], arguments.steps, seed=1)
+    totals = {
+        path: randomly(assembly, arguments.steps, seed=1, skills=path == "loop")
+        for path, assembly in assemblies.items()
+        if path != "graph"
+    }
     graph.device.close()
     figures = {
         "model": msgspec.to_builtins(graph.info),
@@ -310,7 +330,7 @@ def main(argv: Sequence[str]) -> int:
         "random": totals,
     }
     heads = ("streams", "path", "step ms", "host us a token", "launches", "waits", "same tokens")
-    lines = [_cells(row, path) for row in rows for path in STEPS]
+    lines = [_cells(row, name) for row in rows for name in STEPS if name in row]
     join = [
         (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
         for path, taken in waits.items()
@@ -321,29 +341,43 @@ def main(argv: Sequence[str]) -> int:
         record.table(("path", "join P50 ms", "slowest ms"), join),
         "",
         record.table(
-            ("callers", "ask for", *PATHS, "loop / graph"), [_load_cells(row) for row in loads]
+            ("callers", "ask for", "path", "tokens/s", "of graph"),
+            [_load_cells(row, path) for row in loads for path in assemblies],
         ),
         "",
-        record.table(tuple(totals), [tuple(totals.values())]),
+        record.table(
+            ("path", *totals["loop"]), [(path, *each.values()) for path, each in totals.items()]
+        ),
     ]
     record.write(arguments.name, "Decode loops", figures, tables)
-    return 1 if totals["different"] or not all(row["identical"] for row in rows) else 0
+    different = any(each["different"] for each in totals.values())
+    return 1 if different or not all(row["identical"] for row in rows) else 0
 
 
 def _row(
     assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in STEPS}
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: []
+        for name, (path, _) in STEPS.items()
+        if path in assemblies
+        and (path != "resident" or streams <= assemblies[path].runner.resident_rows)
+    }
     for repeat in range(arguments.repeats + 1):
-        for name in STEPS if repeat % 2 else reversed(STEPS):
+        for name in list(runs) if repeat % 2 else reversed(runs):
             path, depth = STEPS[name]
             sizes = streams, arguments.length, arguments.context
             runs[name].append(steps_of(assemblies[path], *sizes, depth=depth))
     tokens = runs["graph"][0]["tokens"]
+    own = {
+        name: taken[0]["tokens"] if name == "resident" else tokens for name, taken in runs.items()
+    }
     row: dict[str, Any] = {
         "streams": streams,
-        "identical": all(run["tokens"] == tokens for taken in runs.values() for run in taken),
+        "identical": all(
+            run["tokens"] == own[name] for name, taken in runs.items() for run in taken
+        ),
     }
     for path, all_runs in runs.items():
         kept = all_runs[1:]
@@ -359,16 +393,16 @@ def _loads(
     assemblies: dict[str, Assembly], callers: int, num_tokens: int, *, lists: bool
 ) -> dict[str, Any]:
     """Tokens a second of each path, in turns."""
-    taken: dict[str, list[float]] = {path: [] for path in PATHS}
-    for path in (*PATHS, *reversed(PATHS)):
+    taken: dict[str, list[float]] = {path: [] for path in assemblies}
+    for path in (*assemblies, *reversed(assemblies)):
         taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
     return {"callers": callers, "lists": lists, **taken}
 
 
-def _load_cells(row: dict[str, Any]) -> tuple[object, ...]:
-    graph, loop = (statistics.mean(row[path]) for path in PATHS)
+def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
+    graph, own = (statistics.mean(row[each]) for each in ("graph", path))
     what = "lists" if row["lists"] else "answers"
-    return row["callers"], what, f"{graph:.0f}", f"{loop:.0f}", f"{loop / graph:.3f}"
+    return row["callers"], what, path, f"{own:.0f}", f"{own / graph:.3f}"
 
 
 def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:

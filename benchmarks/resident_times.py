@@ -8,7 +8,7 @@ import torch
 from legato_engine.resident.program import Op
 from legato_engine.resident.sizes import MOONDREAM2
 
-from benchmarks.resident_kernel import ResidentKernel, integers
+from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model
 
 CONTEXT = 850
@@ -59,11 +59,11 @@ def time_graph(tiles: list[int]) -> None:
 def _time(
     kernel: ResidentKernel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor, steps: int
 ) -> float:
-    out, times = integers(steps, len(tokens)), []
+    times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        kernel.run(cache, tokens, positions, steps, out)
+        kernel.run(cache, tokens, positions, steps)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / steps)
@@ -77,8 +77,8 @@ def _profile(
 ) -> None:
     """Clocks of waiting and running, by instruction: the workers' least, median and most."""
     steps, workers = 6, kernel.sizes.num_workers
-    profile = torch.zeros(workers, steps, kernel.count, 3, dtype=torch.int64, device=DEVICE)
-    kernel.run(cache, tokens, positions, steps, integers(steps, len(tokens)), profile=profile)
+    profile = torch.zeros(workers, steps, kernel.build.count, 3, dtype=torch.int64, device=DEVICE)
+    kernel.run(cache, tokens, positions, steps, profile=profile)
     if not kernel.ended("profile"):
         return
     clocks = profile[:, 2:].cpu().double()

@@ -1,10 +1,11 @@
 """A run's records as the few figures that are compared: `python -m benchmarks summary FOLDER`.
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
-Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of the slowest kind of
-task, `detect_over_text` of the worst number of streams. `hop_ms` is of one blocking client, of
-three tokens, with the image sent as bytes. Images are charts, except in figures whose names end
-with `_photo`. `sources` names the record, the commit and the date of each figure.
+`loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, which takes
+up to 8 streams. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
+the slowest kind of task, `detect_over_text` of the worst number of streams. `hop_ms` is of one
+blocking client, of three tokens, with the image sent as bytes. Images are charts, except in figures
+whose names end with `_photo`. `sources` names the record, the commit and the date of each figure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 Records = Mapping[str, Mapping[str, Any]]
 STREAMS = (1, 8, 32)
+RESIDENT_STREAMS = (1, 8)
 OUTPUT = "summary.json"
 PHOTOS = "e2e_photos"
 
@@ -28,6 +30,8 @@ SOURCES = {
     "gain_observed": "decode",
     "tick_cpu_us_32": "tick",
     "detect_over_text": "decode",
+    "loop_ms": "loops",
+    "resident_ms": "loops",
     "e2e_p50_ms_new": "e2e",
     "e2e_p50_ms_cached": "e2e",
     "req_per_s_64_new": "e2e",
@@ -72,6 +76,10 @@ def _figures_of(records: Records) -> dict[str, Any]:
             row["median_us"] for row in _rows(records, "tick") if row["streams"] == 32
         ),
         "detect_over_text": _largest(row["detect_over_text"] for row in constrained),
+        "loop_ms": _by_streams(_steps(records, "loop"), lambda row: row["loop"]["ms"]),
+        "resident_ms": _by_streams(
+            _steps(records, "resident"), lambda row: row["resident"]["ms"], RESIDENT_STREAMS
+        ),
         "e2e_p50_ms_new": _e2e(records, "new", 1, "p50"),
         "e2e_p50_ms_cached": _e2e(records, "cached", 1, "p50"),
         "req_per_s_64_new": _e2e(records, "new", 64, "per_second"),
@@ -134,10 +142,17 @@ def _rows(records: Records, name: str) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
+def _steps(records: Records, path: str) -> dict[int, Mapping[str, Any]]:
+    """Rows of the loops' record that have steps of a decode path, by number of streams."""
+    return {row["streams"]: row for row in _rows(records, "loops") if path in row}
+
+
 def _by_streams(
-    rows: Mapping[int, Mapping[str, Any]], figure: Callable[[Mapping[str, Any]], float]
+    rows: Mapping[int, Mapping[str, Any]],
+    figure: Callable[[Mapping[str, Any]], float],
+    streams: Sequence[int] = STREAMS,
 ) -> dict[str, float | None]:
-    return {str(n): figure(rows[n]) if n in rows else None for n in STREAMS}
+    return {str(n): figure(rows[n]) if n in rows else None for n in streams}
 
 
 def _e2e(

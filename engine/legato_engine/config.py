@@ -35,13 +35,18 @@ MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
-DECODE_PATHS = ("auto", "graph", "loop")
+RESIDENT_PATH = "resident"
+LOOP_PATHS = ("loop", RESIDENT_PATH)
+"""Paths whose launches have several steps."""
+DECODE_PATHS = ("auto", "graph", *LOOP_PATHS)
+WEIGHT_DTYPES = ("auto", "model", "int8", "int4")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
     "kv_dtype": ("auto", "model", "fp8"),
+    "weight_dtype": WEIGHT_DTYPES,
 }
 _RANGES = {
     "adapter_slots": (1, math.inf),
@@ -70,7 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
-    row needs the host between them, and excludes speculation; `auto` is `graph`.
+    row needs the host between them; `resident` runs these as one kernel where it can; both exclude
+    speculation. `auto` is `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
@@ -116,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pictures_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
+    weight_dtype: str = "auto"  # of linear layers on a CPU: auto, model (as dtype), int8, int4
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024
@@ -149,11 +156,13 @@ def check(config: EngineConfig) -> None:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
     speculates = max_block_size(config.speculation) > 0
-    if config.decode_path == "loop" and speculates:
-        reason = f"decode_path loop excludes speculation {config.speculation}"
+    loops = config.decode_path in LOOP_PATHS
+    if loops and speculates:
+        reason = f"decode_path {config.decode_path} excludes speculation {config.speculation}"
         raise InvalidField(f"{reason}; a loop has one token a row and step", field="decode_path")
-    if config.decode_path == "loop" and not config.cuda_graphs:
-        raise InvalidField("decode_path loop needs cuda_graphs", field="decode_path")
+    if loops and not config.cuda_graphs:
+        reason = f"decode_path {config.decode_path} needs cuda_graphs"
+        raise InvalidField(reason, field="decode_path")
 
 
 def max_block_size(setting: str) -> int:

@@ -52,6 +52,13 @@ RECORDS = {
             for task, cost in (("free", 20.0), ("detect", 31.0))
         ]
     ),
+    "loops": record(
+        rows=[
+            {"streams": 1, "loop": {"ms": 0.7}, "resident": {"ms": 0.8}},
+            {"streams": 8, "loop": {"ms": 1.0}, "resident": {"ms": 1.2}},
+            {"streams": 32, "loop": {"ms": 2.2}},
+        ]
+    ),
     "e2e": record(
         rows=[
             answered("new", 1, 3, p50=18.0, per_second=50.0),
@@ -88,6 +95,8 @@ def test_every_figure_comes_from_its_record() -> None:
     result = summary.summarise(RECORDS)
     assert summary.missing(result) == []
     assert result["decode_ms"] == pytest.approx({"1": 0.1, "8": 0.8, "32": 3.2})
+    assert result["loop_ms"] == {"1": 0.7, "8": 1.0, "32": 2.2}
+    assert result["resident_ms"] == {"1": 0.8, "8": 1.2}
     assert result["gain_predicted"]["8"] == pytest.approx(0.12)
     assert result["gain_observed"]["32"] == pytest.approx(0.1)
     assert (result["tick_cpu_us_32"], result["detect_over_text"]) == (31.0, 1.04)

@@ -55,9 +55,9 @@ class Bus:
         for array in self._detections.take(100):
             if isinstance(array, messages.Detection2DArray):  # not word of a writer's end
                 self.found.append(array)
-        for array in self._diagnostics.take(100):
-            if isinstance(array, messages.DiagnosticArray):
-                self.told += array.status
+        for told in self._diagnostics.take(100):
+            if isinstance(told, messages.DiagnosticArray):
+                self.told += told.status
 
     def info(self) -> messages.VisionInfo | None:
         """What a subscriber that comes now is told of the model."""

@@ -58,7 +58,7 @@ def test_a_bag_of_images_becomes_a_bag_of_answers(legato, tmp_path, capsys):
     assert read[-1][2].data == "hello"
 
 
-def box_of(detection) -> Box:
+def box_of(detection):
     """As a fraction of the image."""
     center, width, height = detection.bbox.center.position, *SIZE
     across, down = detection.bbox.size_x / 2, detection.bbox.size_y / 2
@@ -81,16 +81,6 @@ def test_what_makes_no_sense_is_refused(legato, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert path.read_bytes() == content
     assert not out.exists()
-    words = (
-        path,
-        "--topic",
-        TOPIC,
-        "--task",
-        "detect:cup",
-        "--out",
-        out,
-        "--server",
-        "127.0.0.1:1",
-    )
-    assert legato(*words) == ExitCode.UNAVAILABLE
+    asked = [path, "--topic", TOPIC, "--task", "detect:cup", "--out", out]
+    assert legato(*asked, "--server", "127.0.0.1:1") == ExitCode.UNAVAILABLE
     assert not out.exists()

@@ -75,7 +75,7 @@ def test_a_camera_outlives_its_servers(fresh, tmp_path, seconds, losses):
 
     Each array is of an image that was shown, none comes twice, and the node tells of each change.
     """
-    shown = []
+    shown: list[tuple[int, int]] = []
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(started(tmp_path, f"server-{number}", *NULL))

@@ -143,6 +143,27 @@ def run_fields(log: str) -> dict[str, str]:
     }
 
 
+def confidence_fields(measured: dict) -> dict[str, str]:
+    """What the confidences are worth on held-out scenes."""
+    lines = [
+        "| | objects found | right | ranks right above wrong | ECE before | ECE after |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for skill, each in measured["skills"].items():
+        shares = (each["right"] / each["objects"], each["auroc"])
+        errors = (each["ece_before"], each["ece_after"])
+        cells = [skill, str(each["objects"]), *(f"{x:.3f}" for x in (*shares, *errors))]
+        lines.append(f"| {' | '.join(cells)} |")
+    boxes = measured["boxes"]
+    return {
+        "CONFIDENCE": "\n".join(lines),
+        "AP": f"{boxes['AP']:.3f} ({boxes['AP50']:.3f} at IoU 0.5, {boxes['AP75']:.3f} at 0.75)",
+        "BOX_F1": f"{boxes['F1']:.3f}",
+        "HELD_OUT": str(measured["pictures"]),
+        "FITTED_ON": measured["fit"]["fitted_on"],
+    }
+
+
 def fields(metrics: dict, log: str) -> dict[str, str]:
     """What stands in the place of each @NAME@."""
     scores = known(metrics)
@@ -167,12 +188,15 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--metrics", type=Path, default=ROOT / "results/metrics.json")
+    parser.add_argument("--confidence", type=Path, default=ROOT / "results/confidence.json")
     parser.add_argument("--log", type=Path, default=ROOT / "results/training.log")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     text = (ROOT / "MODEL_CARD.md.in").read_text()
     metrics = json.loads(options.metrics.read_text())
-    for name, value in fields(metrics, options.log.read_text()).items():
+    measured = json.loads(options.confidence.read_text())
+    filled = fields(metrics, options.log.read_text()) | confidence_fields(measured)
+    for name, value in filled.items():
         text = text.replace(f"@{name}@", value)
     options.out.write_text(text)
 

@@ -22,7 +22,7 @@ WIDTH, HEIGHT, MARGIN = 300, 300, 44
 
 
 def average_precision(labels: LabelledFolder, found: list[Scored], annotations: Path) -> dict:
-    """COCO's AP of the boxes of detect, by score."""
+    """COCO's AP of the boxes of detect by score, and their F1 at IoU 0.5."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
+    from legato_engine.kernels.resident import ResidentSteps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,4 +67,8 @@ class StepKernels(Protocol):
 
     def values(self, state: RowTensors, sampled: SampledTokens) -> None:
         """Write the tokens' payloads, also to their rows' state, and their certainties."""
+        ...
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        """Make launches of several steps of up to `max_rows` rows, or say why there are none."""
         ...

@@ -1,7 +1,7 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART and BEST are workers.
+step and layer. The cells of PART and BEST are workers, those of TOKEN rows; STOP has one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import enum
 
 from legato_engine.resident.program import Instruction, Op, Source
-from legato_engine.resident.sizes import BLOCK, SPLITS, ModelSizes
+from legato_engine.resident.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes
 
 Version = tuple[int, int]
 """A step and a layer; X's layer is the one that it enters."""
@@ -25,7 +25,10 @@ class Buffer(enum.IntEnum):
     Q = 3
     PART = 4
     BEST = 5
-    KV = 6  # one for each layer and position: see `Access.position`
+    LOGITS = 6
+    TOKEN = 7
+    STOP = 8
+    KV = 9  # one for each layer and position: see `Access.position`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +78,14 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
             if it.src == Source.EMBED:
                 return [merged]
             return [merged, Access(Buffer(it.src), worker, 1, version)]
-        case Op.SELECT:
-            return [Access(Buffer.BEST, 0, everybody, (step, it.layer))]
+        case Op.SAMPLE if it.num_blocks:
+            logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
+            return [Access(Buffer.BEST, 0, everybody, version), logits]
+        case Op.COMMIT:
+            return [
+                Access(Buffer.TOKEN, 0, MAX_ROWS, version),
+                Access(Buffer.STOP, 0, 1, version),
+            ]
     return []
 
 
@@ -94,6 +103,13 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
             return [Access(Buffer.PART, worker, 1, version)]
         case Op.OUT:
             return [Access(Buffer(it.dst), worker, 1, (step, it.layer + 1))]
+        case Op.LISTEN if it.num_blocks:
+            return [Access(Buffer.STOP, 0, 1, version)]
         case Op.HEAD:
-            return [Access(Buffer.BEST, worker, 1, version)]
+            count, stride = it.num_blocks, sizes.num_workers
+            logits = Access(Buffer.LOGITS, it.block, count, version, stride=stride)
+            return [Access(Buffer.BEST, worker, 1, version), logits]
+        case Op.SAMPLE if it.num_blocks:
+            count, stride = it.num_blocks, sizes.num_workers
+            return [Access(Buffer.TOKEN, it.block, count, version, stride=stride)]
     return []

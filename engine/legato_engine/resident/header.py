@@ -12,7 +12,17 @@ from legato_engine.resident.program import FIELDS, NONE, WORDS, Op, Source
 from legato_engine.resident.sizes import ModelSizes
 
 FILE = "program.cuh"
-_CONSTANTS = ("BLOCK", "HEAD_DIM", "ROTARY_DIM", "SPLITS", "GROUP", "WARPS", "PAGE", "PAGE_BYTES")
+_CONSTANTS = (
+    "BLOCK",
+    "HEAD_DIM",
+    "ROTARY_DIM",
+    "SPLITS",
+    "GROUP",
+    "WARPS",
+    "MAX_ROWS",
+    "PAGE",
+    "PAGE_BYTES",
+)
 
 
 def header() -> str:
@@ -42,7 +52,6 @@ def defines(model: ModelSizes, ring_stages: int, tiles: int) -> dict[str, int]:
     return {
         "DIM": model.dim,
         "FF": model.ff_dim,
-        "LAYERS": model.num_layers,
         "VOCAB": model.vocab_size,
         "CHUNK": model.chunk,
         "STAGE_PAGES": model.pages_per_stage,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
-from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
+from legato_engine.resident.program import (
+    NONE,
+    Instruction,
+    Op,
+    Program,
+    Source,
+    num_counters,
+)
 from legato_engine.resident.sizes import ModelSizes
 
 BLOCKS_AT_ONCE = 4
@@ -20,7 +28,9 @@ _USED = {
     Op.ATTEND: {"block"},
     Op.OUT: {"src", "dst", "block", "num_blocks", "num_chunks", "stage"},
     Op.HEAD: {"src", "block", "num_blocks", "num_chunks", "stage"},
-    Op.SELECT: set(),
+    Op.LISTEN: {"num_blocks"},
+    Op.SAMPLE: {"block", "num_blocks"},
+    Op.COMMIT: set(),
 }
 _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
 
@@ -35,14 +45,19 @@ def check_operands(program: Program) -> str | None:
             return f"worker {worker} has {len(instructions)} instructions"
         stage = 0
         for index, it in enumerate(instructions):
-            for problem in _problems(program, worker, it, stage):
+            if problem := _first_problem(sizes, worker, it, stage):
                 return f"worker {worker}, instruction {index}: {problem} in {it}"
             stage += it.num_stages
     return None
 
 
-def _problems(program: Program, worker: int, it: Instruction, stage: int) -> Iterator[str]:
-    sizes = program.sizes
+@functools.lru_cache(maxsize=1 << 16)
+def _first_problem(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> str | None:
+    """Cached, as most instructions of a changed program are those of the unchanged one."""
+    return next(_problems(sizes, worker, it, stage), None)
+
+
+def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> Iterator[str]:
     if it.op not in list(Op):
         yield f"op {it.op}"
         return
@@ -51,17 +66,17 @@ def _problems(program: Program, worker: int, it: Instruction, stage: int) -> Ite
         unused = field.name not in _FREE | _USED[op]
         if unused and getattr(it, field.name) != getattr(_UNUSED, field.name):
             yield f"{field.name} {getattr(it, field.name)}"
-    after = op in (Op.HEAD, Op.SELECT)
+    after = op in (Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT)
     layers = range(sizes.num_layers, sizes.num_layers + 1) if after else range(sizes.num_layers)
     if it.layer not in layers and (op, it.layer) != (Op.NORM, sizes.num_layers):
         yield f"layer {it.layer}"
     for counter in (it.wait, it.signal):
-        if counter != NONE and not 0 <= counter < program.num_counters:
+        if counter != NONE and not 0 <= counter < num_counters(sizes):
             yield f"counter {counter}"
     if it.wait_count < 0 or it.wait_stride < 0:
         yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
     yield from _buffer_problems(op, it)
-    if "block" in _USED[op]:
+    if {"block", "num_blocks"} & _USED[op]:
         yield from _block_problems(sizes, worker, op, it)
     if it.num_stages and it.stage != stage:
         yield f"stage {it.stage} instead of {stage}"
@@ -76,6 +91,11 @@ def _buffer_problems(op: Op, it: Instruction) -> Iterator[str]:
 
 def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
     own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0}
+    own[Op.SAMPLE] = sizes.sampled_rows(worker)
+    if op is Op.LISTEN:
+        if it.num_blocks != (worker == 0):
+            yield f"num_blocks {it.num_blocks}"
+        return
     if op in own and (it.block, it.num_blocks) != (worker, own[op]):
         yield f"block {it.block} and num_blocks {it.num_blocks}"
     most = {Op.FC1: sizes.ff_dim // 16, Op.HEAD: sizes.vocab_blocks}.get(op)
@@ -89,5 +109,5 @@ def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> 
         within = it.chunk >= 0 and it.chunk + it.num_chunks <= sizes.ff_ratio * sizes.chunks
         if it.num_chunks < 1 or not within:
             yield f"chunk {it.chunk} and num_chunks {it.num_chunks}"
-    elif op is not Op.ATTEND and it.num_chunks != sizes.chunks:
+    elif op not in (Op.ATTEND, Op.SAMPLE) and it.num_chunks != sizes.chunks:
         yield f"num_chunks {it.num_chunks}"

@@ -6,7 +6,7 @@ list, in order, as soon as stages are free: it waits for no counter.
 
 Before an instruction runs, its worker waits until a counter in global memory has a value; after it
 has run, the worker adds one to a counter. Counters are never reset: each step's targets are higher
-by the number of signals of one step.
+by the number of signals of one step, and a launch goes on where the last one ended.
 
 The order in a layer hides every hop between workers with another phase's stream: the inner
 activations are needed after the QKV weights, queries after half of fc2, heads after its other half.
@@ -18,7 +18,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from legato_engine.resident.sizes import SPLITS, ModelSizes
+from legato_engine.resident.sizes import MAX_ROWS, SPLITS, ModelSizes
 
 NONE = -1
 """A field that an instruction does not use; a counter that it neither waits for nor adds to."""
@@ -36,8 +36,10 @@ class Op(enum.IntEnum):
     FC2 = 3  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
     ATTEND = 4  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
     OUT = 5  # X[dst][block] = X[src][block] + SUMS + merged(PART) @ proj + biases
-    HEAD = 6  # BEST[worker] = argmax over blocks of norm(X[src]) @ lm_head
-    SELECT = 7  # TOKEN = argmax over BEST
+    LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
+    HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
+    SAMPLE = 8  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
+    COMMIT = 9  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
 
 
 class Source(enum.IntEnum):
@@ -45,25 +47,27 @@ class Source(enum.IntEnum):
 
     X0 = 0
     X1 = 1
-    EMBED = 2  # the embedding of TOKEN
+    EMBED = 2  # the embedding of the worker's token
 
 
 class Kind(enum.IntEnum):
-    """Kinds of counters; all but BEST have one for each layer."""
+    """Kinds of counters; the last two are not of a layer."""
 
     X = 0
     ACT = 1
     Q = 2  # one for each head
     PART = 3
     BEST = 4
+    TOKEN = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
     """One entry of a worker's list; the device reads these fields as int32, in this order.
 
-    `wait` is a counter, which has to reach `wait_count + step * wait_stride`. `signal` is the
-    counter that gets one. Output blocks are `block`, `block + W`, ... (`num_blocks` of them, W
+    `wait` is a counter, which has to reach `wait_count + step * wait_stride`, where steps count
+    from the first launch on. `signal` is the counter that gets one. Output blocks, or the rows of
+    SAMPLE, are `block`, `block + W`, ... (`num_blocks` of them, W
     workers); inputs are `num_chunks` chunks from `chunk` on. `stage` is the first of its
     `num_blocks * num_chunks` stages in the worker's stream of weights, for OUT and FC2 as well.
     """
@@ -124,15 +128,15 @@ class Program:
 
 def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int:
     """Index of a counter."""
-    if kind is Kind.BEST:
-        return sizes.num_layers * (3 + sizes.num_heads)
+    if kind in (Kind.BEST, Kind.TOKEN):
+        return sizes.num_layers * (3 + sizes.num_heads) + kind - Kind.BEST
     first = layer * (3 + sizes.num_heads)
     return first + (3 + head if kind is Kind.Q else {Kind.X: 0, Kind.ACT: 1, Kind.PART: 2}[kind])
 
 
 def num_counters(sizes: ModelSizes) -> int:
     """One of each kind and layer, Q's also by head."""
-    return counter(sizes, Kind.BEST) + 1
+    return counter(sizes, Kind.TOKEN) + 1
 
 
 def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
@@ -146,7 +150,9 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
         yield from _layer(sizes, worker, layer)
     last = sizes.num_layers
     yield Instruction(Op.NORM, last, src=_x(last), **_wait(sizes, counter(sizes, Kind.X, last - 1)))
-    best = counter(sizes, Kind.BEST)
+    best, token = counter(sizes, Kind.BEST), counter(sizes, Kind.TOKEN)
+    # The read of the host's memory takes a microsecond or two, which this worker's head makes up.
+    yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
     yield Instruction(
         Op.HEAD,
         last,
@@ -156,7 +162,11 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
         num_blocks=sizes.head_blocks(worker),
         num_chunks=sizes.chunks,
     )
-    yield Instruction(Op.SELECT, last, **_wait(sizes, best))
+    rows = sizes.sampled_rows(worker)
+    sampling = {**_wait(sizes, best), "signal": token} if rows else {}
+    yield Instruction(Op.SAMPLE, last, block=worker, num_blocks=rows, **sampling)
+    samplers = min(sizes.num_workers, MAX_ROWS)
+    yield Instruction(Op.COMMIT, last, wait=token, wait_count=samplers, wait_stride=samplers)
 
 
 def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:

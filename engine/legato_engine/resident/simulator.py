@@ -3,14 +3,14 @@
 The simulator is the kernel's specification: it does what an instruction does, from the same fields.
 Memory begins as NaN. Between its wait, its reads, its writes and its signal a worker may be held up
 by any number of others' instructions, and copies of keys and values are made at any time at which
-the ring allows them.
+the ring allows them. So may the host, which may wish for the end at any time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,12 +21,15 @@ from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, SPLITS
 from legato_engine.resident.stream import MATRICES, Matrix, qkv_rows
 from legato_engine.resident.weights import (
     EPSILON,
+    GREEDY,
     Cache,
     Floats,
     Map,
     Outcome,
+    Rule,
     Weights,
     angles,
+    draw,
     gelu,
 )
 
@@ -41,13 +44,19 @@ def simulate(
     tokens: list[int],
     steps: int,
     chance: random.Random,
+    *,
+    rules: Sequence[Rule] = (),
+    stops: bool = False,
 ) -> Outcome:
-    """Run `steps` steps in one random order.
+    """Run at most `steps` steps in one random order; rows without a rule are greedy.
+
+    With `stops` the host wishes for the end at some time, so that there may be fewer.
 
     Raises:
-        Stuck: no worker can go on.
+        Stuck: no worker can go on, or workers go on for different numbers of steps.
     """
-    return _Simulation(program, weights, cache, tokens, steps, chance).run()
+    simulation = _Simulation(program, weights, cache, tokens, steps, chance, rules)
+    return simulation.run(stops=stops)
 
 
 class _Memory:
@@ -66,7 +75,11 @@ class _Memory:
         self.best_id = np.zeros((num, rows), np.int64)
         self.kv = np.full((2, sizes.num_layers, steps, rows, sizes.dim), nan)
         self.trace = np.full((steps, sizes.num_layers, rows, sizes.dim), nan)
-        self.tokens = [[-1] * rows for _ in range(steps)]
+        self.logits = np.full((rows, sizes.vocab_size), nan)
+        self.token = [-1] * rows
+        self.stop: bool | None = None
+        self.wish = False  # the host's
+        self.published: list[list[int]] = []
         self.best_logits = np.full((steps, rows), nan)
 
 
@@ -79,6 +92,7 @@ class _Worker:
     held: Floats
     sums: Floats
     copies: dict[int, Floats]  # keys and values of earlier steps, by the event that takes them
+    ended: bool = False
 
 
 class _Simulation:
@@ -90,8 +104,10 @@ class _Simulation:
         tokens: list[int],
         steps: int,
         chance: random.Random,
+        rules: Sequence[Rule],
     ) -> None:
         self._program, self._sizes = program, program.sizes
+        self._rules = [*rules, *[GREEDY] * (len(tokens) - len(rules))]
         self._weights, self._cache, self._steps = weights, cache, steps
         self._chance = chance
         rows = len(tokens)
@@ -113,18 +129,24 @@ class _Simulation:
             Op.FC2: self._fc2,
             Op.ATTEND: self._attend,
             Op.OUT: self._out,
+            Op.LISTEN: self._listen,
             Op.HEAD: self._head,
-            Op.SELECT: self._select,
+            Op.SAMPLE: self._sample,
+            Op.COMMIT: self._commit,
         }
 
-    def run(self) -> Outcome:
+    def run(self, *, stops: bool) -> Outcome:
         threads = [self._thread(worker) for worker in self._workers]
         waits: list[tuple[int, int] | None] = [None] * len(threads)
         alive = list(range(len(threads)))
         self._chance.shuffle(alive)  # those in front go first, mostly
         order = self._chance.random()
         counters = self._memory.counters
+        wishes_in = self._chance.randint(0, 400 * len(threads)) if stops else -1
         while alive:
+            wishes_in -= 1
+            if wishes_in == 0:
+                self._memory.wish = True
             ready = [
                 each
                 for each in alive
@@ -142,7 +164,8 @@ class _Simulation:
                 if wait is not None and counters[wait[0]] < wait[1]:
                     break
         memory = self._memory
-        return Outcome(memory.tokens, memory.trace, memory.best_logits)
+        steps = len(memory.published)
+        return Outcome(memory.published, memory.trace[:steps], memory.best_logits[:steps])
 
     def _thread(self, worker: _Worker) -> Iterator[tuple[int, int] | None]:
         """Yields where it may be held up: the counter and the value that it waits for, or None."""
@@ -164,6 +187,8 @@ class _Simulation:
                 yield None
                 if it.signal != NONE:
                     self._memory.counters[it.signal] += 1
+            if worker.ended:
+                return
 
     def _plan_copies(self, worker: _Worker) -> dict[int, list[int]]:
         """At the beginning of which events which attention's copies are made."""
@@ -277,23 +302,50 @@ class _Simulation:
         best = logits.argmax(-1)
 
         def write() -> None:
+            self._memory.logits[:, rows] = logits
             self._memory.best[worker.number] = np.take_along_axis(logits, best[:, None], 1)[:, 0]
             self._memory.best_id[worker.number] = rows[best]
 
         return write
 
-    def _select(self, worker: _Worker, _it: Instruction, step: int, _e: int) -> _Write:
+    def _listen(self, _worker: _Worker, it: Instruction, _step: int, _event: int) -> _Write:
         memory = self._memory
-        for row in range(len(worker.token)):
-            logit, token = max(
-                zip(memory.best[:, row], -memory.best_id[:, row], strict=True),
-                key=lambda each: (each[0], each[1]),
-            )
-            worker.token[row] = -int(token)
-            if worker.number == 0:
-                memory.tokens[step][row] = -int(token)
+
+        def write() -> None:
+            if it.num_blocks:
+                memory.stop = memory.wish
+
+        return write
+
+    def _sample(self, worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
+        memory, num = self._memory, self._sizes.num_workers
+        rows = range(it.block, it.block + it.num_blocks * num, num)
+        chosen = {row: self._choose(row, step) for row in rows if row < len(worker.token)}
+
+        def write() -> None:
+            for row, (token, logit) in chosen.items():
+                memory.token[row] = token
                 memory.best_logits[step, row] = logit
-        return _nothing
+
+        return write
+
+    def _choose(self, row: int, step: int) -> tuple[int, float]:
+        memory, rule = self._memory, self._rules[row]
+        logit, token = max(zip(memory.best[:, row], -memory.best_id[:, row], strict=True))
+        if rule.temperature == 0.0:
+            return -int(token), logit
+        return draw(memory.logits[row], rule, self._cache.length + step + 1), logit
+
+    def _commit(self, worker: _Worker, _it: Instruction, step: int, _event: int) -> _Write:
+        memory = self._memory
+        worker.token = list(memory.token)
+        worker.ended = bool(memory.stop) or step + 1 == self._steps
+
+        def write() -> None:
+            if worker.number == 0:
+                memory.published.append(list(worker.token))
+
+        return write
 
     def _source(self, worker: _Worker, it: Instruction) -> Floats:
         """The residual stream [B, D] that an instruction reads."""

@@ -14,6 +14,8 @@ GROUP = 64
 """Inputs of a stage that one warp multiplies."""
 WARPS = 8
 """Warps of a worker that compute."""
+MAX_ROWS = 32
+"""Rows of a launch, each with one token a step."""
 PAGE = 16
 """Positions of a KV page."""
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
@@ -74,6 +76,13 @@ class ModelSizes:
         return BLOCK * self.chunk * 2
 
     @property
+    def weight_bytes(self) -> int:
+        """Of all streams; workers with a block less of the head have a gap."""
+        layer = (4 + 2 * self.ff_ratio) * self.dim
+        head = self.num_workers * BLOCK * -(-self.vocab_blocks // self.num_workers)
+        return 2 * self.dim * (self.num_layers * layer + head)
+
+    @property
     def pages_per_stage(self) -> int:
         """KV pages of a head that a stage holds."""
         return max(1, self.stage_bytes // PAGE_BYTES)
@@ -86,6 +95,10 @@ class ModelSizes:
     def head_blocks(self, worker: int) -> int:
         """Blocks of the output head that a worker has: `worker`, `worker + num_workers`, ..."""
         return len(range(worker, self.vocab_blocks, self.num_workers))
+
+    def sampled_rows(self, worker: int) -> int:
+        """Rows whose tokens a worker chooses: `worker`, `worker + num_workers`, ..."""
+        return len(range(worker, MAX_ROWS, self.num_workers))
 
 
 MOONDREAM2 = ModelSizes(dim=2048, ff_ratio=4, num_layers=24, vocab_size=51200)

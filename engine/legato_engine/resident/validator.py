@@ -19,6 +19,7 @@ from legato_engine.resident.operands import check_operands
 from legato_engine.resident.order import Event, Order, Stuck
 from legato_engine.resident.program import Instruction, Op, Program, Source
 from legato_engine.resident.ring import RunAhead
+from legato_engine.resident.sizes import MAX_ROWS
 
 STEPS = 3
 _UNWRITTEN = (-1, -1)
@@ -89,6 +90,9 @@ class _Execution:
             (Buffer.Q, 0, 0): _Cells.make(num, num),
             (Buffer.PART, 0, 0): _Cells.make(num, num),
             (Buffer.BEST, 0, 0): _Cells.make(num, num),
+            (Buffer.LOGITS, 0, 0): _Cells.make(self._sizes.vocab_blocks, num),
+            (Buffer.TOKEN, 0, 0): _Cells.make(MAX_ROWS, num),
+            (Buffer.STOP, 0, 0): _Cells.make(1, num),
         }
         self._workers = [_Worker() for _ in range(num)]
         self._chosen: list[range] = [range(0)] * num  # the blocks of each BEST
@@ -107,10 +111,10 @@ class _Execution:
             self._write(event, access, where)
 
     def end(self, steps: int) -> None:
-        """Every worker has chosen every step's token."""
+        """Every worker has committed every step."""
         for number, worker in enumerate(self._workers):
             if worker.token != steps:
-                raise InvalidProgram(f"worker {number} chose {worker.token} tokens of {steps}")
+                raise InvalidProgram(f"worker {number} commits {worker.token} steps of {steps}")
 
     def _read(self, event: Event, access: Access, where: str) -> None:
         cells = self._find(access)
@@ -158,10 +162,12 @@ class _Execution:
             whole = worker.next_chunk == self._sizes.ff_ratio * self._sizes.chunks
             _require(worker.sums == version and whole, where, "lacks chunks of fc2")
             worker.sums = _UNWRITTEN
-        elif it.op == Op.SELECT:
+        elif it.op == Op.SAMPLE and it.num_blocks:
             blocks = sorted(block for chosen in self._chosen for block in chosen)
             whole = blocks == list(range(self._sizes.vocab_blocks))
             _require(whole, where, "the head's blocks are not each computed once")
+        elif it.op == Op.COMMIT:
+            _require(worker.token == step, where, "commits the step again")
             worker.token = step + 1
         if it.op == Op.HEAD:
             stride = self._sizes.num_workers

@@ -7,7 +7,7 @@ dim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,8 +128,39 @@ class Outcome:
     best: Floats
 
 
-def forward(weights: Weights, cache: Cache, tokens: list[int], steps: int) -> Outcome:
-    """Greedy steps by the model's definition."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """How a row's token is drawn; greedily with temperature 0."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+GREEDY = Rule()
+
+
+def draw(logits: Floats, rule: Rule, position: int) -> int:
+    """A row's token from its logits [V], by noise of its seed and position; -1: not finite."""
+    if not np.isfinite(logits).all():
+        return -1
+    if rule.temperature == 0.0:
+        return int(logits.argmax())
+    scores = logits / rule.temperature
+    order = np.argsort(-scores, kind="stable")
+    shares = np.exp(scores[order] - scores.max())
+    before = np.cumsum(shares) - shares
+    kept = order[before <= rule.top_p * shares.sum()][: rule.top_k or None]
+    noise = np.random.default_rng((rule.seed, position)).gumbel(size=len(logits))
+    return int(kept[(scores + noise)[kept].argmax()])
+
+
+def forward(
+    weights: Weights, cache: Cache, tokens: list[int], steps: int, rules: Sequence[Rule] = ()
+) -> Outcome:
+    """Steps by the model's definition; rows without a rule are greedy."""
+    rules = [*rules, *[GREEDY] * (len(tokens) - len(rules))]
     sizes, rows = weights.sizes, len(tokens)
     keys, values = list(cache.keys), list(cache.values)
     trace = np.empty((steps, sizes.num_layers, rows, sizes.dim))
@@ -152,7 +183,7 @@ def forward(weights: Weights, cache: Cache, tokens: list[int], steps: int) -> Ou
             trace[step, index] = x
         final = weights.layers[-1]
         logits = final.maps[Matrix.HEAD](layer_norm(x, final.norm))
-        tokens = logits.argmax(-1).tolist()
+        tokens = [draw(*row, position + 1) for row in zip(logits, rules, strict=True)]
         chosen.append(tokens)
         best[step] = logits.max(-1)
     return Outcome(chosen, trace, best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
+from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
@@ -47,6 +48,10 @@ class Backend(Protocol):
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """The work of a step, in order, to be repeated at fixed addresses."""
+        ...
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        """Make launches of several steps in one kernel, or say why there are none."""
         ...
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:

@@ -1,7 +1,8 @@
 """Several decode steps as one launch, without the host between them.
 
 The rows have pages for all steps, and their constraints follow the model's table. The host follows
-the outputs through a ring and may end the loop after any step.
+the outputs through a ring and may end the loop after any step. The launch is the resident kernel
+where that takes its rows, else captured steps.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 import numpy as np
+import structlog
 import torch
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import LoopTensors, control_step
+from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.loops import MAX_STEPS
+
+_log = structlog.get_logger()
 
 _POLL_SECONDS = 2e-5
 _ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
@@ -29,10 +34,13 @@ _ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, with
 class DecodeLoops:
     """The loops of every slot, each made once for a batch."""
 
-    def __init__(self, resources: Resources, backend: Backend) -> None:
+    def __init__(
+        self, resources: Resources, backend: Backend, resident: ResidentSteps | None = None
+    ) -> None:
         on = resources.device.torch_device
         self._resources = resources
         self._backend = backend
+        self._resident = resident
         self._rings = [
             TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
             for slot in resources.slots
@@ -45,18 +53,29 @@ class DecodeLoops:
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Make every loop that a launch may need, and run none."""
+        """Make every loop that a launch may need, and run none but resident steps of padding."""
         slots, resources = range(len(self._rings)), self._resources
         needs = {_widened(Needs(*each)) for each in product((False, True), repeat=3)}
         for slot, bucket, rank in product(slots, resources.buckets, resources.ranks):
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
+        if self._resident is not None:
+            for num_rows in range(1, self._resident.max_rows + 1, 8):
+                self._submit(self._resident, 0, num_rows, 1)
 
-    def start(self, slot: int, bucket: int, rank: int, num_steps: int, needs: Needs) -> None:
+    def start(
+        self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs
+    ) -> None:
         """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
-        loop = self._loop(slot, bucket, rank, _widened(needs))
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
+        resident = self._resident
+        plain = not rank and needs == Needs(needs.sampled, payload=False, logprobs=False)
+        if resident is not None and plain and num_rows <= resident.max_rows:
+            if num_steps:
+                self._submit(resident, slot, num_rows, num_steps)
+            return
+        loop = self._loop(slot, bucket, rank, _widened(needs))
 
         def work() -> None:
             self._limit.fill_(num_steps)
@@ -65,6 +84,11 @@ class DecodeLoops:
 
         if num_steps:
             self._resources.compute.submit(work)
+
+    @property
+    def resident_rows(self) -> int:
+        """The most rows that the resident kernel takes; 0 after it was stuck."""
+        return 0 if self._resident is None else self._resident.max_rows
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
@@ -80,9 +104,35 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
+                self._forget_stuck()
                 break
             time.sleep(seconds)
         return None
+
+    def _submit(self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int) -> None:
+        buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
+        staged = buffers.staged.device
+        rows = ResidentRows(
+            row_B=staged["row"],
+            constraint_B=buffers.constraint.device["constraint"],
+            position_B=staged["position"],
+            sample_position_B=staged["sample_position"],
+            state=state,
+            page_table_RM=state.page_table_RM,
+            constraints_CV=self._resources.constraints_CV,
+            successor_C2=self._resources.successor_C2,
+            ring_SB=ring.token_SB,
+            words=ring.words,
+        )
+        self._resources.compute.submit(lambda: resident.run(rows, num_rows, num_steps))
+
+    def _forget_stuck(self) -> None:
+        """After a launch that gave up a wait, whose rows go on after the last step that they have,
+        there is no other of the kind.
+        """
+        if self._resident is not None and (fault := self._resident.fault()):
+            _log.error("resident_kernel_stuck", wait=fault)
+            self._resident = None
 
     def _measure(self, now: float) -> None:
         if self._read_at > 0.0:

@@ -12,10 +12,12 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
+from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
@@ -41,6 +43,8 @@ from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
+
+_log = structlog.get_logger()
 
 NUM_SLOTS = 2
 SHARED_PROMPTS = 4
@@ -78,10 +82,12 @@ class ModelRunner:
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
         loops: bool = False,
+        resident: bool = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
-        many tokens as `block_policy` says. With `loops` launches may be loops.
+        many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
+        besides in one kernel, where it can run.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
@@ -125,7 +131,10 @@ class ModelRunner:
         ]
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
-        self._loops = DecodeLoops(self._resources, self._backend) if loops else None
+        self._loops = None
+        if loops:
+            steps = _resident_steps(self._backend, max_running) if resident else None
+            self._loops = DecodeLoops(self._resources, self._backend, steps)
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
@@ -136,6 +145,15 @@ class ModelRunner:
     @property
     def decodes_by_loops(self) -> bool:
         return self._loops is not None
+
+    @property
+    def loops_differ(self) -> bool:
+        return self.resident_rows > 0
+
+    @property
+    def resident_rows(self) -> int:
+        """The most rows that the resident kernel takes now."""
+        return 0 if self._loops is None else self._loops.resident_rows
 
     @property
     def limits(self) -> BatchLimits:
@@ -234,7 +252,7 @@ class ModelRunner:
         events.needs = _needs(rows)
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
-        self._loops.start(launch.slot, bucket, rank, num_steps, events.needs)
+        self._loops.start(launch.slot, len(rows), bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -364,6 +382,15 @@ def _constraints(model: Model, device: Device) -> torch.Tensor:
 def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
     step = model.capabilities.step
     return None if step is None else step.step_kernels(kv, adapters)
+
+
+def _resident_steps(backend: Backend, max_rows: int) -> ResidentSteps | None:
+    steps = backend.resident(max_rows)
+    if isinstance(steps, str):
+        _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
+        return None
+    _log.info("resident_kernel", max_rows=steps.max_rows)
+    return steps
 
 
 def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:

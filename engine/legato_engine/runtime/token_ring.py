@@ -1,6 +1,6 @@
 """Outputs of a decode loop's steps on their way to the host.
 
-Shape legend: S steps, N bytes of a step's outputs.
+Shape legend: S steps, N bytes of a step's outputs, B tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ class TokenRing:
         """Each step has copies of all fields of `outputs`."""
         self.ring_SN = device.pinned((max_steps, len(outputs.device_bytes)), torch.uint8)
         self.words = device.pinned((2,), torch.int64)
+        first = outputs.device["token"].data_ptr() - outputs.device_bytes.data_ptr()
+        end = first + outputs.device["token"].nbytes
+        self.token_SB = self.ring_SN[:, first:end].view(torch.int64)
         self._steps = [outputs.views(step_N) for step_N in self.ring_SN]
         self._words = self.words.numpy()
         self._num_read = 0

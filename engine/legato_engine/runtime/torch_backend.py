@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.draft_state import Layout
@@ -55,6 +56,10 @@ class TorchBackend:
             self._graphs.run(self._drafting_work, slot, rank)
         else:
             self._graphs.run(self._forward_work, slot, bucket, 1, rank)
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        del max_rows
+        return "needs kernels for the model"
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
+from legato_engine.config import (
+    LOOKUP_DRAFT,
+    LOOP_PATHS,
+    RESIDENT_PATH,
+    EngineConfig,
+    max_block_size,
+)
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.accelerated import lookup_proposer
@@ -62,7 +68,8 @@ def warm_runner(
         max_prompts=config.max_prefill_rows,
         max_images=config.pictures_per_launch,
         refiner=refiner,
-        loops=config.decode_path == "loop",
+        loops=config.decode_path in LOOP_PATHS,
+        resident=config.decode_path == RESIDENT_PATH,
     )
     progress(0.0)
     runner.warm_up()

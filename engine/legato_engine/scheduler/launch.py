@@ -81,8 +81,8 @@ class Plan:
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
     then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
-    full. A decode of several steps (`num_steps`) is a loop: at most so many, one token a row and
-    step.
+    full. A decode that `loops` has at most `num_steps` steps, one token a row and step; the host
+    follows them.
     """
 
     kind: LaunchKind
@@ -91,10 +91,7 @@ class Plan:
     refinement: Refinement | None = None
     under_pressure: bool = False
     num_steps: int = 1
-
-    @property
-    def loops(self) -> bool:
-        return self.num_steps > 1
+    loops: bool = False
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:

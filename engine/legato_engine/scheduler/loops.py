@@ -41,11 +41,21 @@ class Loops:
     def launched(self, plan: Plan) -> None:
         self._num_decodes = self._num_decodes + 1 if plan.kind is LaunchKind.DECODE else 0
 
-    def extend(self, plan: Plan) -> Plan:
+    def extend(self, plan: Plan, *, only_decodes: bool) -> Plan:
         """Return a decode of all running sequences with as many steps as they have tokens left and
         pages for, if these are enough; any other plan as it is.
+
+        Where loops differ from single steps, any other decode becomes a loop of one step.
         """
-        if not self._may_extend(plan):
+        if plan.kind is not LaunchKind.DECODE or not all(_may_loop(s.sequence) for s in plan.rows):
+            return plan
+        steps = self._extended(plan) if only_decodes else plan
+        if self._runner.loops_differ:
+            return dataclasses.replace(steps, loops=True)
+        return steps
+
+    def _extended(self, plan: Plan) -> Plan:
+        if len(plan.rows) < len(self._running) or self._num_decodes < self._num_needed:
             return plan
         steps = min(MAX_STEPS, *(_tokens_left(row.sequence) for row in plan.rows))
         most = self._manager.pages_available // _SHARE
@@ -58,10 +68,12 @@ class Loops:
             while row.position + steps > pages.capacity and self._manager.grow(row.sequence):
                 pass
             steps = min(steps, pages.capacity - row.position)
-        return dataclasses.replace(plan, num_steps=steps)
+        return dataclasses.replace(plan, num_steps=steps, loops=steps > 1)
 
     def follow(self, record: StepRecord, outputs: OutputProcessor, *, ends: bool) -> bool:
         """Wait for the next step and process its tokens; return False when there was none.
+
+        A launch may end before its steps do: the rows go on after the last step that there was.
 
         `ends`: other work waits, so the loop ends after the step that it is in.
         """
@@ -75,6 +87,10 @@ class Loops:
             self._num_needed = _SETTLED
         tokens = self._runner.next_tokens(launch)
         if tokens is None:
+            if not record.num_followed:  # the launch gave up before its first step
+                for row in rows:
+                    row.sequence.progress.num_launched -= 1
+                    row.sequence.progress.last_position = row.position
             return False
         num_tokens = outputs.num_tokens
         record.zombies = sum(row.sequence.finalized for row in rows)
@@ -90,11 +106,6 @@ class Loops:
         record.num_followed += 1
         record.tokens += outputs.num_tokens - num_tokens
         return True
-
-    def _may_extend(self, plan: Plan) -> bool:
-        if plan.kind is not LaunchKind.DECODE or self._num_decodes < self._num_needed:
-            return False
-        return len(plan.rows) == len(self._running) and all(map(_may_loop, self._running))
 
     def _num_missing(self, plan: Plan, steps: int) -> int:
         """Pages that the rows lack for so many steps."""

@@ -61,7 +61,14 @@ class Runner(Protocol):
 
 
 class LoopRunner(Protocol):
-    """What a runner that can loop offers besides; `collect` returns no tokens of a loop."""
+    """What a runner that can loop offers besides; `collect` returns no tokens of a loop.
+
+    `loops_differ`: a loop's steps may round otherwise than single steps, so that rows that may loop
+    always do.
+    """
+
+    @property
+    def loops_differ(self) -> bool: ...
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         """Wait for the next step of a loop; None when it has ended and all steps were returned."""

@@ -85,6 +85,7 @@ class Scheduler:
             DecodePlanner(manager, self._running, block_sizes),
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
+            joins=loops is None or not loops.loops_differ,
         )
         self._admission = Admission(
             manager,
@@ -291,7 +292,7 @@ class Scheduler:
             )
         plan = self._planner.plan()
         if plan is not None and loops is not None:
-            plan = loops.extend(plan) if self._planner.only_decodes else plan
+            plan = loops.extend(plan, only_decodes=self._planner.only_decodes)
             loops.launched(plan)
         return plan
 

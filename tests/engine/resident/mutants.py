@@ -128,6 +128,7 @@ def _place(workers: Lists, chance: random.Random) -> tuple[int, int]:
 def _numbered(instructions: list[Instruction]) -> list[Instruction]:
     numbered, stage = [], 0
     for it in instructions:
-        numbered.append(dataclasses.replace(it, stage=stage if it.num_stages else 0))
+        at = stage if it.num_stages else 0
+        numbered.append(it if it.stage == at else dataclasses.replace(it, stage=at))
         stage += it.num_stages
     return numbered

@@ -13,13 +13,16 @@ from legato_engine.resident.program import Program, build_program
 from legato_engine.resident.simulator import simulate
 from legato_engine.resident.sizes import ModelSizes
 from legato_engine.resident.validator import InvalidProgram, validate
-from legato_engine.resident.weights import Cache, Outcome, Weights, forward
+from legato_engine.resident.weights import GREEDY, Cache, Outcome, Rule, Weights, forward
 
 from tests.engine.resident.mutants import mutate
 
 STEPS = 2
 TOKENS = [3, 5]
+RULES = (GREEDY, Rule(temperature=0.8, top_p=0.9, top_k=20, seed=7))
 SIZES = (ModelSizes(64, 2, 2, 128), ModelSizes(64, 3, 1, 80), ModelSizes(128, 2, 1, 160))
+SMALLEST = ModelSizes(64, 2, 1, 64)
+"""Four workers with twelve instructions each: a mutant of it is validated in milliseconds."""
 RING_STAGES = 4
 
 
@@ -28,9 +31,10 @@ class Tally:
     """How many mutants there were, and what became of them."""
 
     mutants: int = 0
-    accepted: int = 0
-    same: int = 0  # of the accepted: those that are no change at all
+    accepted: int = 0  # of those that differ from each other and from the program
+    same: int = 0  # those that are no change at all
     simulations: int = 0
+    tried: set[Program] = dataclasses.field(default_factory=set, repr=False)
 
 
 class World:
@@ -41,12 +45,12 @@ class World:
         self.weights = Weights.random(sizes, rng)
         self.cache = Cache.random(sizes, 40, len(TOKENS), rng)
         self.program = build_program(sizes, RING_STAGES)
-        self.expected = forward(self.weights, self.cache, TOKENS, STEPS)
+        self.expected = forward(self.weights, self.cache, TOKENS, STEPS, RULES)
 
-    def simulate(self, program: Program, seed: int) -> Outcome:
+    def simulate(self, program: Program, seed: int, *, stops: bool = False) -> Outcome:
         """In an order of its own."""
-        chance = random.Random(seed)
-        return simulate(program, self.weights, self.cache, TOKENS, STEPS, chance)
+        given = self.weights, self.cache, TOKENS, STEPS, random.Random(seed)
+        return simulate(program, *given, rules=RULES, stops=stops)
 
     def fault(self, program: Program, orders: int, seed: int) -> str | None:
         """What is wrong in one of so many orders."""
@@ -69,7 +73,7 @@ def agree(outcome: Outcome, expected: Outcome) -> bool:
 
 
 def try_mutants(worlds: list[World], seeds: range, orders: int, tally: Tally) -> None:
-    """Validate a mutant for each seed, and simulate it where it is accepted.
+    """Validate a mutant for each seed, and simulate it where it is accepted; the same one once.
 
     Raises:
         AssertionError: an accepted mutant gives something else in some order.
@@ -79,14 +83,15 @@ def try_mutants(worlds: list[World], seeds: range, orders: int, tally: Tally) ->
         world = worlds[seed % len(worlds)]
         mutant = mutate(world.program, chance)
         tally.mutants += 1
+        tally.same += mutant == world.program
+        if mutant in tally.tried or mutant == world.program:
+            continue
+        tally.tried.add(mutant)
         try:
             validate(mutant, STEPS)
         except InvalidProgram:
             continue
         tally.accepted += 1
-        if mutant == world.program:
-            tally.same += 1
-            continue
         tally.simulations += orders
         fault = world.fault(mutant, orders, seed)
         assert fault is None, f"mutant {seed} is accepted, but {fault}"

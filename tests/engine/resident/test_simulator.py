@@ -17,7 +17,7 @@ from legato_engine.resident.simulator import simulate
 from legato_engine.resident.sizes import LEGATO_TINY, ModelSizes
 from legato_engine.resident.weights import Cache, Weights, forward
 
-from tests.engine.resident.soak import SIZES, Tally, World, agree, try_mutants
+from tests.engine.resident.soak import SIZES, SMALLEST, Tally, World, agree, try_mutants
 
 WORLDS = [World(sizes) for sizes in SIZES]
 
@@ -29,6 +29,19 @@ def test_every_order_gives_what_the_model_gives(world: World) -> None:
     assert all(agree(outcome, world.expected) for outcome in outcomes)
     first = outcomes[0]
     assert all(np.array_equal(outcome.trace, first.trace) for outcome in outcomes)
+
+
+def test_the_host_ends_the_steps_of_all_workers_at_once() -> None:
+    """Whenever its wish comes: what there is of the steps is what there would have been."""
+    world = WORLDS[0]
+    lengths = set()
+    for seed in range(30):
+        outcome = world.simulate(world.program, seed, stops=True)
+        steps = len(outcome.tokens)
+        lengths.add(steps)
+        assert outcome.tokens == world.expected.tokens[:steps]
+        assert np.allclose(outcome.trace, world.expected.trace[:steps], rtol=0, atol=1e-9)
+    assert lengths == {1, 2}
 
 
 def test_several_chunks_of_a_block_are_added() -> None:
@@ -60,7 +73,9 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
         world.simulate(program, 0)
 
 
-@pytest.mark.parametrize("op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SELECT], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT], ids=lambda op: op.name
+)
 def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
     """The orders are adversarial enough to find what a missing wait lets happen."""
     world = WORLDS[0]
@@ -75,11 +90,19 @@ def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
 
 
 def test_mutants_that_are_accepted_are_right_in_every_order() -> None:
-    """600 mutated programs; `tests.engine.resident.soak` tries as many as one likes."""
+    """Of several sizes; `tests.engine.resident.soak` tries as many as one likes."""
     tally = Tally()
-    try_mutants(WORLDS, range(600), 5, tally)
+    try_mutants(WORLDS, range(300), 5, tally)
     assert tally.accepted < tally.mutants / 2
-    assert tally.simulations > 100
+    assert tally.simulations > 50
+
+
+def test_five_thousand_mutants_of_the_smallest_model() -> None:
+    """Half of them differ from all others; none that is accepted gives anything else."""
+    tally = Tally()
+    try_mutants([World(SMALLEST)], range(5000), 2, tally)
+    assert len(tally.tried) > 2500
+    assert 100 < tally.accepted < len(tally.tried) / 4
 
 
 def _tiny_tensors() -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask
 
 PAGE = 4
 PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
+STUCK_RATE = 0.05
 BROKEN = -1  # KV that is not finite, nor is anything computed from it
 
 
@@ -58,7 +59,8 @@ class ReadingRunner:
     """A device that runs at once and reads every position of every sequence.
 
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
-    right or wrong by `draw`. When `breaks` returns true, computed values are not finite.
+    right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
+    `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
     """
 
     def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
@@ -74,6 +76,9 @@ class ReadingRunner:
         self._steps = self._stop_at = self.num_looped = self.num_listed = 0
         self._ended = -1
         self._constraints: list[int] = []
+        self.loops_differ = False
+        self.stuck = random.Random()
+        self.num_stuck = 0
 
     def forward(self, launch: Launch) -> None:
         """Run all rows at once."""
@@ -115,6 +120,10 @@ class ReadingRunner:
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         """Run a step of a loop for rows that may have ended meanwhile."""
         if self._steps == self._stop_at:
+            return None
+        if self.loops_differ and self.stuck.random() < STUCK_RATE:
+            self._stop_at, self.loops_differ = self._steps, False
+            self.num_stuck += 1
             return None
         self.num_looped += 1
         self._steps += 1

@@ -40,6 +40,7 @@ class Totals:
     switches: int = 0
     drafts: int = 0
     looped: int = 0  # steps of loops
+    stuck: int = 0  # loops that gave up a step
     listed: int = 0  # of those, steps with a constraint that follows another
     accepted: int = 0
     rejected: int = 0
@@ -59,6 +60,7 @@ class Totals:
         self.switches += world.num_switches
         self.drafts += world.num_drafts
         self.looped += world.runner.num_looped
+        self.stuck += world.runner.num_stuck
         self.listed += world.runner.num_listed
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -105,6 +107,8 @@ class Schedule:
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
             loops=self.runner if self.loops else None,
         )
+        self.runner.loops_differ = seed % 2 == 1
+        self.runner.stuck.seed(-seed)
         # Draws of its own: the others stay those of the seed.
         self.switch = random.Random(~seed) if switches else None
         self.num_switches = 0  # with a launch in flight

@@ -13,8 +13,8 @@ FOUND = (890271,)
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_schedule_changes_an_answer(part: int) -> None:
-    """Preempted, aborted, stopped, sharing, drafting or looping, every request reads what it reads
-    alone, all end, and every page always has one owner.
+    """Preempted, aborted, stopped, sharing, drafting, looping or stuck in a loop, every request
+    reads what it reads alone, all end, and every page always has one owner.
     """
     totals = run_all(range(part * PART, (part + 1) * PART))
     assert totals.whole > 3 * PART
@@ -22,6 +22,7 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert min(totals.preemptions, totals.drafts) > PART / 20
     assert totals.together > PART / 30
     assert totals.looped > PART
+    assert totals.stuck > PART / 40
     assert totals.listed > PART / 3
     assert min(totals.accepted, totals.rejected) > PART
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Mapping
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from legato_engine.errors import InternalError
@@ -17,22 +18,22 @@ _SOURCES = "sources"
 
 
 def compile_source(
-    name: str, defines: Mapping[str, int], arch: str, *, folder: pathlib.Path | None = None
+    name: str, defines: Mapping[str, int], arch: str, *, folder: Traversable | None = None
 ) -> bytes:
     """Compile the file `name` for an `arch` such as sm_90, or read the cache.
 
-    `folder` is by default `sources`, where alone `#include "x"` finds headers; there are no system
+    `folder` is by default `sources`. `#include "x"` finds the headers of both; there are no system
     headers.
 
     Raises:
         InternalError: the source does not compile; the text has the compiler's log.
     """
-    text = sources()[name] if folder is None else (folder / name).read_text()
+    texts = sources() if folder is None else sources() | _read(folder)
     options = _options(defines, arch)
-    path = cache_folder() / f"{_key(name, text, options)}.cubin"
+    path = cache_folder() / f"{_key(name, texts, options)}.cubin"
     if path.is_file():
         return path.read_bytes()
-    code = _compile(name, text, options)
+    code = _compile(name, texts, options)
     _store(path, code)
     return code
 
@@ -56,26 +57,30 @@ def _options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
 
 @functools.cache
 def sources() -> dict[str, str]:
-    folder = importlib.resources.files(__package__) / _SOURCES
-    return {file.name: file.read_text() for file in folder.iterdir() if file.is_file()}
+    return _read(importlib.resources.files(__package__) / _SOURCES)
 
 
-def _key(name: str, text: str, options: tuple[str, ...]) -> str:
+def _read(folder: Traversable) -> dict[str, str]:
+    sources = (".cu", ".cuh")
+    return {file.name: file.read_text() for file in folder.iterdir() if file.name.endswith(sources)}
+
+
+def _key(name: str, texts: Mapping[str, str], options: tuple[str, ...]) -> str:
     from cuda.bindings import nvrtc
 
-    digest = hashlib.sha256(repr((nvrtc.nvrtcVersion(), name, text, options)).encode())
-    for file, text in sorted(sources().items()):
+    digest = hashlib.sha256(repr((nvrtc.nvrtcVersion(), name, options)).encode())
+    for file, text in sorted(texts.items()):
         digest.update(f"{file}\0{text}\0".encode())
     return digest.hexdigest()[:32]
 
 
-def _compile(name: str, text: str, options: tuple[str, ...]) -> bytes:
+def _compile(name: str, texts: Mapping[str, str], options: tuple[str, ...]) -> bytes:
     from cuda.bindings import nvrtc
 
-    headers = {file: header for file, header in sources().items() if file.endswith(".cuh")}
+    headers = {file: header for file, header in texts.items() if file.endswith(".cuh")}
     program = _checked(
         nvrtc.nvrtcCreateProgram(
-            text.encode(),
+            texts[name].encode(),
             name.encode(),
             len(headers),
             [header.encode() for header in headers.values()],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Module:
         defines: Mapping[str, int],
         *,
         own: bool = False,
-        folder: pathlib.Path | None = None,
+        folder: Traversable | None = None,
     ) -> None:
         """`folder` as in `compile_source`.
 
@@ -76,8 +76,9 @@ class Kernel:
         shared: int | None = None,
         cluster: int = 1,
         overlap: bool = False,
+        cooperative: bool = False,
     ) -> None:
-        """Enqueue on torch's current stream.
+        """Enqueue on torch's current stream; `cooperative` thread blocks all run at once.
 
         Tensors and None pass as pointers, ints as int32, floats as float32. `cluster` thread blocks
         along x share their memory. `overlap` (programmatic dependent launch) lets the kernel begin
@@ -91,7 +92,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared if shared is None else shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = _attributes(cluster, overlap and self._module.can_overlap)
+        attributes = _attributes(cluster, overlap and self._module.can_overlap, cooperative)
         config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*map(_parameter, arguments), strict=True)
         checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
@@ -133,7 +134,7 @@ def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
     return TensorMap(encoded)
 
 
-def _attributes(cluster: int, overlap: bool) -> list[Any]:
+def _attributes(cluster: int, overlap: bool, cooperative: bool) -> list[Any]:
     from cuda.bindings import driver
 
     attributes = []
@@ -149,6 +150,11 @@ def _attributes(cluster: int, overlap: bool) -> list[Any]:
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
         attributes.append(attribute)
     return attributes
 

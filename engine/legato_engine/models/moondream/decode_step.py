@@ -9,6 +9,8 @@ from collections.abc import Collection
 
 import torch
 
+from legato_engine.kernels.parameters import DenseMlp
+from legato_engine.kernels.resident import ResidentDecoder, ResidentSteps, model_sizes, obstacle
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -48,14 +50,16 @@ class MoondreamStep:
         adapters: AdapterBank | None = None,
         stages: Stages = DEFAULT_STAGES,
     ) -> None:
-        sizes = decoder_sizes(config, kv)
+        self._sizes = sizes = decoder_sizes(config, kv)
+        self._text = text
         angles = text.rope.cos_PR, text.rope.sin_PR
+        self._cache = StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles)
         self._decoder = DecoderStep(
             sizes if config.text.tau is None else tau_sizes(config, sizes, expert_dtype(text)),
             decoder_layers(text),
             affine(text.lm_head),
             affine(text.post_ln),
-            StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles),
+            self._cache,
             stages,
         )
         self._values = value_heads(config, text, region)
@@ -114,6 +118,22 @@ class MoondreamStep:
         """Write the values of coord and size tokens; zeros and certainties of 1 for others."""
         for part in _passes(sampled.hidden_BD.shape[0]):
             self._values.read(state, sampled.part(part))
+
+    def resident(self, max_rows: int) -> ResidentSteps | str:
+        text = self._text
+        layers = decoder_layers(text)
+        plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
+        if reason := obstacle(self._sizes, len(layers), text.wte, plain=plain):
+            return reason
+        return ResidentDecoder(
+            model_sizes(self._sizes, len(layers)),
+            layers,
+            affine(text.lm_head),
+            affine(text.post_ln),
+            text.wte,
+            self._cache,
+            max_rows=max_rows,
+        )
 
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:

@@ -20,7 +20,7 @@ struct Inputs {
   }
 };
 
-// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (the benchmark packs them so).
+// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (kernels/cuda/resident.py packs them so).
 struct Fragment {
   uint4 of[4];
   __device__ __forceinline__ void load(const unsigned char* stage) {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void run_qkv(
       const int position = shared.position[token] + at.step;
       c[i][j] = rotated && index < 2 ? a.cosines[position * HALF + dim] : 1.f;
       s[i][j] = rotated && index < 2 ? a.sines[position * HALF + dim] : 0.f;
-      const i64 page = (i64)it.layer * a.layer_pages + a.pages[token * a.row_pages + position / PAGE];
+      const i64 page = (i64)it.layer * a.layer_pages + a.pages[(i64)shared.row[token] * a.row_pages + position / PAGE];
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }

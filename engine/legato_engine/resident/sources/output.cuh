@@ -1,14 +1,15 @@
-// The output head, whose logits stay where they are computed, and the choice of the next token: the best logit,
-// ties to the lower id.
+// The output head: logits of rows that are not greedy, and of each row the worker's best, ties to the lower id.
 #pragma once
-#include "argmax.cuh"
 #include "matrix.cuh"
 
+// Keys and ids; an id with BROKEN stays so.
 __device__ __forceinline__ bool better(uint2 a, uint2 b) { return a.x > b.x || (a.x == b.x && a.y < b.y); }
 __device__ __forceinline__ uint2 best_of(uint2 a, uint2 b) { return better(b, a) ? b : a; }
 __device__ __forceinline__ uint2 from_lane(uint2 mine, int lanes) {
   return uint2{__shfl_xor_sync(~0u, mine.x, lanes), __shfl_xor_sync(~0u, mine.y, lanes)};
 }
+
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffffu) < 0x7f800000u; }
 
 // A block's logits of a tile, whose best join the warp's own.
 __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shared& shared, int row, int tile, float4 sum) {
@@ -20,12 +21,20 @@ __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shar
     uint2 mine = {0u, 0u};
     if (token < a.rows) {
       const float2 m = moments(shared, token);
-      const float first = normed(j ? sum.y : sum.x, m, low), second = normed(j ? sum.w : sum.z, m, high);
+      const float* allowed = a.constraints + (i64)shared.constraint[token] * VOCAB + row;
+      const float forbidden[2] = {allowed[0], allowed[8]};
+      const float raw[2] = {normed(j ? sum.y : sum.x, m, low), normed(j ? sum.w : sum.z, m, high)};
       if (a.logits) {
         float* logits = a.logits + ((i64)at.step * TOKENS + token) * VOCAB + row;
-        logits[0] = first, logits[8] = second;
+        logits[0] = raw[0], logits[8] = raw[1];
+      }
+      const float first = raw[0] + forbidden[0], second = raw[1] + forbidden[1];
+      if (shared.drawn >> token & 1) {
+        float* scores = a.scores + (i64)token * VOCAB + row;
+        scores[0] = first, scores[8] = second;
       }
       mine = best_of(uint2{to_key(first), (u32)row}, uint2{to_key(second), (u32)row + 8});
+      if (!is_finite(raw[0]) || !is_finite(raw[1])) mine.x = ~0u, mine.y |= BROKEN;
     }
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes <<= 1) mine = best_of(mine, from_lane(mine, lanes));
@@ -55,22 +64,5 @@ __device__ __forceinline__ void run_head(
     uint2 all = shared.best[0][threadIdx.x];
     for (int i = 1; i < WARPS; i++) all = best_of(all, shared.best[i][threadIdx.x]);
     a.best[blockIdx.x * TOKENS + threadIdx.x] = all;
-  }
-}
-
-__device__ __forceinline__ void run_select(const Arguments& a, const Place& at, Shared& shared) {
-  for (int token = threadIdx.x / 32; token < a.rows; token += WARPS) {
-    uint2 mine = {0u, ~0u};
-    for (int i = threadIdx.x % 32; i < WORKERS; i += 32) {
-      const float2 one = load_fresh_float2(reinterpret_cast<const float2*>(a.best + i * TOKENS + token));
-      mine = best_of(mine, uint2{__float_as_uint(one.x), __float_as_uint(one.y)});
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes <<= 1) mine = best_of(mine, from_lane(mine, lanes));
-    if (threadIdx.x % 32 == 0) {
-      const int id = mine.y < VOCAB ? (int)mine.y : 0;  // after a failed wait it may be anything
-      shared.token[token] = id;
-      if (blockIdx.x == 0) a.tokens[at.step * a.rows + token] = id;
-    }
   }
 }

@@ -2,6 +2,7 @@
 // in its order: they wait for free stages alone. They take turns by stages, as the many small copies of keys and
 // values take one too long. What they copy of those was written in earlier steps.
 #pragma once
+#include "decode_loop.cuh"
 #include "worker.cuh"
 
 // Whose turn a stage is.
@@ -15,14 +16,36 @@ struct Turn {
   }
 };
 
+// No copy may be under way when its memory becomes another's. Both producers have begun their last one here.
+__device__ __forceinline__ void finish_copies(Shared& shared) {
+  __syncwarp();
+  asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * 32) : "memory");
+  if (threadIdx.x % 32) return;
+  for (int slot = 0; slot < RING; slot++)
+    if (const u32 begun = shared.begun[slot])
+      while (!barrier_done(shared.full + slot, begun - 1)) {}
+}
+
+// The next stage, when it is free. A producer that waits beyond the last step's end is done, which is as good as dead.
 __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, u32 bytes) {
-  wait_barrier(a, at, ring.shared.empty + ring.slot, ring.phase ^ 1, 2, ring.slot);
-  if (!at.dead) barrier_expect(ring.shared.full + ring.slot, bytes);
+  u64* barrier = ring.shared.empty + ring.slot;
+  const u32 phase = ring.phase ^ 1;
+  u64 deadline = 0;
+  for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++) {
+    at.dead = is_over(ring.shared);
+    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{2, ring.slot, phase, 0});
+  }
+  dawdle(9);
+  if (!at.dead) {
+    barrier_expect(ring.shared.full + ring.slot, bytes);
+    ring.shared.begun[ring.slot] = 1 + ring.phase;
+  }
   return ring.shared.ring[ring.slot];
 }
 
 __device__ __forceinline__ void produce_weights(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages,
+    u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
     if (turn.mine() && threadIdx.x % 32 == 0) {
       unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
@@ -64,8 +87,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
   const Instruction* table = instructions(shared);
   const unsigned char* weights =
       reinterpret_cast<const unsigned char*>(a.weights) + (i64)blockIdx.x * a.stream_stages * STAGE_BYTES;
-  for (at.step = 0; at.step < a.steps; at.step++)
-    for (at.index = 0; at.index < a.count; at.index++) {
+  for (at.step = 0; at.step < a.steps && !at.dead; at.step++)
+    for (at.index = 0; at.index < a.count && !at.dead; at.index++) {
       const Instruction& it = table[at.index];
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
@@ -74,25 +97,38 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
       at.dead = __shfl_sync(~0u, at.dead, 0);
-      if (at.dead) {
-        __nanosleep(1000000);  // copies under way end before their memory is another's
-        return;
-      }
     }
+  finish_copies(shared);
 }
 
 // The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.
 __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
   Place at;
   const Instruction* table = instructions(shared);
-  for (at.step = 0; at.step < a.steps; at.step++)
+  for (at.step = 0; at.step < a.steps && !is_over(shared); at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction& it = table[at.index];
       if (it.wait == NONE) continue;
-      wait_counter(a, at, it.wait, it.wait_count + at.step * it.wait_stride);
+      wait_counter(a, shared, at, it.wait, it.wait_count + (shared.epoch + at.step) * it.wait_stride);
       at.waits++;
       asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.passed)), "r"(at.waits) : "memory");
     }
+}
+
+// The first worker's: the step's tokens for the host, and for the next launch.
+__device__ __forceinline__ void publish(const Arguments& a, const Shared& shared, int step) {
+  const int lane = threadIdx.x % 32;
+  dawdle(10);
+  if (lane < a.rows) {
+    const int token = shared.chosen[lane];
+    a.row_token[shared.row[lane]] = max(token, 0);
+    publish_token(a.ring, a.ring_stride, step, lane, token);
+  }
+  __threadfence_system();
+  __syncwarp();
+  if (lane) return;
+  *a.epoch = shared.epoch + step + 1;
+  publish_count(a.words, step + 1);
 }
 
 // The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
@@ -100,6 +136,13 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (int step = 0; step < a.steps; step++)
     for (int index = 0; index < a.count; index++) {
+      if (table[index].op == OP_COMMIT) {
+        telling_sync();
+        const u32 ended = shared.ended;
+        if (blockIdx.x == 0 && ended != ABORTED) publish(a, shared, step);
+        if (ended != GOES_ON) return;
+        continue;
+      }
       const int counter = table[index].signal;
       if (counter == NONE) continue;
       telling_sync();

@@ -74,7 +74,7 @@ __device__ __forceinline__ void run_out(
     const bf16 low = to_bf16(base[j][0] + (j ? all.y : all.x)), high = to_bf16(base[j][1] + (j ? all.w : all.z));
     to[token * DIM + row] = low, to[token * DIM + row + 8] = high;
     if (a.trace) {
-      bf16* trace = a.trace + (((i64)at.step * LAYERS + it.layer) * TOKENS + token) * DIM + row;
+      bf16* trace = a.trace + (((i64)at.step * a.layers + it.layer) * TOKENS + token) * DIM + row;
       trace[0] = low, trace[8] = high;
     }
   }

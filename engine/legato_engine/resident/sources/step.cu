@@ -1,4 +1,5 @@
 // Decode steps as one launch: every thread block runs its worker's instructions, step after step.
+#include "commit.cuh"
 #include "output.cuh"
 #include "producer.cuh"
 #include "residual.cuh"
@@ -15,9 +16,10 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Held held;
   Sums sums;
   const Instruction* table = instructions(shared);
-  for (at.step = 0; at.step < a.steps; at.step++)
+  for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction it = table[at.index];
+      dawdle(11);
       note_time(a, at, 0);
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
@@ -28,12 +30,14 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_FC2: run_fc2(a, at, ring, sums, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
         case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
+        case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, held, it); break;
-        case OP_SELECT: run_select(a, at, shared); break;
+        case OP_SAMPLE: run_sample(a, at, shared, it); break;
+        case OP_COMMIT: run_commit(a, at, shared); break;
       }
-      if (it.signal != NONE)
+      if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
-      else if (it.op != OP_FC2 && it.op != OP_NORM)
+      else if (it.op != OP_FC2 && it.op != OP_NORM && it.op != OP_LISTEN)
         workers_sync();
       note_time(a, at, 2);
     }
@@ -44,30 +48,43 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
 constexpr int ALL_THREADS = THREADS + 128;
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
-    const Instruction* table, u32* counters, u32* abort, int* report, const bf16* weights, const float2* folded,
-    const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1, bf16* act, bf16* q,
-    bf16* heads, float* part, float2* ends, uint2* best, bf16* keys, bf16* values, const int* pages,
-    const int* position, const float* cosines, const float* sines, const int* first_token, int* tokens, float* logits,
-    bf16* trace, i64* profile, int count, int stream_stages, int layer_pages, int row_pages, int rows, int num_steps,
-    int patience_ms) {
+    const Instruction* table, u32* counters, u32* epoch, u32* abort, int* report, const bf16* weights,
+    const float2* folded, const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1,
+    bf16* act, bf16* q, bf16* heads, float* part, float2* ends, uint2* best, float* scores, int* token, int* stop,
+    bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
+    const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
+    const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
+    float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
+    int num_steps, int ring_stride, int patience_ms) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const Arguments a = {table, counters, abort, report, weights, folded, head_folded, out_bias, embedding, x0, x1, act,
-                       q, heads, part, ends, best, keys, values, pages, position, cosines, sines, first_token, tokens,
-                       logits, trace, profile, count, stream_stages, layer_pages, row_pages, rows, num_steps,
-                       patience_ms};
+  const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
+                       x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
+                       row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
+                       row_top_k, row_seed, constraints, successors, ring, words, logits, trace, profile, count, layers, stream_stages,
+                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < RING; i++) barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS);
+    for (int i = 0; i < RING; i++)
+      barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS), shared.begun[i] = 0;
     barriers_ready();
-    shared.passed = 0;
+    shared.passed = 0, shared.ended = GOES_ON, shared.epoch = *epoch;
   }
-  for (int i = threadIdx.x; i < rows; i += blockDim.x) shared.token[i] = first_token[i], shared.position[i] = position[i];
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    const i64 mine = lane < rows ? row[lane] : 0;
+    if (lane < rows) {
+      shared.row[lane] = (int)mine, shared.constraint[lane] = (int)constraint[lane];
+      shared.token[lane] = (int)row_token[mine], shared.position[lane] = (int)position[lane];
+    }
+    const u32 drawn = __ballot_sync(~0u, lane < rows && row_temperature[mine] > GREEDY_TEMPERATURE);
+    if (lane == 0) shared.drawn = drawn;
+  }
   for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
     const Unit unit(i / OWN_PAGES, rows);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? pages[unit.row * row_pages + page] : 0;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.row] * row_pages + page] : 0;
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;

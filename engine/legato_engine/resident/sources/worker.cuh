@@ -1,10 +1,11 @@
 // A worker of the resident kernel: its arguments, its shared memory, its ring, and its waits.
 //
-// Constants: DIM width, FF inner width, LAYERS, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
-// RING stages of the ring, TILES groups of 8 tokens. B tokens, one per row, of at most TOKENS.
+// Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
+// RING stages of the ring, TILES groups of 8 tokens, SHARED bytes. B tokens, one per row, of at most TOKENS.
 #pragma once
 #include "common.cuh"
 #include "program.cuh"
+#include "sample.cuh"
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
 constexpr int PRODUCERS = 2;
@@ -21,28 +22,49 @@ constexpr int COUNTER_WORDS = 32;   // from one counter to the next
 struct Arguments {
   const Instruction* table;  // [WORKERS, count]
   u32* counters;
+  u32* epoch;    // steps of all launches before
   u32* abort;    // not zero: no wait waits any more
   int* report;   // host memory: what the first overdue wait waited for
   const bf16* weights;  // [WORKERS, stream_stages] stages
-  const float2* folded;       // [LAYERS, 3 * DIM + FF]: of QKV, then of FC1, in the order of blocks
+  const float2* folded;       // [layers, 3 * DIM + FF]: of QKV, then of FC1, in the order of blocks
   const float2* head_folded;  // [VOCAB]
-  const float* out_bias;      // [LAYERS, DIM]
+  const float* out_bias;      // [layers, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
   bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
   bf16* heads;   // [TOKENS, DIM]: what attention gives for rows that one worker per head has whole
   float* part;   // [TOKENS, WORKERS, HEAD_DIM]: of other rows, a worker's quarter
   float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
-  uint2* best;   // [WORKERS, TOKENS]: key and id
-  bf16 *keys, *values;        // [LAYERS, pages, HEADS, PAGE, HEAD_DIM]
-  const int* pages;           // [B, row_pages]
-  const int* position;        // [B]: of the first step
+  uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
+  float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy
+  int* token;    // [TOKENS], -1: not finite
+  int* stop;     // the host's wish, as the first worker heard it in this step
+  bf16 *keys, *values;           // [layers, pages, HEADS, PAGE, HEAD_DIM]
   const float *cosines, *sines;  // [positions, ROTARY_DIM / 2]
-  const int* first_token;     // [B]
-  int* tokens;                // [steps, B]
-  float* logits;              // [steps, TOKENS, VOCAB], or null
-  bf16* trace;                // [steps, LAYERS, TOKENS, DIM]: the residual stream after each layer, or null
-  i64* profile;               // [WORKERS, steps, count, 3]: clocks, or null
-  int count, stream_stages, layer_pages, row_pages, rows, steps, patience_ms;
+  // Of the launch's rows, by index: the row of the state R, its constraint C, and positions of the first step.
+  const i64 *row, *constraint, *position, *sample_position;  // [B]
+  const i64* pages;              // [R, row_pages]
+  i64* row_token;                // [R]: the newest token, which the first step reads and every step writes
+  const float *row_temperature, *row_top_p;  // [R]
+  const i64 *row_top_k, *row_seed;           // [R]
+  const float* constraints;      // [C, VOCAB], added to logits
+  const i64 (*successors)[2];    // [C], as in decode_loop.cuh
+  volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
+  float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
+  bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
+  i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
+  int count, layers, stream_stages, layer_pages, row_pages, rows, steps, ring_stride, patience_ms;
+};
+
+constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
+constexpr u32 GOES_ON = 0, ENDED = 1, ABORTED = 2;
+
+// What the choice of a row's token keeps.
+struct Sampling {
+  Choice choice;
+  int digits[PASSES];  // of the last kept token
+  Share sums[WARPS];
+  Best best[WARPS];
+  u32 rough[WARPS];
 };
 
 struct __align__(16) Shared {
@@ -52,11 +74,20 @@ struct __align__(16) Shared {
   float2 ends[TOKENS][WARPS];
   uint2 best[WARPS][TOKENS];
   u64 full[RING], empty[RING];
-  int token[TOKENS];
+  u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
+  Sampling sampling;
+  int token[TOKENS];      // that the step begins with; -1 for the host only
+  int chosen[TOKENS];
+  int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
+  u32 drawn;   // rows that are not greedy, as bits
+  u32 epoch;
   u32 passed;  // waits of the program that are over
+  u32 ended;   // GOES_ON, ENDED or ABORTED
 };
+static_assert(sizeof(Shared) <= SHARED, "the host allots less");
+static_assert(TOKENS <= 32 && sizeof(Bin) * BINS <= sizeof(Shared::sums), "a lane for each row; bins in place of sums");
 
 // The worker's instructions, which follow the rest in shared memory.
 __device__ __forceinline__ Instruction* instructions(Shared& shared) {
@@ -108,16 +139,22 @@ __device__ __forceinline__ bool give_up(const Arguments& a, const Place& at, u64
   return over;
 }
 
-__device__ __forceinline__ void wait_counter(const Arguments& a, Place& at, int which, u32 target) {
+// Whether the launch's last step is over. Threads that are ahead of those that compute ask while they wait.
+__device__ __forceinline__ bool is_over(const Shared& shared) {
+  return *reinterpret_cast<const volatile u32*>(&shared.ended) != GOES_ON;
+}
+
+__device__ __forceinline__ void wait_counter(const Arguments& a, const Shared& shared, Place& at, int which, u32 target) {
   const u32* count = a.counters + which * COUNTER_WORDS;
   u64 deadline = 0;
   for (u32 polls = 1; !at.dead; polls++) {
     u32 seen;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-    if ((int)(seen - target) >= 0) break;
-    if (polls % 1024 == 0) at.dead = give_up(a, at, deadline, Waited{0, which, target, seen});
+    if ((int)(seen - target) >= 0 || is_over(shared)) break;
+    if (polls % 64 == 0) at.dead = give_up(a, at, deadline, Waited{0, which, target, seen});
     __nanosleep(20);
   }
+  dawdle(6);
 }
 
 __device__ __forceinline__ bool barrier_done(u64* barrier, u32 phase) {
@@ -132,6 +169,7 @@ __device__ __forceinline__ void wait_barrier(
   u64 deadline = 0;
   for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++)
     if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
+  dawdle(7 + kind);
 }
 
 // The warps that compute wait for what the watcher saw; when it has given up it lets all pass.

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import av
 from PIL import Image
@@ -22,7 +23,7 @@ _SDP = (
 )
 
 
-def encoded(stream: av.VideoStream, number: int) -> list[av.Packet]:
+def encoded(stream: av.VideoStream, number: int) -> list[Any]:
     """A picture that gets lighter."""
     picture = Image.new("RGB", SIZE, (40 + 3 * (number % 70), 90, 90))
     frame = av.VideoFrame.from_image(picture)
@@ -32,9 +33,10 @@ def encoded(stream: av.VideoStream, number: int) -> list[av.Packet]:
 
 def add_stream(container: av.container.OutputContainer, codec: str) -> av.VideoStream:
     fast = {"tune": "zerolatency", "preset": "ultrafast"} if codec == "libx264" else {}
-    stream = container.add_stream(codec, rate=RATE, options=fast)
+    stream: Any = container.add_stream(codec, rate=RATE, options=fast)
     stream.width, stream.height = SIZE
     stream.codec_context.gop_size = 5
+    assert isinstance(stream, av.VideoStream)
     return stream
 
 

@@ -12,6 +12,7 @@ from legato_client import RawFrame
 from legato_client.live.camera import Camera, Form, source_of
 from legato_client.live.figures import Figures
 from legato_client.live.mailbox import Mailbox
+from legato_client.live.shot import Shot
 from PIL import Image
 
 from tests.clients.python.live import streams
@@ -32,9 +33,9 @@ def clip(tmp_path):
     return path
 
 
-def played(name: str, *, form: Form | None = None, rate: float = 1.0):
+def played(name: str, *, form: Form | None = None, rate: float = 1.0) -> list[Shot]:
     """What a camera gives until it ends."""
-    shots = []
+    shots: list[Shot] = []
     camera = Camera(
         source_of(name), shots.append, Figures(), form=form or Form(), rate=rate, patience=None
     )
@@ -72,8 +73,10 @@ def test_pictures_are_sent_as_asked(clip):
     assert (frame.width, frame.height, frame.format) == (64, 48, "rgb8")
     assert raw.picture().size == streams.SIZE
     assert raw.frame_id == "clip.mp4"
-    assert (small.read().width, small.read().height) == (32, 24)
-    assert jpeg.read().startswith(b"\xff\xd8")
+    assert isinstance(shrunk := small.read(), RawFrame)
+    assert (shrunk.width, shrunk.height) == (32, 24)
+    assert isinstance(file := jpeg.read(), bytes)
+    assert file.startswith(b"\xff\xd8")
 
 
 @pytest.mark.parametrize("content", [b"", b"no video at all"])
@@ -153,4 +156,6 @@ def test_devices_are_opened_by_v4l2():
 
 def test_turned_pictures_keep_their_shape():
     """A smaller side is in proportion."""
-    assert Form(max_side=10).of(Image.new("RGB", (40, 20))).height == 5
+    shown = Form(max_side=10).of(Image.new("RGB", (40, 20)))
+    assert isinstance(shown, RawFrame)
+    assert shown.height == 5

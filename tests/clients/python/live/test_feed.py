@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from legato_client import (
 )
 from legato_client.live.feed import Asked, Feed
 from legato_client.live.figures import Figures
+from legato_client.live.lane import Answered
 from legato_client.live.shot import Shot
 
 from tests.clients.python.failures import failure
@@ -29,7 +31,7 @@ GONE = failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
 TASKS = {"caption": CaptionTask(), "short": CaptionTask("short")}
 
 
-def picture() -> bytes:
+def picture() -> Any:
     return b"picture"
 
 
@@ -38,7 +40,7 @@ class Played:
 
     def __init__(self, client, **how):
         waits, patience = how.pop("waits", False), how.pop("patience", 30.0)
-        self.answered = []
+        self.answered: list[Answered] = []
         self.figures = Figures()
         self.problem: Exception | None = None
         self._count = 0
@@ -263,11 +265,11 @@ def test_the_newest_of_many_is_sent(play, server):
     assert played.join().answered == 3
 
 
-def len_of(played) -> int:
+def len_of(played):
     return played.figures.totals().taken
 
 
-def left_out(played) -> int:
+def left_out(played):
     totals = played.figures.totals()
     return totals.replaced + totals.refused
 

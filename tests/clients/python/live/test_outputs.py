@@ -110,9 +110,14 @@ def test_a_failure_of_slow_work_is_told():
 
     aside = Aside(full, every=True)
     with pytest.raises(OSError, match="No space"):
-        [aside.put(answered(number)) for number in range(99)]
+        fill(aside)
     with pytest.raises(OSError, match="No space"):
         aside.close()
+
+
+def fill(aside: Aside) -> None:
+    for number in range(99):
+        aside.put(answered(number))
 
 
 def test_rows_say_what_where_how_sure_and_which():
@@ -125,9 +130,10 @@ def test_rows_say_what_where_how_sure_and_which():
 
 def test_a_picture_fits_its_characters():
     """Each character is two pixels, and boxes are drawn in their colours."""
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="truecolor", width=80)
     console.print(HalfBlocks(Image.new("RGB", SIZE, (1, 2, 3)), [CUP], 40, 10))
-    text = console.file.getvalue()
+    text = out.getvalue()
     lines = text.splitlines()
     assert len(lines) == 10
     assert all(line.count("▀") == 27 for line in lines)

@@ -28,27 +28,49 @@ def never() -> bool:
     return False
 
 
+def taken(mailbox: Mailbox) -> int | None:
+    """The number of the picture, None once the mailbox is done."""
+    found = mailbox.take(never)
+    return None if found is None else found.number
+
+
+def delay_of(backoff: Backoff) -> float:
+    delay = backoff.failure()
+    assert delay is not None
+    return delay
+
+
 def test_the_newest_picture_takes_the_place():
     """`put` says how many others there were."""
     mailbox = Mailbox(every=False)
     assert [mailbox.put(shot(n)) for n in range(3)] == [0, 1, 1]
-    assert mailbox.take(never).number == 2
+    assert taken(mailbox) == 2
     mailbox.put(shot(3))
     mailbox.close()
-    assert not mailbox.is_done
     assert mailbox.put(shot(4)) == 1
-    assert mailbox.take(never).number == 3
-    assert mailbox.is_done
-    assert mailbox.take(never) is None
+    assert taken(mailbox) == 3
+    assert taken(mailbox) is None
+
+
+def test_a_mailbox_is_done_once_it_is_closed_and_empty():
+    """What is held when it closes can still be taken."""
+    mailbox = Mailbox(every=False)
+    states = [mailbox.is_done]
+    mailbox.put(shot(1))
+    mailbox.close()
+    states.append(mailbox.is_done)
+    assert taken(mailbox) == 1
+    states.append(mailbox.is_done)
+    assert states == [False, False, True]
 
 
 def test_every_picture_waits_for_its_place():
     """Until the one before is taken; closing ends the wait."""
     mailbox = Mailbox(every=True)
-    unsent = []
+    unsent: list[int] = []
     thread = threading.Thread(target=lambda: unsent.extend(mailbox.put(shot(n)) for n in range(3)))
     thread.start()
-    assert [mailbox.take(never).number for _ in range(2)] == [0, 1]
+    assert [taken(mailbox) for _ in range(2)] == [0, 1]
     until(lambda: unsent == [0, 0, 0])
     thread.join()
     blocked = threading.Thread(target=lambda: unsent.append(mailbox.put(shot(9))))
@@ -72,20 +94,20 @@ def test_a_thread_that_takes_gives_up_at_a_nudge():
     assert found == [None]
     mailbox.put(shot(5))
     assert mailbox.take(given_up.is_set) is None
-    assert mailbox.take(never).number == 5
+    assert taken(mailbox) == 5
 
 
 def test_delays_double_until_a_success():
     """Up to 5 s, a fifth more or less, and at least what the server asks for."""
     backoff = Backoff(None, lambda: 0.0)
-    delays = [backoff.failure() for _ in range(9)]
+    delays = [delay_of(backoff) for _ in range(9)]
     for delay, middle in zip(delays, [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5], strict=True):
         assert 0.8 * middle <= delay <= 1.2 * middle
     assert backoff.failure(at_least=60) == 60
     backoff.reached()
-    assert backoff.failure() >= 4
+    assert delay_of(backoff) >= 4
     backoff.success()
-    assert backoff.failure() <= 0.24
+    assert delay_of(backoff) <= 0.24
 
 
 def test_patience_ends():

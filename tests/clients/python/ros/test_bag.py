@@ -70,7 +70,7 @@ def test_answers_have_the_stamps_of_their_images(tmp_path):
         assert (center.x, center.y, cup.bbox.size_x, cup.bbox.size_y) == (32, 18, 32, 12)
 
 
-def open_red(frame) -> int:
+def open_red(frame):
     return bytes(frame.data)[0]
 
 
@@ -92,7 +92,7 @@ def test_compressed_images_and_drawings(tmp_path):
     assert drawn.header.stamp == written[OUT].header.stamp
     picture = Image.open(io.BytesIO(drawn.data.tobytes()))
     assert picture.format == "JPEG"
-    assert len(picture.getcolors(1 << 20)) > 50  # not one colour any more
+    assert len(picture.getcolors(1 << 20) or ()) > 50  # not one colour any more
 
 
 def test_failed_images_are_counted_and_the_rest_is_answered(tmp_path):

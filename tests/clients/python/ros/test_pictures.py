@@ -7,8 +7,16 @@ from types import SimpleNamespace
 import pytest
 from legato_client._images.pillow import open_upright
 from legato_client.ros import pictures
+from PIL import Image
 
 RED = (255, 0, 0)
+
+
+def pixel_of(shown: Image.Image, x: int, y: int) -> tuple[int, int, int]:
+    pixel = shown.getpixel((x, y))
+    assert isinstance(pixel, tuple)
+    red, green, blue = pixel
+    return red, green, blue
 
 
 def image(encoding: str, data: bytes, step: int, size: tuple[int, int] = (2, 2)) -> SimpleNamespace:
@@ -30,13 +38,13 @@ def test_colours_are_read_in_the_order_of_the_encoding(encoding, pixel):
     """With rows that are padded."""
     row = 2 * pixel + b"\x55"
     shown = open_upright(pictures.raw(image(encoding, 2 * row, len(row))))
-    assert [shown.getpixel((x, y)) for x in (0, 1) for y in (0, 1)] == 4 * [RED]
+    assert [pixel_of(shown, x, y) for x in (0, 1) for y in (0, 1)] == 4 * [RED]
 
 
 def test_grey_is_read():
     """One byte a pixel."""
     shown = open_upright(pictures.raw(image("mono8", bytes((0, 255, 255, 0)), 2)))
-    assert [shown.getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
+    assert [pixel_of(shown, x, 0)[0] for x in (0, 1)] == [0, 255]
 
 
 def test_both_orders_of_yuv422_are_one_picture():
@@ -46,7 +54,7 @@ def test_both_orders_of_yuv422_are_one_picture():
     one = open_upright(pictures.raw(image("yuv422_yuy2", yuyv, 4)))
     other = open_upright(pictures.raw(image("yuv422", uyvy, 4)))
     assert one.tobytes() == other.tobytes()
-    red, green, blue = one.getpixel((0, 0))
+    red, green, blue = pixel_of(one, 0, 0)
     assert red > 240
     assert max(green, blue) < 20
 
@@ -54,7 +62,7 @@ def test_both_orders_of_yuv422_are_one_picture():
 def test_nv12_is_read():
     """Its rows of colour follow those of brightness."""
     shown = open_upright(pictures.raw(image("nv12", bytes((81,) * 4) + bytes((90, 240)), 2)))
-    assert shown.getpixel((1, 1))[0] > 240
+    assert pixel_of(shown, 1, 1)[0] > 240
 
 
 @pytest.mark.parametrize("encoding", ["16UC1", "bayer_rggb8", "32FC1", ""])

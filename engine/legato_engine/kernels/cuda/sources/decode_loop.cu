@@ -1,12 +1,11 @@
 // The control step of a decode loop, as specified by kernels/decode_loop.py; one thread block.
-#include "common.cuh"
+#include "decode_loop.cuh"
 
 typedef unsigned long long cudaGraphConditionalHandle;
 extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphConditionalHandle handle,
                                                                       unsigned int value);
 
 constexpr int THREADS = 128;
-constexpr i64 ANY = -2;
 
 // `ring` [steps, units] and `words` (steps done; whether to stop) are page-locked memory of the host, which reads
 // a step's `outputs` there once `words[0]` counts it. After token `successors[c][0]`, or any, constraint c becomes
@@ -19,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bool broken = false;
   for (int at = threadIdx.x; at < units; at += THREADS) ring[now * units + at] = outputs[at];
   for (int b = threadIdx.x; b < batch; b += THREADS) {
-    const i64 token = tokens[b], *successor = successors[constraints[b]];
-    if (successor[0] == ANY || successor[0] == token) constraints[b] = successor[1];
+    const i64 token = tokens[b];
+    constraints[b] = successor(successors, constraints[b], token);
     if (rows[b] == scratch) continue;
     positions[b]++, firsts[b]++, samples[b]++;
     broken |= token < 0;
@@ -29,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   broken = __syncthreads_or(broken);
   if (threadIdx.x) return;
   *step = now + 1;
-  words[0] = now + 1;
+  publish_count(words, now + 1);
   const auto handle = (cudaGraphConditionalHandle)(unsigned)high << 32 | (unsigned)low;
-  cudaGraphSetConditional(handle, !broken && now + 1 < *limit && !words[1]);
+  cudaGraphSetConditional(handle, follows(broken, now + 1, *limit, stop_wished(words)));
 }

@@ -2,36 +2,15 @@
 //
 // CLUSTER thread blocks share a row. Logits are read once, and every sum is of integers, so a token depends neither
 // on other rows nor on the order of threads.
-#include "argmax.cuh"
+#include "sample.cuh"
 
 constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
 constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thread's
 static_assert(VOCAB % 4 == 0 && VOCAB <= 65536 && VALUES <= 32, "unsupported vocabulary");
 
-constexpr float GREEDY_TEMPERATURE = 1e-6f;  // at or below, the highest logit wins
 constexpr int BURST = 4;                     // groups in flight
 constexpr u32 MASKED = 0xff800000u;          // -inf
-constexpr int BINS = THREADS, DIGIT_BITS = 10, PASSES = 6;
-// Noise is within -3.7 .. 37.5, so a token this far below the highest never wins; its share of the mass is below
-// 2^-69. Nearer ones have first digits up to 48 * 21 = 1008.
-constexpr float REACH = 48.f, FIRST_DIGITS = 21.f;
-constexpr float MASS_ONE = 1099511627776.f;  // 2^40 is the mass of the highest; a row's fits 57 bits
-constexpr float NOISE_SLACK = 1e-3f;       // far above the error of `rough_noise`
-
-struct __align__(16) Bin {
-  u32 mass[2];  // low and high: shared memory adds 32 bits at once
-  u32 count, unused;
-};
-struct Share {
-  u64 mass;
-  u32 count;
-};
-struct Choice {  // the last kept token's bin, and what comes before it
-  u64 mass;
-  u32 count;
-  int digit;
-  bool settled;  // all of the bin are kept
-};
+static_assert(BINS == THREADS, "a thread has a bin");
 struct Shared {
   Bin bins[2][BINS];
   uint4 records[2];  // a block's best, and its flag
@@ -84,34 +63,6 @@ __device__ __forceinline__ Best cluster_best(Shared& shared, int slot, Best mine
   return best;
 }
 
-// Ten bits of a token's place in falling order: first by distance from the highest, which spreads common rows over
-// the bins, then of the inverted value and of the id, 48 bits in all.
-__device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
-  if (pass == 0) return (int)((peak - x) * FIRST_DIGITS);
-  const u64 place = ((u64)~to_key(x) << 16 | (u32)id) << 2;
-  return (int)(place >> ((PASSES - 1 - pass) * DIGIT_BITS)) & (BINS - 1);
-}
-
-__device__ __forceinline__ u64 mass_of(float x, float peak) { return __float2ull_rn(expf(x - peak) * MASS_ONE); }
-
-// With carry; the sum does not depend on the order.
-__device__ __forceinline__ void add(Bin& bin, u64 mass) {
-  const u32 low = (u32)mass, before = atomicAdd(&bin.mass[0], low);
-  const u32 high = (u32)(mass >> 32) + (before + low < low);
-  if (high) atomicAdd(&bin.mass[1], high);
-  atomicAdd(&bin.count, 1u);
-}
-
-__device__ __forceinline__ Share warp_prefix(Share share) {
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const u64 mass = __shfl_up_sync(~0u, share.mass, step);
-    const u32 count = __shfl_up_sync(~0u, share.count, step);
-    if (threadIdx.x % 32 >= step) share.mass += mass, share.count += count;
-  }
-  return share;
-}
-
 // Over the cluster, added to all bins before it; `total` of all.
 __device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share& total) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -131,9 +82,9 @@ __device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share
 // grow, so one last token is looked for, digit by digit. Invariant: the first candidate stays, and what is no
 // candidate is decided. `bins[0]` is zero.
 __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak, float top_p, i64 top_k, int rank) {
-  const u32 most = top_k > 0 && top_k < VOCAB ? (u32)top_k : VOCAB;
-  u64 limit = 0, mass_before = 0;
-  u32 kept = 0, count_before = 0;
+  Bounds most = {0, count_limit(top_k)};
+  Choice before = {};
+  u32 kept = 0;
   for (int pass = 0; pass < PASSES; pass++) {
     Bin* bins = shared.bins[pass % 2];
     for (u32 left = candidates; left; left &= left - 1) {
@@ -152,13 +103,9 @@ __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak
       mine.count += v.z;
     }
     const Share through = prefix(shared, mine, total);
-    if (pass == 0) limit = top_p >= 1.f ? total.mass : (u64)((double)top_p * (double)total.mass);
-    const u64 mass = mass_before + through.mass;
-    const u32 count = count_before + through.count;
-    const bool stays = mine.count && mass - mine.mass <= limit && count - mine.count < most;
-    if (stays && !(through.count < total.count && mass <= limit && count < most))
-      shared.choice = {mass - mine.mass, count - mine.count, (int)threadIdx.x,
-                       mine.count == 1 || (mass <= limit && count <= most)};
+    if (pass == 0) most.mass = mass_limit(top_p, total);
+    Choice last;
+    if (has_last(mine, through, before, total, most, (int)threadIdx.x, last)) shared.choice = last;
     __syncthreads();
     const Choice choice = shared.choice;
     for (u32 left = candidates; left; left &= left - 1) {
@@ -168,29 +115,9 @@ __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak
       if (digit != choice.digit) candidates &= ~(1u << i);
     }
     if (choice.settled) break;
-    mass_before = choice.mass;
-    count_before = choice.count;
+    before = choice;
   }
   return kept | candidates;
-}
-
-// SplitMix64's finaliser.
-__device__ __forceinline__ u64 mix(u64 x) {
-  x += 0x9E3779B97F4A7C15ull;
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-  return x ^ x >> 31;
-}
-
-// Standard Gumbel noise from 53 random bits of (seed, position, token); `rough_noise` is within 1e-5.
-__device__ __forceinline__ float exact_noise(u64 bits) {
-  return (float)-log(-log(((double)(i64)bits + 0.5) * 0x1p-53));
-}
-__device__ __forceinline__ float rough_noise(u64 bits) {
-  constexpr u64 ALL = (1ull << 53) - 1;
-  const bool low = bits >> 52 == 0;
-  const float tail = ((float)(low ? bits : ALL - bits) + 0.5f) * 0x1p-53f;
-  return -logf(low ? -logf(tail) : -log1pf(-tail));
 }
 
 // Only tokens whose rough score is near the block's highest are scored exactly, because double logarithms are
@@ -280,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     const float top_p = load_fresh_f32(row_top_p + row);
     const i64 top_k = load_fresh_i64(row_top_k + row);
     if (top_p < 1.f || top_k > 0) kept = select(shared, kept, peak, top_p, top_k, rank);
-    const u64 key = mix(mix((u64)load_fresh_i64(row_seed + row)) + (u64)load_fresh_i64(position + batch));
+    const u64 key = noise_key(load_fresh_i64(row_seed + row), load_fresh_i64(position + batch));
     best = cluster_best(shared, 1, draw(shared, kept, peak, key, rank), unused);
   }
   broken |= best.id >= VOCAB;

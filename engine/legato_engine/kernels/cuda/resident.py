@@ -1,0 +1,246 @@
+"""The resident kernel on the current GPU: weights packed in the order of its program, launches.
+
+Shape legend: O outputs, I inputs, W workers, T tokens of all tiles; otherwise that of
+`kernels.resident`.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.resources
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
+from legato_engine.kernels.cuda.module import Argument, Module
+from legato_engine.kernels.cuda.packing import fold_norm
+from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.resident.header import defines
+from legato_engine.resident.program import WORDS, Program, build_program
+from legato_engine.resident.sizes import (
+    BLOCK,
+    GROUP,
+    HEAD_DIM,
+    PAGE_BYTES,
+    SPLITS,
+    WARPS,
+    ModelSizes,
+)
+from legato_engine.resident.stream import Matrix, Stage, qkv_rows, worker_stages
+
+if TYPE_CHECKING:
+    from legato_engine.kernels.resident import ResidentRows
+    from legato_engine.kernels.step import StepCache
+
+SOURCE = "step.cu"
+PATIENCE_MS = 1000
+"""How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
+MOST_ROWS = 8
+"""Of a launch of the engine: builds for more are slower than captured steps, and once in some
+hundred launches their bits differ (docs/resident.md).
+"""
+RING_STAGES = {1: 12, 2: 11, 4: 8}
+"""Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
+
+_OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
+MAX_PAGES = SPLITS * _OWN_PAGES
+_THREADS = 32 * WARPS + 128
+_COUNTER_WORDS = 32  # from one counter to the next
+_SAMPLING_BYTES = 512  # at least `Sampling` in worker.cuh and single words
+_REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
+"""What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one."""
+
+
+def model_sizes(sizes: DecoderSizes, num_layers: int) -> ModelSizes:
+    """Raises ValueError as `ModelSizes` does."""
+    return ModelSizes(sizes.dim, sizes.ff_dim // sizes.dim, num_layers, sizes.vocab_size)
+
+
+class ResidentWeights:
+    """A decoder's weights as a program streams them."""
+
+    def __init__(
+        self, program: Program, layers: Sequence[DecoderLayer], head: Affine, head_norm: Affine
+    ) -> None:
+        sizes = program.sizes
+        like = head.weight
+        self.stream_stages = max(map(program.stream_stages, range(sizes.num_workers)))
+        stages = sizes.num_workers * self.stream_stages
+        self.stream = like.new_zeros(stages, sizes.stage_bytes // 2)
+        places: dict[tuple[Matrix, int], list[tuple[int, Stage]]] = collections.defaultdict(list)
+        for worker in range(sizes.num_workers):
+            for index, stage in enumerate(worker_stages(program, worker)):
+                place = worker * self.stream_stages + index
+                places[stage.matrix, stage.layer].append((place, stage))
+        order = [row for block in range(3 * sizes.num_workers) for row in qkv_rows(block)]
+        rows = torch.tensor(order, device=like.device)
+        folded, biases = [], []
+        for index, layer in enumerate(layers):
+            assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
+            qkv, folded_qkv = fold_norm(*layer.qkv, layer.norm)
+            fc1, folded_fc1 = fold_norm(*layer.mlp.fc1, layer.norm)
+            folded.append(torch.cat([folded_qkv[rows], folded_fc1]))
+            biases.append(layer.mlp.fc2.bias.float() + layer.proj.bias.float())
+            maps = {
+                Matrix.QKV: qkv[rows],
+                Matrix.FC1: fc1,
+                Matrix.FC2: layer.mlp.fc2.weight,
+                Matrix.PROJ: layer.proj.weight,
+            }
+            for matrix, weight in maps.items():
+                self._place(sizes, weight, places[matrix, index])
+        whole, self.head_folded = fold_norm(*head, head_norm)
+        self._place(sizes, whole, places[Matrix.HEAD, sizes.num_layers])
+        self.folded, self.out_bias = torch.stack(folded), torch.stack(biases)
+
+    def _place(
+        self, sizes: ModelSizes, weight_OI: torch.Tensor, places: Sequence[tuple[int, Stage]]
+    ) -> None:
+        outputs, inputs = weight_OI.shape
+        chunks = inputs // sizes.chunk
+        # Rows 16b + 8h + r; inputs of chunk c, warp w, half i, lane t, quad q, pair p. A lane's 16
+        # bytes are both rows' pairs of a quad: a fragment of a tensor-core product.
+        shape = (outputs // BLOCK, 2, 8, chunks, sizes.chunk // GROUP, 2, 4, 2, 2, 2)
+        order = (0, 3, 4, 5, 7, 2, 6, 8, 1, 9)
+        packed = weight_OI.reshape(shape).permute(order).reshape(-1, BLOCK * sizes.chunk)
+        to = torch.tensor([place for place, _ in places], device=weight_OI.device)
+        source = [stage.block * chunks + stage.chunk for _, stage in places]
+        self.stream[to] = packed[torch.tensor(source, device=weight_OI.device)]
+
+
+class ResidentBuild:
+    """The kernel for up to `8 * tiles` rows, with counters that only its launches advance."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: ResidentWeights,
+        embedding: torch.Tensor,
+        cache: StepCache,
+        tiles: int,
+        *,
+        delays: bool = False,
+    ) -> None:
+        """`delays`: warps come late at random, for tests."""
+        sizes, device = program.sizes, embedding.device
+        self._weights, self._embedding, self._cache = weights, embedding, cache
+        self.tokens = tokens = 8 * tiles
+        self.patience_ms = PATIENCE_MS
+        self.count = max(map(len, program.workers))
+        self._grid = (sizes.num_workers, 1, 1)
+        body = _shared_bytes(sizes, program.ring_stages, tokens)
+        constants = defines(sizes, program.ring_stages, tiles) | {"SHARED": body}
+        if delays:
+            constants["DELAYS"] = 1
+        folder = importlib.resources.files("legato_engine.resident") / "sources"
+        module = Module(SOURCE, constants, own=True, folder=folder)
+        self._kernel = module.kernel("steps", shared=body + self.count * WORDS * 4)
+        self._table = torch.tensor(program.table(), dtype=torch.int32, device=device)
+        self._report = torch.zeros(16, dtype=torch.int32).pin_memory()
+        # Counters, the epoch, the abort word, and the host's wish: a cache line each.
+        lines = torch.zeros(
+            program.num_counters + 3, _COUNTER_WORDS, dtype=torch.int32, device=device
+        )
+        self._counters, (self._epoch, self._abort, self._stop) = lines[:-3], lines[-3:]
+
+        def scratch(*shape: int, dtype: torch.dtype = embedding.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        workers = sizes.num_workers
+        self.x = scratch(2, tokens, sizes.dim)
+        self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
+        self.heads = scratch(tokens, sizes.dim)
+        self.part = scratch(tokens, workers, HEAD_DIM, dtype=torch.float32)
+        self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
+        self._best = scratch(workers, tokens, 2, dtype=torch.int32)
+        self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
+        self._token = scratch(tokens, dtype=torch.int32)
+
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        logits: torch.Tensor | None = None,
+        trace: torch.Tensor | None = None,
+        profile: torch.Tensor | None = None,
+        patience_ms: int | None = None,
+    ) -> None:
+        """Enqueue; the last tensors are for measuring (see `Arguments` in worker.cuh)."""
+        assert 0 < num_rows <= self.tokens, f"{num_rows} rows in a build for {self.tokens}"
+        weights, cache, state = self._weights, self._cache, rows.state
+        pointers: tuple[Argument, ...] = (
+            *(self._table, self._counters, self._epoch, self._abort, self._report),
+            *(weights.stream, weights.folded, weights.head_folded, weights.out_bias),
+            *(self._embedding, self.x[0], self.x[1], self.act, self.q, self.heads, self.part),
+            *(self.ends, self._best, self._scores, self._token, self._stop),
+            *(cache.k_LNHSE, cache.v_LNHSE, cache.cos_PR, cache.sin_PR),
+            *(rows.row_B, rows.constraint_B, rows.position_B, rows.sample_position_B),
+            *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
+            *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.successor_C2, rows.ring_SB),
+            *(rows.words, logits, trace, profile),
+        )
+        numbers = (
+            *(self.count, len(weights.out_bias), weights.stream_stages, cache.k_LNHSE.shape[1]),
+            *(rows.page_table_RM.shape[1], num_rows, num_steps, rows.ring_SB.stride(0)),
+            self.patience_ms if patience_ms is None else patience_ms,
+        )
+        self._kernel.launch(self._grid, _THREADS, (*pointers, *numbers), cooperative=True)
+
+    def fault(self) -> str | None:
+        """The wait that a launch which is over gave up."""
+        said, *values = self._report.tolist()
+        if not said:
+            return None
+        return ", ".join(f"{name} {value}" for name, value in zip(_REPORT, values, strict=False))
+
+
+class ResidentDecoder:
+    """A `kernels.resident.ResidentSteps`; steps share scratch memory and must not overlap."""
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        layers: Sequence[DecoderLayer],
+        head: Affine,
+        head_norm: Affine,
+        embedding: torch.Tensor,
+        cache: StepCache,
+        *,
+        max_rows: int = MOST_ROWS,
+        delays: bool = False,
+        programs: Sequence[Program] = (),
+    ) -> None:
+        """Compile for up to `max_rows` rows, at most `MOST_ROWS`.
+
+        `programs` for tests: instead of the model's own, by rising number of tiles.
+        """
+        self.max_rows = min(max_rows, MOST_ROWS)
+        tiles = [n for n in RING_STAGES if n == 1 or 4 * n < self.max_rows]
+        self.programs = programs or [build_program(sizes, RING_STAGES[n]) for n in tiles]
+        weights = ResidentWeights(self.programs[0], layers, head, head_norm)
+        self._builds = [
+            ResidentBuild(program, weights, embedding, cache, n, delays=delays)
+            for n, program in zip(tiles, self.programs, strict=True)
+        ]
+
+    def build(self, num_rows: int) -> ResidentBuild:
+        """The smallest one that takes so many rows."""
+        return next(each for each in self._builds if num_rows <= each.tokens)
+
+    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
+        self.build(num_rows).run(rows, num_rows, num_steps)
+
+    def fault(self) -> str | None:
+        return next((fault for each in self._builds if (fault := each.fault())), None)
+
+
+def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:
+    """At least the size of `Shared` in worker.cuh, which checks it."""
+    ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
+    sums = WARPS * 4 * tokens // 8 * 512
+    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (5 + _OWN_PAGES)
+    return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

@@ -1,0 +1,70 @@
+"""Decode steps of a whole decoder as one launch, for rows that need no host between them.
+
+Shape legend: B rows of a launch, R rows of the state, M pages of a row, C constraints, V
+vocabulary, S steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from legato_engine.kernels.accelerated import RowTensors
+from legato_engine.kernels.cuda import resident_limits
+from legato_engine.kernels.cuda.resident import ResidentDecoder, model_sizes
+from legato_engine.kernels.step import DecoderSizes
+
+__all__ = ["ResidentDecoder", "ResidentRows", "ResidentSteps", "model_sizes", "obstacle"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ResidentRows:
+    """What steps read and write at fixed addresses, int64 but for sampling's numbers.
+
+    By row of a launch: its row of the state, its constraint, and the positions of the first step.
+    `successor_C2` and `words` [2] are
+    those of `kernels.decode_loop`; `ring_SB` is its ring's tokens.
+    """
+
+    row_B: torch.Tensor
+    constraint_B: torch.Tensor
+    position_B: torch.Tensor
+    sample_position_B: torch.Tensor
+    state: RowTensors
+    page_table_RM: torch.Tensor
+    constraints_CV: torch.Tensor
+    successor_C2: torch.Tensor
+    ring_SB: torch.Tensor
+    words: torch.Tensor
+
+
+class ResidentSteps(Protocol):
+    """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s."""
+
+    max_rows: int
+
+    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows."""
+        ...
+
+    def fault(self) -> str | None:
+        """The wait that a launch which is over gave up; no launch may follow it.
+
+        Its last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
+        """
+        ...
+
+
+def obstacle(
+    sizes: DecoderSizes, num_layers: int, embedding: torch.Tensor, *, plain: bool
+) -> str | None:
+    """The first limit of the kernel that a model exceeds on its device, in words, or None.
+
+    `plain`: every layer is a dense MLP beside attention, without gains.
+    """
+    device, dtype = embedding.device, embedding.dtype
+    return resident_limits.obstacle(
+        resident_limits.wish(sizes, num_layers, device, dtype, plain=plain)
+    )

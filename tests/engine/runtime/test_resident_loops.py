@@ -1,0 +1,173 @@
+"""The host's side of the resident kernel, with a fake one on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
+from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
+from legato_engine.kernels.resident import ResidentRows
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.model_runner import ModelRunner
+
+from benchmarks.loops import Decodes, question, randomly, recorded
+
+
+@pytest.fixture(scope="module")
+def graph():
+    made = assemble(
+        EngineConfig(
+            device="cpu", threads=1, model="random-tiny", random_weights=True, max_running=6
+        )
+    )
+    yield made
+    made.device.close()
+
+
+class Fake:
+    """Steps of torch's operations instead; gives up a wait after `steps` of them, if any."""
+
+    max_rows = 4
+
+    def __init__(self, runner: ModelRunner, steps: int | None = None) -> None:
+        assert runner._loops is not None
+        self._loops, self._slots = runner._loops, runner._slots
+        self._bucket = runner._resources.buckets[0]
+        self._left = steps
+        self.launches = 0
+        self.stuck = False
+
+    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
+        assert 0 < num_rows <= self.max_rows
+        assert not self.stuck, "no launch may follow one that was stuck"
+        self.launches += 1
+        if self._left is not None:
+            self.stuck = num_steps > self._left
+            num_steps = min(num_steps, self._left)
+            self._left -= num_steps
+        if num_steps:
+            row = rows.row_B.data_ptr()
+            slots = [slot.staged.device["row"].data_ptr() for slot in self._slots]
+            self._loops._limit.fill_(num_steps)
+            self._loops._step.zero_()
+            self._loops._loop(slots.index(row), self._bucket, 0, Needs(True, False, False))()
+
+    def fault(self) -> str | None:
+        return "worker 3, counter 5" if self.stuck else None
+
+
+def with_fake(graph: Assembly, steps: int | None = None) -> tuple[Assembly, Fake]:
+    made = with_decode_path(graph, "resident")
+    fake = Fake(made.runner, steps)
+    assert made.runner._loops is not None
+    made.runner._loops._resident = fake
+    return made, fake
+
+
+def answers(assembly: Assembly, lengths: list[int]) -> list[list[int]]:
+    sequences = [question(assembly, index, length) for index, length in enumerate(lengths)]
+    tasks = recorded(sequences)
+    run = Decodes(assembly, at_once=len(lengths))
+    for sequence in sequences:
+        run.scheduler.submit(sequence)
+    run.scheduler.drain()
+    return [task.tokens for task in tasks]
+
+
+def test_every_step_of_rows_that_it_takes_is_its_own(
+    graph: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single steps too, as bits would differ otherwise."""
+    expected = answers(graph, [40, 7, 2, 23])
+    assembly, fake = with_fake(graph)
+
+    def decode(*_: object) -> None:
+        raise AssertionError("a step of another path")
+
+    monkeypatch.setattr(assembly.runner._backend, "decode", decode)
+    assert answers(assembly, [40, 7, 2, 23]) == expected
+    assert fake.launches > 0
+    totals = randomly(assembly, num_steps=60, seed=5, skills=False)
+    assert totals["different"] == 0
+
+
+def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
+    assembly, fake = with_fake(graph)
+    lengths = [20] * (fake.max_rows + 1)
+    assert answers(assembly, lengths) == answers(graph, lengths)
+    assert fake.launches == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 9])
+def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
+    """The rows go on in loops after the last step that there was, and the log says once which wait
+    it was.
+    """
+    expected = answers(graph, [30, 12, 30])
+    assembly, fake = with_fake(graph, steps)
+    with structlog.testing.capture_logs() as lines:
+        assert answers(assembly, [30, 12, 30]) == expected
+    assert fake.stuck
+    assert assembly.runner.resident_rows == 0
+    stuck = [line for line in lines if line["event"] == "resident_kernel_stuck"]
+    assert [line["wait"] for line in stuck] == ["worker 3, counter 5"]
+
+
+def test_where_it_cannot_run_loops_stand_in(graph: Assembly) -> None:
+    """The log says why when the engine starts."""
+    with structlog.testing.capture_logs() as lines:
+        assembly = with_decode_path(graph, "resident")
+    assert assembly.runner.resident_rows == 0
+    assert assembly.runner.decodes_by_loops
+    assert [line["reason"] for line in lines if line["event"] == "no_resident_kernel"] == [
+        "it needs kernels for the model"
+    ]
+
+
+SIZES = DecoderSizes(
+    dim=2048,
+    ff_dim=8192,
+    num_heads=32,
+    rotary_dim=32,
+    vocab_size=51200,
+    page_size=16,
+    max_pages=128,
+)
+WISH = Wish(SIZES, 24, True, torch.bfloat16, (9, 0), 132, 10_000_000_000)
+
+
+def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
+    assert obstacle(WISH) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"capability": (10, 0)}, "compute capability"),
+        ({"capability": None}, "compute capability"),
+        ({"dtype": torch.float32}, "computes in bf16"),
+        ({"plain": False}, "without gains"),
+        ({"processors": 100}, "multiprocessor"),
+        ({"free_bytes": 1_000_000_000}, "memory"),
+        ({"kv_bytes": 1}, "keys and values"),
+        ({"num_heads": 16}, "heads of 64"),
+        ({"ff_dim": 10240}, "2 to 4 times"),
+        ({"vocab_size": 51208}, "vocabulary"),
+        ({"max_pages": 129}, "pages"),
+        ({"page_size": 32}, "pages"),
+    ],
+    ids=str,
+)
+def test_a_limit_that_is_exceeded_is_named(change: dict[str, Any], text: str) -> None:
+    own = {field.name for field in dataclasses.fields(Wish)}
+    if set(change) <= own:
+        wish = dataclasses.replace(WISH, **change)
+    else:
+        wish = dataclasses.replace(WISH, sizes=dataclasses.replace(SIZES, **change))
+    assert text in str(obstacle(wish))
