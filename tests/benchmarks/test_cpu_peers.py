@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_contender_that_does_not_start_says_why():
 def test_the_least_and_the_most_stand_beside_the_median(process):
     """Of all rounds, with the reasons of those that are absent."""
     rounds = [{"fast": {"prefill": {"per_second": rate, "token": 1.0}}} for rate in (3.0, 1.0, 2.0)]
-    options = cpu_peers.argparse.Namespace(prompt=4, steps=2, weights=cpu_peers.FILE)
+    options = argparse.Namespace(prompt=4, steps=2, weights=cpu_peers.FILE)
     figures = cpu_peers._figures([process], rounds, {"slow": "not here"}, options)
     assert figures["contenders"]["fast"]["tasks"]["prefill"] == {
         "per_second": 2.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import time
 from typing import Any
@@ -195,8 +197,8 @@ def test_tracks_of_two_sessions_are_not_confused(play, server):
     played = play(tasks=tasks, track=True)
     for number in (0, 1):
         played.offer()
-        until(lambda number=number: number in played.numbers)
-        until(lambda number=number: len(server.sessions.conversations) == 2)
+        until(functools.partial(operator.contains, played.numbers, number))
+        until(lambda: len(server.sessions.conversations) == 2)
     names = [[each.track_id for each in a.outcomes["a"].objects] for a in played.answered]
     assert names == [["1", ""], ["2-1", ""]]
     opened = server.sessions.conversations[0].requests[0].open
