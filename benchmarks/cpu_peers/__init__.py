@@ -62,14 +62,13 @@ class Process:
         self.entrant = entrant
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            command,
+            ["taskset", "--cpu-list", ",".join(map(str, cores)), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(len(cores))},
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),  # before libraries count cores
         )
         self.versions: dict[str, str] = self._answer()["versions"]
 

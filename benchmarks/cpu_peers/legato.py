@@ -67,7 +67,7 @@ class Legato:
         )
         self._depth = config.pipeline_depth
         self._assembly = assemble(config)
-        self.versions = {"torch": torch.__version__}
+        self.versions = {"torch": str(torch.__version__)}
 
     def prefill(self, prompt: Many[int]) -> int:
         (first,) = self._run([prompt], 1).first.values()
@@ -97,4 +97,5 @@ class Legato:
 
 
 if __name__ == "__main__":
-    turn.serve(Legato(*sys.argv[1:4], threads=int(sys.argv[4])))
+    path, dtype, kind, threads = sys.argv[1:5]
+    turn.serve(Legato(path, dtype, kind, int(threads)))

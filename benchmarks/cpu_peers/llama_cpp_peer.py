@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import llama_cpp
+import llama_cpp  # type: ignore[import-not-found]  # of another Python
 import numpy as np
 import turn  # type: ignore[import-not-found]  # beside this file
 
@@ -94,7 +94,7 @@ def main() -> None:
         turn.serve(LlamaCpp(chosen, int(threads)))
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # of an untyped library
 def _silent(_level: int, _text: bytes, _data: object) -> None:
     return
 

@@ -24,10 +24,14 @@ class Transformers:
     def __init__(self, path: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
         file = Path(path)
-        self._model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=getattr(torch, dtype)
-        ).eval()
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        )
+        self._model = model.eval()
+        self.versions = {
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+        }
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int]) -> int:
@@ -48,4 +52,5 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    turn.serve(Transformers(*sys.argv[1:3], threads=int(sys.argv[4])))
+    path, dtype, _, threads = sys.argv[1:5]
+    turn.serve(Transformers(path, dtype, int(threads)))

@@ -37,6 +37,7 @@ def serve(contender: Contender) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         used, start = time.process_time(), time.perf_counter()
+        answer: dict[str, Any]
         if asked["kind"] == "prefill":
             answer = {"token": contender.prefill(asked["prompts"][0])}
             answer["seconds"] = time.perf_counter() - start

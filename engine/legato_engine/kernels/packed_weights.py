@@ -110,8 +110,8 @@ class Int4Weight:
 def pack(weight_OI: torch.Tensor, kind: str) -> PackedWeight | None:
     """Pack a weight on the CPU as its `kind` says; None if it stays as it is.
 
-    `auto` and `model` keep the values, `int8` and `int4` round them. Small maps stay, with int4 also those of sizes that its groups
-    and kernels do not divide.
+    `auto` and `model` keep the values, `int8` and `int4` round them. Small maps stay, with int4
+    also those of sizes that its groups and kernels do not divide.
     """
     outputs, inputs = weight_OI.shape
     if weight_OI.dtype == torch.bfloat16 and not _has_bfloat16() and kind in ("auto", "model"):
