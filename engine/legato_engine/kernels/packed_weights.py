@@ -65,7 +65,7 @@ class RowWeight:
         self._weight_OI = weight_OI
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        out_TO = torch.cat([F.linear(row_1I, self._weight_OI) for row_1I in rows_TI.split(1)])
+        out_TO = torch.cat([F.linear(row_1I, self._weight_OI) for row_1I in torch.split(rows_TI, 1)])
         return out_TO if bias_O is None else out_TO + bias_O
 
 
@@ -89,7 +89,7 @@ class Int4Weight:
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        groups_OKG = weight_OI.float().unflatten(1, (-1, GROUP))
+        groups_OKG = torch.unflatten(weight_OI.float(), 1, (-1, GROUP))
         low_OK1 = groups_OKG.amin(2, keepdim=True)
         scale_OK1 = ((groups_OKG.amax(2, keepdim=True) - low_OK1) / 15.0).clamp_min(_LEAST_SCALE)
         scale_OK1 = scale_OK1.bfloat16().float()
@@ -156,7 +156,7 @@ def _has_bfloat16() -> bool:
 @functools.cache
 def _rounds_alike(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Try whether this processor's kernels round a row alike in any batch: nothing promises it."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch gives it no types
         return False
     generator = torch.Generator().manual_seed(0)
     x_TI = torch.randn(3 * _EXACT_ROWS, inputs, generator=generator).to(dtype)
