@@ -26,6 +26,7 @@ BENCHMARKS = (
     "adapters",
     "beside",
     "confidence",
+    "cpu_peers",
     "devices",
     "e2e",
     "fleet",

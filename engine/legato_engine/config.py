@@ -39,12 +39,14 @@ RESIDENT_PATH = "resident"
 LOOP_PATHS = ("loop", RESIDENT_PATH)
 """Paths whose launches have several steps."""
 DECODE_PATHS = ("auto", "graph", *LOOP_PATHS)
+WEIGHT_DTYPES = ("auto", "model", "int8", "int4")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
     "kv_dtype": ("auto", "model", "fp8"),
+    "weight_dtype": WEIGHT_DTYPES,
 }
 _RANGES = {
     "adapter_slots": (1, math.inf),
@@ -120,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pictures_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
+    weight_dtype: str = "auto"  # of linear layers on a CPU: auto, model (as dtype), int8, int4
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024

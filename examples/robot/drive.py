@@ -159,6 +159,7 @@ def _answer(answer: FrameResult, arrived: float, tracks: Sequence[TrackNow]) -> 
         arrived=arrived,
         is_last=answer.last_for_frame,
         error=str(outcome) if isinstance(outcome, LegatoError) else "",
+        track_ids=tuple(one.track_id for one in found),
         tracks=tuple(track for track in tracks if track.task_id == answer.task_id),
         told_age=answer.age,
     )

@@ -24,8 +24,9 @@ class Sent:
 class Answer:
     """One task's end on one frame; `error` is the status' message, empty if all went well.
 
-    `tracks` is where the client expected the noun's objects when the answer arrived, and `told_age`
-    the age in seconds at which the server says that it sent the answer.
+    `track_ids` name the objects of the boxes. `tracks` is where the client expected the noun's
+    objects when the answer arrived, and `told_age` the age in seconds at which the server says that
+    it sent the answer.
     """
 
     sequence: int
@@ -34,6 +35,7 @@ class Answer:
     arrived: float
     is_last: bool
     error: str = ""
+    track_ids: tuple[str, ...] = ()
     tracks: tuple[TrackNow, ...] = ()
     told_age: float | None = None
 

@@ -105,7 +105,7 @@ def _center(box: Box) -> tuple[float, float]:
 
 def _tracks_by_noun(recording: Recording) -> dict[str, int]:
     """How many tracks each object had; 1 is right."""
-    ids = {(track.task_id, track.track_id) for look in recording.looks for track in look.tracks}
+    ids = {(answer.noun, each) for answer in recording.answers for each in answer.track_ids}
     return {noun: sum(name == noun for name, _ in ids) for noun in recording.nouns}
 
 

@@ -14,6 +14,7 @@ from legato_engine.config import (
     MAX_ADAPTER_RANK,
     MODELS,
     TEST_MODELS,
+    WEIGHT_DTYPES,
     EngineConfig,
     max_block_size,
 )
@@ -214,6 +215,12 @@ def _add_model(
         default=engine.kv_dtype,
         choices=("auto", "model", "fp8"),
         help="of cached keys and values; auto: fp8 if the weights have scales, else as model",
+    )
+    add(
+        "--weight-dtype",
+        default=engine.weight_dtype,
+        choices=WEIGHT_DTYPES,
+        help="of linear layers on a CPU: int8 and int4 need less memory; auto: as --dtype",
     )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)

@@ -292,7 +292,7 @@ def test_the_node_recipe(secured, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     label, *box = done.stdout.splitlines()[0].split()
-    assert label == "bicycle"
+    assert label == "bus"
     assert [0.0 <= float(side) <= 1.0 for side in box] == [True] * 4
 
 

@@ -65,9 +65,9 @@ def answered(scheduler: Scheduler, sequence: Sequence) -> list[tuple[object, ...
     return values_of(sequence, task)
 
 
-@pytest.mark.parametrize("repeats", [6, 12, 18])
+@pytest.mark.parametrize("repeats", [5, 6])
 def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
-    """Questions of some 400, 850 and 1,300 tokens, from their prefill to their last token."""
+    """Questions of some 350 and 420 tokens, from their prefill to their last token."""
     seen = Decodes()
     scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen)
     sequence = asking(large, "long", LONG * repeats)
@@ -83,11 +83,11 @@ def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> N
     """A conversation that goes on where another one left it, and the same prompt after others that
     share a part of it, have the tokens and log-probabilities that they have alone.
     """
-    text = LONG * 14
+    text = LONG * 6
     alone = answered(large.scheduler(Decodes(), pipeline_depth=2), asking(large, "alone", text))
     assert len(alone) > 1
     scheduler = large.scheduler(Decodes(), pipeline_depth=2)
-    for index, part in enumerate((0.1, 0.35, 0.5, 0.83, 1.0)):
+    for index, part in enumerate((0.2, 0.35, 0.5, 0.83, 1.0)):
         other = text[: int(part * len(text))] + "And then?"
         answered(scheduler, asking(large, f"other {index}", other))
         again = asking(large, f"again {index}", text)

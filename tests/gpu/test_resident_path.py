@@ -98,7 +98,7 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, step: int) -> None:
     """Its rows go on with loops after the last step that they have, if any."""
     assembly = with_decode_path(graph, "resident")
     expected, _ = answers(assembly, [50, 50, 50])
-    build, sizes = steps_of(assembly).build(3), steps_of(assembly).programs[0].sizes
+    build, sizes = steps_of(assembly).build, steps_of(assembly).program.sizes
     # Worker 7's first instruction: in that step it waits for one head more than there are.
     words = dict(zip(FIELDS, build._table.view(-1, build.count, WORDS)[7, 0], strict=False))
     words["wait"].fill_(counter(sizes, Kind.BEST))

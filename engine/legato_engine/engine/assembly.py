@@ -221,6 +221,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         dtype,
         vision_fp8=config.vision_dtype == "fp8",
         kv_dtype=config.kv_dtype,
+        weight_dtype=_weight_dtype(config.weight_dtype, device),
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
@@ -338,6 +339,12 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
     if given is not None and not given.is_dir():
         raise InvalidField(f"{given} is not a folder", field="adapters")
     return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
+
+
+def _weight_dtype(name: str, device: Device) -> str:
+    if name in ("int8", "int4") and device.torch_device.type != "cpu":
+        raise InvalidField(f"{name} runs on a CPU only, not on {device.name}", field="weight_dtype")
+    return name
 
 
 def _dtype(name: str, device: Device) -> torch.dtype:

@@ -160,8 +160,8 @@ def rotate_and_cache(
             prefill.rotate_and_cache(qkv_CP3HE, *rotation, k_NHSE, v_NHSE, scale_2)
             return q_THE, k_THE, v_THE
         where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
-    q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
-    k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
+    turned_TGE = reference.rotate(qkv_TGE[:, :-num_kv], where.cos_T1R, where.sin_T1R)
+    q_THE, k_THE = turned_TGE.split([num_heads, num_kv], dim=1)
     k_scale, v_scale = pages.units(scale_2)
     k_THE = _write_and_read(k_NHSE, k_THE, where, k_scale)
     v_THE = _write_and_read(v_NHSE, v_THE, where, v_scale)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops
+from legato_engine.kernels import ops, packed_weights
+from legato_engine.kernels.packed_weights import PackedWeight
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
 
@@ -17,19 +18,32 @@ _FUSES_GELU = hasattr(torch, "_addmm_activation")  # not part of torch's stable 
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` through `ops.linear`; `counter` is set by `TileCounters`."""
+    """`nn.Linear` through `ops.linear`; `counter` is set by `TileCounters`.
+
+    A layer with a `packed` weight has no other: `weight` is empty.
+    """
 
     counter: torch.Tensor | None = None
+    packed: PackedWeight | None = None
+
+    def pack(self, kind: str) -> None:
+        """Pack a loaded weight on the CPU as a kind of `packed_weights.pack`, if it is faster."""
+        self.packed = packed_weights.pack(self.weight, kind)
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return packed_weights.linear(input, self.packed, self.bias)
         counted = ops.linear_counted(input, self.weight, self.bias, self.counter)
         return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         """The gelu (tanh form) of a layer with a bias; fused kernels do not round before it."""
-        counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
-        if counted is not None:
-            return counted
+        if self.packed is None:
+            counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
+            if counted is not None:
+                return counted
         if not self._fuses_gelu(x):
             return F.gelu(self(x), approximate="tanh")
         rows = x.reshape(-1, self.in_features)
@@ -47,6 +61,8 @@ class Linear(nn.Linear):
 
         The sum reuses the storage of `to`, which is not to be read again.
         """
+        if self.packed is not None:
+            return to, self(x)
         return ops.linear_onto(to, x, self.weight, self.bias)
 
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
@@ -83,3 +99,10 @@ class PackedLinear(Linear):
     def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:
         super().__init__(dim, sum(parts.values()), bias=bias)
         self.parts = dict(parts)
+
+
+def pack_linears(network: nn.Module, kind: str) -> None:
+    """Pack all linear layers of a network on the CPU that are not packed."""
+    for module in network.modules():
+        if isinstance(module, Linear) and module.packed is None:
+            module.pack(kind)

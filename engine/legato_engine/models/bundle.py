@@ -54,13 +54,14 @@ class ModelBundle(Protocol):
         *,
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
+        weight_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> Model:
         """Load the weights, with `vision_fp8` those of the vision encoder in fp8.
 
         `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-        weights have scales.
+        weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`.
 
         Raises:
             InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), fp8

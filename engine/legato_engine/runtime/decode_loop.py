@@ -53,15 +53,14 @@ class DecodeLoops:
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Make every loop that a launch may need, and run none but resident steps of padding."""
+        """Make every loop that a launch may need, and run none but a resident step of padding."""
         slots, resources = range(len(self._rings)), self._resources
         needs = {_widened(Needs(*each)) for each in product((False, True), repeat=3)}
         for slot, bucket, rank in product(slots, resources.buckets, resources.ranks):
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
         if self._resident is not None:
-            for num_rows in range(1, self._resident.max_rows + 1, 8):
-                self._submit(self._resident, 0, num_rows, 1)
+            self._submit(self._resident, 0, num_rows=1, num_steps=1)
 
     def start(
         self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs

@@ -14,8 +14,10 @@ from legato_engine.device.base import Device
 from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import Fields, StagingBuffer
 
-MAX_PASSES = 64
-"""Host sides of the staged steps; a prompt of more steps is left to the matrix library."""
+MAX_PASSES = 14
+"""Host sides of the staged steps. A prompt of more steps is left to the matrix library, which is
+faster there (`docs/log/prefill.md`).
+"""
 
 SHARED_PASSES = 4
 """Steps of a shared launch; its decodes wait for all of them."""

@@ -96,12 +96,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:
     """Batch sizes that double up to `max_tokens`.
 
-    A CPU starts at 8, the row block of `ops.linear`. A GPU also has 24, the usual length of a
-    question about a cached image, which then takes 10 % less time than in a step of 32.
+    A GPU also has 24, the usual length of a question about a cached image, which then takes 10 %
+    less time than in a step of 32.
     """
     on_cpu = device.torch_device.type == "cpu"
     most = max_tokens if on_cpu else max(max_tokens, _MIN_DECODE_ROWS)
-    sizes = [min(8 if on_cpu else 1, most)]
+    sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(sizes[-1] * 2, most))
     return tuple(sizes) if on_cpu else tuple(sorted({*sizes, _QUESTION_TOKENS}))

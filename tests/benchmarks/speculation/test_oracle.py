@@ -123,7 +123,7 @@ def test_tokens_are_right_as_often_as_asked(rate):
 def test_a_rate_may_change_with_the_position():
     """The last one given holds for the rest."""
     known = [answers(1, 1000)[0], answers(1, 1000)[0]]
-    rates = [[1.0] * 100 + [0.0] * 200 + [0.5], 1.0]
+    rates: list[float | list[float]] = [[1.0] * 100 + [0.0] * 200 + [0.5], 1.0]
     proposer = OracleProposer(known, CPU, rates=rates, vocab_size=2000)
     (first, second), tokens = proposer.tables[1][:2].tolist(), known[0]
     assert first[1:100] == tokens[1:100]

@@ -69,6 +69,7 @@ def test_a_course_is_in_parts_of_the_answer(assembly):
     profile = Profile(((0.9, 0.1), 0.5))
     one, other = synthetic_requests(assembly, profile, length=10, fewest=2)
     first, second = rates_of(profile, [one, other])
+    assert not isinstance(first, float)
     answer = first[one.prompt_length :]
     assert set(answer[:6]) == {0.9}
     assert set(answer[6:]) == {0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 
 import legato_tiny
 import msgspec
@@ -43,6 +44,7 @@ def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, 
         ({"dtype": "f16"}, "unknown dtype 'f16'; use auto, f32 or bf16"),
         ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
         ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
+        ({"weight_dtype": "fp8"}, "unknown weight_dtype 'fp8'; use auto, model, int8 or int4"),
         ({"max_prefill_rows": 33}, "0 to 32"),
         ({"pictures_per_launch": 0}, "1 to 4"),
         ({"adapter_slots": 0}, "at least 1"),
@@ -58,6 +60,16 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
         assembly.assemble(config, lambda stage, fraction: reached.append(stage))
     assert caught.value.metadata["field"] in settings
     assert reached == []
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rounded_weights_are_refused_beyond_a_cpu(kind):
+    """By name of the setting and of the device."""
+    gpu = types.SimpleNamespace(torch_device=torch.device("cuda"), name="cuda:0 (H100)")
+    with pytest.raises(InvalidField, match=f"{kind} runs on a CPU only, not on cuda:0") as caught:
+        assembly._weight_dtype(kind, gpu)
+    assert caught.value.metadata["field"] == "weight_dtype"
+    assert assembly._weight_dtype("auto", gpu) == "auto"
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):

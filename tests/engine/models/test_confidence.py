@@ -42,11 +42,15 @@ def test_the_file_beside_the_weights(tmp_path):
     assert read_calibrations(tmp_path) is None
     (tmp_path / "confidence.json").write_text(json.dumps(FILE))
     content = read_calibrations(tmp_path)
+    assert content is not None
     assert content.skills == {"detect": Calibration(2.0, -1.0)}
     info = confidence_info(("query", "detect", "segment"), content)
+    assert info is not None
     assert (info.skills, info.calibrated) == (("detect", "segment"), ("detect",))
     assert (info.fitted_on, info.fitted_at) == ("scenes", 1795564800)
-    assert confidence_info(("detect",), None).calibrated == ()
+    uncalibrated = confidence_info(("detect",), None)
+    assert uncalibrated is not None
+    assert uncalibrated.calibrated == ()
     assert confidence_info(("query",), content) is None
 
 

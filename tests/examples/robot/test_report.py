@@ -33,13 +33,15 @@ def recording(age: float = AGE, count: int = 10) -> Recording:
         truth, arrived = SCENE.truth(frame.captured), frame.captured + age
         for noun, track in zip(NOUNS, tracks_at(arrived), strict=True):
             is_last = noun == "dog"
-            answer = Answer(frame.sequence, noun, (truth[noun],), arrived, is_last, "", (track,))
+            answer = Answer(
+                frame.sequence, noun, (truth[noun],), arrived, is_last, "", ("1",), (track,)
+            )
             made.answers.append(answer)
     made.looks = [Look(n / 10, tracks_at(n / 10)) for n in range(6, count + 1)]
     return made
 
 
-def tracks_at(t: float, number: int = 1) -> tuple[TrackNow, ...]:
+def tracks_at(t: float) -> tuple[TrackNow, ...]:
     """Each thing where it is at that time, quite sure of it."""
     truth, sure = SCENE.truth(t), BoxAxes(0.01, 0.01, 0.01, 0.01)
     return tuple(
@@ -47,7 +49,7 @@ def tracks_at(t: float, number: int = 1) -> tuple[TrackNow, ...]:
             axes_of(truth[noun]),
             sure,
             AGE,
-            Detection(truth[noun], noun, None, f"{number}"),
+            Detection(truth[noun], noun, None, "1"),
             1,
             noun,
         )
@@ -137,9 +139,9 @@ def test_what_is_extrapolated_is_scored_at_its_moment() -> None:
 def test_tracks_that_are_wrong_score_less() -> None:
     """Late tracks are not likely places, a second track of an object is counted, none is 0."""
     made = recording()
-    made.looks = [Look(look.time, tracks_at(look.time - AGE, 7)) for look in made.looks]
-    made.looks.append(Look(0.9, tracks_at(0.9, 8)))
+    made.looks = [Look(look.time, tracks_at(look.time - AGE)) for look in made.looks]
     made.answers = [dataclasses.replace(answer, tracks=()) for answer in made.answers]
+    made.answers[-2:] = [dataclasses.replace(a, track_ids=("2",)) for a in made.answers[-2:]]
     figures = report.summarise(SCENE, made)
     assert figures["iou_at_any_moment"]["extrapolated"] < 0.9
     assert figures["likely_places"] < 0.9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_engine import core
@@ -28,7 +30,9 @@ WORD = core.TokenInfo(
 def sure(engine, stream):
     """One object of a known confidence, with its tokens."""
     asked = stream.request
-    about = {"label": "cup", "confidence": 0.375}
+    about: dict[str, Any] = {"label": "cup", "confidence": 0.375}
+    event: core.Event
+    result: core.TaskResult
     match asked.task:
         case core.DetectTask():
             event = core.ObjectEvent(box=BOX, **about)
@@ -58,7 +62,7 @@ def _fields(value):
 async def test_objects_have_their_confidence():
     """Of Detect, Point and Segment, in results and in events."""
     async with running(FakeEngine(sure)) as server:
-        ask = {"image": IMAGE, "object": "cup"}
+        ask: dict[str, Any] = {"image": IMAGE, "object": "cup"}
         boxes = await server.inference.Detect(inference_pb2.DetectRequest(**ask))
         points = await server.inference.Point(inference_pb2.PointRequest(**ask))
         outlines = await server.inference.Segment(inference_pb2.SegmentRequest(**ask))
@@ -105,7 +109,9 @@ async def test_checkpoints_carry_certainties():
             whole.certainties.extend(certainties)
             async for _ in server.inference.Generate(detection(resume_from=whole)):
                 pass
-            assert server.engine.requests[-1].resumed.certainties == expected
+            resumed = server.engine.requests[-1].resumed
+            assert resumed is not None
+            assert resumed.certainties == expected
         whole.certainties[:] = [1.5, 0.5]
         failed = await refusal(server.inference.Generate(detection(resume_from=whole)).read())
     assert failed.details["ErrorInfo"].metadata["field"] == "resume_from.certainties[0]"
@@ -114,7 +120,8 @@ async def test_checkpoints_carry_certainties():
 async def test_filters_and_orders_reach_the_engine():
     """Of the unary requests and of tasks; absent ones keep all objects in the model's order."""
     by_confidence = task_pb2.OBJECT_ORDER_CONFIDENCE
-    ask = {"image": IMAGE, "object": "cup", "min_confidence": 0.5, "order": by_confidence}
+    ask: dict[str, Any] = {"image": IMAGE, "object": "cup", "min_confidence": 0.5}
+    ask["order"] = by_confidence
     tasks = [
         task_pb2.Task(detect=task_pb2.DetectTask(object="cup", min_confidence=0.25, max_objects=3)),
         task_pb2.Task(detect=task_pb2.DetectTask(object="cat", order=by_confidence)),
@@ -131,7 +138,7 @@ async def test_filters_and_orders_reach_the_engine():
         await server.inference.Detect(inference_pb2.DetectRequest(**ask))
         await server.inference.Point(inference_pb2.PointRequest(**ask))
         await server.inference.RunTasks(inference_pb2.RunTasksRequest(image=IMAGE, tasks=tasks))
-        asked = [each.task for each in server.engine.requests]
+        asked: list[Any] = [each.task for each in server.engine.requests]
     seen = [(each.min_confidence, each.order, each.max_objects) for each in asked]
     model, confidence = core.ObjectOrder.MODEL, core.ObjectOrder.CONFIDENCE
     assert seen == [
@@ -204,9 +211,10 @@ def parts(engine, stream):
 
 async def test_every_part_of_a_request_reaches_the_engine():
     """Stamps come back; sampling, options, lengths and places are the engine's."""
-    about = {
+    stamp = media_pb2.FrameStamp(sequence=4)
+    about: dict[str, Any] = {
         "image": IMAGE,
-        "stamp": media_pb2.FrameStamp(sequence=4),
+        "stamp": stamp,
         "sampling": task_pb2.Sampling(max_tokens=3),
         "options": inference_pb2.RequestOptions(adapter="", request_id=""),
     }
@@ -226,15 +234,15 @@ async def test_every_part_of_a_request_reaches_the_engine():
                 inference_pb2.SegmentRequest(object="cup", spatial_refs=refs, **about)
             ),
         ]
-        asked = list(server.engine.requests)
+        asked: list[Any] = list(server.engine.requests)
         tasks = [
             task_pb2.Task(caption=task_pb2.CaptionTask(length=long)),
             task_pb2.Task(segment=task_pb2.SegmentTask(object="cup", spatial_refs=refs)),
         ]
         together = await ask.RunTasks(
-            inference_pb2.RunTasksRequest(image=IMAGE, tasks=tasks, stamp=about["stamp"])
+            inference_pb2.RunTasksRequest(image=IMAGE, tasks=tasks, stamp=stamp)
         )
-        last = server.engine.requests[-2:]
+        last: list[Any] = server.engine.requests[-2:]
     assert {each.info.stamp.sequence for each in (*answers, together)} == {4}
     assert {each.sampling.max_tokens for each in asked} == {3}
     lengths = [each.task.length for each in (asked[1], asked[2], last[0])]

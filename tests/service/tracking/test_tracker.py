@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from legato_service.tracking import box_filter
+from legato_service.tracking.box_filter import BoxState
 from legato_service.tracking.tracker import MAX_STATES, Tracked, Tracker, TrackIds
 
 Path = Callable[[float], Sequence[float]]
@@ -31,6 +32,11 @@ def swing(t: float) -> list[float]:
     return [0.5 + 0.35 * math.sin(2 * math.pi * t / 6), 0.5, 0.2, 0.2]
 
 
+def at_rest(*box: float) -> Path:
+    """At one place."""
+    return lambda t: box
+
+
 def tracker(limit: int = 512, max_unseen: float = 2.0) -> Tracker:
     return Tracker(TrackIds(limit), max_unseen)
 
@@ -43,6 +49,18 @@ def see(following: Tracker, k: int, *paths: Path, fps: float = FPS) -> list[str]
 def observe(following: Tracker, k: int, *paths: Path, fps: float = FPS) -> list[Tracked | None]:
     boxes = np.array([path(k / fps) for path in paths]).reshape(-1, 4)
     return following.observe(k, k / fps, boxes)
+
+
+def state_of(following: Tracker, k: int, path: Path) -> BoxState:
+    """The state of the only object, on this path, in frame k."""
+    return only(observe(following, k, path)).state
+
+
+def only(found: Sequence[Tracked | None]) -> Tracked:
+    """The only object of a frame, which is tracked."""
+    (tracked,) = found
+    assert tracked is not None
+    return tracked
 
 
 @pytest.mark.parametrize("fps", [30.0, 10.0, 3.0])
@@ -67,9 +85,8 @@ def test_a_missed_object_is_found_again_until_its_time_is_over():
             (before,) = see(following, k, right)
         for k in range(30, 30 + round(gap * FPS) - 1):
             assert see(following, k) == []
-        still = right(29 / FPS)
         last = 29 + round(gap * FPS)
-        (after,) = see(following, last, lambda t, still=still: still)
+        (after,) = see(following, last, at_rest(*right(29 / FPS)))
         assert (after == before) is same
 
 
@@ -89,9 +106,9 @@ def test_a_late_measurement_counts_as_if_it_had_come_in_time():
     """The newest state is the same whichever of two frames ended first."""
     in_order, late = tracker(), tracker()
     for k in (*range(6), 6, 7, 8):
-        state = observe(in_order, k, swing)[0].state
+        state = state_of(in_order, k, swing)
     for k in (*range(6), 7, 6, 8):
-        other = observe(late, k, swing)[0].state
+        other = state_of(late, k, swing)
     assert np.allclose(state.mean_AK, other.mean_AK)
     assert np.allclose(state.covariance_AKK, other.covariance_AKK)
 
@@ -101,10 +118,10 @@ def test_a_frame_that_is_later_than_all_that_is_kept_changes_nothing():
     following = tracker()
     for k in range(10, 10 + 2 * MAX_STATES):
         (name,) = see(following, k, right)
-    newest = observe(following, 40, right)[0].state
+    newest = state_of(following, 40, right)
     assert see(following, 1, right) == [name]
     again = box_filter.update(newest, 41 / FPS, np.array(right(41 / FPS)))
-    assert np.allclose(observe(following, 41, right)[0].state.mean_AK, again.mean_AK)
+    assert np.allclose(state_of(following, 41, right).mean_AK, again.mean_AK)
 
 
 def test_an_object_that_dashes_off_keeps_its_track():
@@ -113,7 +130,7 @@ def test_an_object_that_dashes_off_keeps_its_track():
     seen = []
     for k in range(60):
         at = 0.3 + 0.4 * max(0.0, k / FPS - 1)
-        seen += see(following, k, lambda t, at=at: [at, 0.5, 0.1, 0.1])
+        seen += see(following, k, at_rest(at, 0.5, 0.1, 0.1))
     assert set(seen) == {seen[0]}
 
 
@@ -128,7 +145,7 @@ def test_every_object_of_a_frame_has_a_track_of_its_own():
 def test_the_number_of_tracks_is_limited():
     """The longest unseen goes for a new one; objects of one frame beyond the limit have none."""
     following = tracker(limit=2)
-    places = [lambda t, x=x: [x, 0.5, 0.05, 0.05] for x in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    places = [at_rest(x, 0.5, 0.05, 0.05) for x in (0.1, 0.3, 0.5, 0.7, 0.9)]
     assert see(following, 0, places[0], places[1]) == ["1", "2"]
     assert see(following, 1, places[1], places[2]) == ["2", "3"]
     assert see(following, 2, *places[1:4]) == ["2", "3", ""]
@@ -154,8 +171,8 @@ def test_a_clock_that_is_set_back_starts_anew():
     for k in range(30):
         observe(following, k, right)
     boxes = np.array([right(1.0)])
-    (first,) = following.observe(30, -1000.0, boxes)
-    (second,) = following.observe(31, -999.9, boxes)
+    first = only(following.observe(30, -1000.0, boxes))
+    second = only(following.observe(31, -999.9, boxes))
     assert first.track_id == second.track_id == "2"
     assert len(following) == 1
 
@@ -182,7 +199,7 @@ def test_motion_is_what_it_is():
     """After a second at 30 frames the estimate has the velocity, and the acceleration's sign."""
     following = tracker()
     for k in range(int(FPS) + 1):
-        state = observe(following, k, swing)[0].state
+        state = state_of(following, k, swing)
     omega = 2 * math.pi / 6
     position, velocity, acceleration = state.mean_AK[0]
     assert position == pytest.approx(swing(1.0)[0], abs=0.002)
@@ -201,7 +218,7 @@ def test_the_promised_deviation_holds(gap, ahead):
             time = k * gap
             truth = np.array(swing(time + phase))
             noisy = truth + rng.normal(size=4) * 0.015 * truth[[2, 3, 2, 3]]
-            state = following.observe(k, time, noisy[None])[0].state
+            state = only(following.observe(k, time, noisy[None])).state
             if k < 4:
                 continue
             steps = np.array([1, ahead, ahead**2 / 2])

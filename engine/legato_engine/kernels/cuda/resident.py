@@ -44,6 +44,7 @@ hundred launches their bits differ (docs/resident.md).
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 
+_TILES = MOST_ROWS // 8
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
 _THREADS = 32 * WARPS + 128
@@ -211,31 +212,18 @@ class ResidentDecoder:
         cache: StepCache,
         *,
         max_rows: int = MOST_ROWS,
-        delays: bool = False,
-        programs: Sequence[Program] = (),
     ) -> None:
-        """Compile for up to `max_rows` rows, at most `MOST_ROWS`.
-
-        `programs` for tests: instead of the model's own, by rising number of tiles.
-        """
+        """Compile for up to `max_rows` rows, at most `MOST_ROWS`."""
         self.max_rows = min(max_rows, MOST_ROWS)
-        tiles = [n for n in RING_STAGES if n == 1 or 4 * n < self.max_rows]
-        self.programs = programs or [build_program(sizes, RING_STAGES[n]) for n in tiles]
-        weights = ResidentWeights(self.programs[0], layers, head, head_norm)
-        self._builds = [
-            ResidentBuild(program, weights, embedding, cache, n, delays=delays)
-            for n, program in zip(tiles, self.programs, strict=True)
-        ]
-
-    def build(self, num_rows: int) -> ResidentBuild:
-        """The smallest one that takes so many rows."""
-        return next(each for each in self._builds if num_rows <= each.tokens)
+        self.program = build_program(sizes, RING_STAGES[_TILES])
+        weights = ResidentWeights(self.program, layers, head, head_norm)
+        self.build = ResidentBuild(self.program, weights, embedding, cache, _TILES)
 
     def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
-        self.build(num_rows).run(rows, num_rows, num_steps)
+        self.build.run(rows, num_rows, num_steps)
 
     def fault(self) -> str | None:
-        return next((fault for each in self._builds if (fault := each.fault())), None)
+        return self.build.fault()
 
 
 def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:

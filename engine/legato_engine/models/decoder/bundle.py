@@ -61,6 +61,7 @@ class DecoderBundle:
         *,
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
+        weight_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
@@ -76,7 +77,10 @@ class DecoderBundle:
         else:
             weights.load_weights(network, self.weights, device, memory=memory, progress=progress)
             read_gguf.cache_clear()
-        return DecoderModel(network)
+        model = DecoderModel(network)
+        if device.type == "cpu":
+            network.pack(weight_dtype)
+        return model
 
 
 def find(source: ModelSource, family: Family) -> DecoderBundle:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from legato_engine.kernels import ops
+from legato_engine.kernels import ops, packed_weights
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
-from legato_engine.layers.linear import Linear
+from legato_engine.layers.linear import Linear, pack_linears
 from legato_engine.layers.rope import Rope
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.paged_attention import (
@@ -76,11 +77,21 @@ class DecoderNetwork(nn.Module):
             config.rope_theta, config.rotary_dim, config.max_context, config.rope_scaling
         )
         self.config = config
+        self._tied_head: PackedWeight | None = None
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
         """The stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
+
+    def pack(self, kind: str) -> None:
+        """Pack all linear maps on the CPU; a tied head is packed beside the embeddings."""
+        head_kind = packed_weights.head_kind(kind)
+        if self.config.tied_head:
+            self._tied_head = packed_weights.pack(self.embed_tokens.weight, head_kind)
+        else:
+            self.lm_head.pack(head_kind)
+        pack_linears(self, kind)
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         assert not span.bidirectional, "a text model has no bidirectional prefix"
@@ -93,6 +104,8 @@ class DecoderNetwork(nn.Module):
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         normed_BD = self.norm(hidden_BD)
+        if self._tied_head is not None:
+            return packed_weights.linear(normed_BD, self._tied_head, None).float()
         if self.config.tied_head:
             return ops.linear(normed_BD, self.embed_tokens.weight, None).float()
         logits_BV: torch.Tensor = self.lm_head(normed_BD)

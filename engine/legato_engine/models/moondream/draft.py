@@ -91,9 +91,9 @@ class DraftProposer:
             draft_RK[:, step] = token_R
 
     def _likeliest(self, state_RD: torch.Tensor) -> torch.Tensor:
-        """[R]; rounding may vary, as it affects no result."""
-        head = self._text.lm_head
-        return F.linear(self._text.post_ln(state_RD), head.weight, head.bias).argmax(-1)
+        """[R]."""
+        logits_RV: torch.Tensor = self._text.lm_head(self._text.post_ln(state_RD))
+        return logits_RV.argmax(-1)
 
 
 def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:

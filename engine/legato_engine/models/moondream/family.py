@@ -52,9 +52,12 @@ class MoondreamBundle:
         *,
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
+        weight_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
+        from legato_engine.kernels.packed_weights import head_kind
+        from legato_engine.layers.linear import pack_linears
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -77,7 +80,11 @@ class MoondreamBundle:
             )
         if vision_fp8:
             network.vision.use_fp8()
-        return MoondreamModel(self.config, network)
+        model = MoondreamModel(self.config, network)
+        if device.type == "cpu":
+            network.text.lm_head.pack(head_kind(weight_dtype))
+            pack_linears(network, weight_dtype)
+        return model
 
 
 def find(source: ModelSource) -> ModelBundle:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 from legato.v1 import geometry_pb2, session_pb2, task_pb2
@@ -23,6 +24,7 @@ from tests.clients.python.fake_sessions import Conversation
 JPEG = b"picture"
 CUPS = DetectTask("cup", tracking=Tracking(3.0))
 SECOND = 1_000_000_000
+Script: TypeAlias = Callable[[Conversation, session_pb2.Frame], None]
 
 
 def axes(center_x: float = 0.0, width: float = 0.0) -> geometry_pb2.BoxAxes:
@@ -43,7 +45,7 @@ def found(track_id: str, center_x: float, velocity: float = 0.25) -> geometry_pb
     return geometry_pb2.DetectedObject(label="cup", track_id=track_id, motion=motion)
 
 
-def script(*frames: Sequence[geometry_pb2.DetectedObject]):
+def script(*frames: Sequence[geometry_pb2.DetectedObject]) -> Script:
     """Answers the frames with these objects, for the task that was asked for last."""
     left = list(frames)
 
@@ -82,7 +84,7 @@ def test_tracks_are_extrapolated_to_the_moment(connect, server):
     assert task.detect.tracking.max_unseen.ToNanoseconds() == 3 * SECOND
 
 
-def now(session, seconds: float) -> tuple[TrackNow, ...]:
+def now(session: Any, seconds: float) -> tuple[TrackNow, ...]:
     """The tracks at a moment of the stamps' clock."""
     plain = getattr(session, "_session", session)  # it is no coroutine in the asyncio face
     return plain.now(round(seconds * SECOND))

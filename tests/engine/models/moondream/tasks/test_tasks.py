@@ -183,7 +183,9 @@ def test_only_the_models_own_weights_are_calibrated(frontend):
         )
         _, result = run(calibrated.make_task(request), [*boxed(0.2, *SURE), *plain(EOS)])
         assert result.objects[0].confidence == pytest.approx(expected, abs=1e-3)
-    assert calibrated.resizing_on_device().confidence.calibrated == ("detect",)
+    info = calibrated.resizing_on_device().confidence
+    assert info is not None
+    assert info.calibrated == ("detect",)
 
 
 def test_alternatives_have_the_text_that_they_would_complete(make):
@@ -191,7 +193,7 @@ def test_alternatives_have_the_text_that_they_would_complete(make):
     task = make(CaptionTask(), return_tokens=True, logprobs=True, top_logprobs=2)
     first, second = text("é")
     others = tuple((token.token_id, -1.0) for token in (*text("è")[1:], second, first))
-    told = []
+    told: list[TokenInfo] = []
     for token in (first, second._replace(logprob=-0.5, alternatives=others)):
         told += tokens_of(task.consume(token))
     assert [each.text for each in told] == ["", "é"]
