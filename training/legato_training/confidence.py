@@ -42,8 +42,11 @@ def average_precision(labels: LabelledFolder, found: list[Scored], annotations: 
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
-    return {
-        name: round(float(judge.stats[at]), 4) for at, name in enumerate(("AP", "AP50", "AP75"))
+    named = enumerate(("AP", "AP50", "AP75"))
+    hits = sum(each.right for each in found)
+    wanted = sum(len(boxes) for each in labels.pictures for boxes in each.boxes.values())
+    return {name: round(float(judge.stats[at]), 4) for at, name in named} | {
+        "F1": round(2 * hits / (len(found) + wanted), 4)
     }
 
 
