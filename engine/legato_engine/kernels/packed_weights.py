@@ -65,7 +65,9 @@ class RowWeight:
         self._weight_OI = weight_OI
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        out_TO = torch.cat([F.linear(row_1I, self._weight_OI) for row_1I in torch.split(rows_TI, 1)])
+        out_TO = torch.cat(
+            [F.linear(row_1I, self._weight_OI) for row_1I in torch.split(rows_TI, 1)]
+        )
         return out_TO if bias_O is None else out_TO + bias_O
 
 
