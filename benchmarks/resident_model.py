@@ -116,10 +116,10 @@ def forward(
 
     In float32, rounded to bf16 where the kernel keeps activations.
     """
-    taps, dim = Taps(), model.sizes.dim
+    taps = Taps()
     x = model.embedding[tokens.long()].float()
     for index, layer in enumerate(model.layers):
-        normed = F.layer_norm(x, (dim,), *(each.float() for each in layer.norm))
+        normed = _normed(x, layer.norm)
         taps.act = _round(F.gelu(layer.fc1(normed), approximate="tanh"))
         q, k, v = layer.qkv(normed).view(len(tokens), 3, -1, HEAD_DIM).unbind(1)
         taps.q = _round(_rotate(model, q, positions))
@@ -133,8 +133,12 @@ def forward(
         taps.heads = _round(torch.stack(heads))
         x = _round(x + layer.fc2(taps.act) + layer.proj(taps.heads))
         taps.x.append(x)
-    final = F.layer_norm(x, (dim,), *(each.float() for each in model.norm))
-    return model.head(final), taps
+    return model.head(_normed(x, model.norm)), taps
+
+
+def _normed(x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    weight, bias = norm
+    return F.layer_norm(x, (x.shape[-1],), weight.float(), bias.float())
 
 
 def _attend(cache: Cache, layer: int, row: int, position: int, q: torch.Tensor) -> torch.Tensor:
