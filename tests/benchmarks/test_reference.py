@@ -16,7 +16,7 @@ from legato_engine.core import (
     PointResult,
     QueryResult,
 )
-from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.constraints import Allow, constraint_table
 from PIL import Image
 
 from benchmarks import reference
@@ -37,6 +37,8 @@ from benchmarks.reference.weights import (
 
 CHECKOUT = os.environ.get("MOONDREAM_REFERENCE", "")
 NOTHING = (0.0, 0.0)
+DETECT = (Allow.DETECT_X, Allow.DETECT_Y, Allow.DETECT_SIZE)
+POINT = (Allow.POINT_X, Allow.POINT_Y)
 
 
 def words(*ids):
@@ -153,7 +155,7 @@ def test_the_engine_replays_its_own_answers(tmp_path):
         constraints = constraint_table(make_config("tiny", 1, 1, family))
         for case, answer in zip(asked, answers, strict=True):
             fed = [[token] for token in answer.tokens[:-1]]
-            cycle = ((3, 1, 2) if case.skill == "detect" else (3, 1)) * 12
+            cycle = (DETECT if case.skill == "detect" else POINT) * 12
             replayed = engine.replay(image, answer.prompt, fed)
             steps = zip(answer.tokens, replayed, cycle, strict=False)
             for (token, value), (hidden_TD, logits_V), rule in steps:

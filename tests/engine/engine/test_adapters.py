@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,18 @@ def test_slots_answer_as_merged_weights(either, depth, seed):
             where.submit(f"r-{number}", task, image, adapter=name)
     for number in range(2 * len(TASKS)):
         ours, truth = result(world, f"r-{number}"), result(reference, f"r-{number}")
-        assert str(ours) == str(truth)
+        (said, sure), (expected, expected_sure) = split(ours), split(truth)
+        assert said == expected
+        assert sure == pytest.approx(expected_sure, rel=1e-4)  # merged weights round otherwise
     world.close()
     reference.close()
     merged.device.close()
+
+
+def split(outcome: object) -> tuple[str, list[float]]:
+    """An outcome in words without its confidences, and those."""
+    given = re.findall(r"confidence=([-+.e\d]+)", str(outcome))
+    return re.sub(r"confidence=[-+.e\d]+", "", str(outcome)), [float(each) for each in given]
 
 
 def test_a_prefix_is_shared_under_its_adapter_alone(world):

@@ -15,6 +15,7 @@ from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
 from legato_engine.kernels.resident import ResidentRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.passes import bucket_for
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 
@@ -38,7 +39,7 @@ class Fake:
     def __init__(self, runner: ModelRunner, steps: int | None = None) -> None:
         assert runner._loops is not None
         self._loops, self._slots = runner._loops, runner._slots
-        self._bucket = runner._resources.buckets[0]
+        self._buckets = runner._resources.buckets
         self._left = steps
         self.launches = 0
         self.stuck = False
@@ -56,7 +57,8 @@ class Fake:
             slots = [slot.staged.device["row"].data_ptr() for slot in self._slots]
             self._loops._limit.fill_(num_steps)
             self._loops._step.zero_()
-            self._loops._loop(slots.index(row), self._bucket, 0, Needs(True, False, False))()
+            bucket = bucket_for(self._buckets, num_rows)
+            self._loops._loop(slots.index(row), bucket, 0, Needs(True, False, False))()
 
     def fault(self) -> str | None:
         return "worker 3, counter 5" if self.stuck else None

@@ -121,6 +121,7 @@ def test_json_box(legato, picture):
         "label": "cat",
         "confidence": None,
         "track_id": "",
+        "motion": None,
     }
 
 

@@ -192,6 +192,7 @@ def test_tokens_that_the_task_cannot_have_are_refused(assembly):
             "token_ids": (*ids, *ids),
             "payloads": (*values, *values),
             "logprobs": (),
+            "certainties": (),
         },
     }
     ended = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=len(ids)))
