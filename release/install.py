@@ -11,7 +11,7 @@ from release.environments import Environment
 from release.errors import ReleaseError
 
 PROTOBUF_MAJORS = (6, 7)  # those that the stubs promise to work with
-CLIENT_LIMIT = 5 * 512 * 1024  # bytes on the disk of `pip install legato`, bytecode and page too
+CLIENT_LIMIT = 3 * 1024 * 1024  # bytes on the disk of `pip install legato`, bytecode and page too
 WEIGHTS = (".safetensors", ".pt", ".bin", ".npz")
 
 # What each wheel must have besides its modules.
