@@ -35,6 +35,7 @@ def test_no_call_fails_when_servers_are_killed_and_stopped(tmp_path: Path) -> No
             seen.wait_for(50)
             until(lambda: envoy.healthy() == {other.address})
         with traffic(envoy.address, streams=2, sessions=1) as later:
+            until(lambda: later.frames)  # its session is with the server that will drain
             envoy.file.write([other.address, third.address])
             until(lambda: envoy.healthy() == {other.address, third.address})
             other.process.send_signal(signal.SIGTERM)
