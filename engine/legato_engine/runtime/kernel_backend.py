@@ -137,6 +137,7 @@ class KernelBackend:
         prompts: Sequence[ScheduledSequence],
         decodes: Sequence[ScheduledSequence],
         rank: int,
+        place: Work | None = None,
     ) -> None:
         buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
@@ -165,7 +166,7 @@ class KernelBackend:
                 return
             scheduled = [answer]
         passes = cut_passes(decodes, scheduled, self.limits.sampled)
-        self._run_passes(slot, passes, (*decodes, *prompts))
+        self._run_passes(slot, passes, (*decodes, *prompts), place)
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         assert self._encoder_runner is not None, "an encode without an image encoder"
@@ -211,6 +212,7 @@ class KernelBackend:
         slot: int,
         passes: Sequence[Sequence[ScheduledToken]],
         sampled: Sequence[ScheduledSequence],
+        place: Work | None,
     ) -> None:
         buffers, scratch = self._slots[slot], self._state.scratch_row
         compute = self._resources.compute
@@ -225,6 +227,8 @@ class KernelBackend:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
             buffers.staged.upload(compute, copy)
+            if is_last and place is not None:
+                place()
             if len(passes) > MAX_PASSES:
                 uploads.append(compute.record())
             groups = num_groups(tokens, GROUP)

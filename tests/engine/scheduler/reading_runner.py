@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from legato_engine.scheduler.launch import Launch, ScheduledSequence
+from legato_engine.scheduler.launch import Launch, Plan, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -61,6 +61,7 @@ class ReadingRunner:
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
     right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
     `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
+    Decodes behind a loop run when that has ended.
     """
 
     def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
@@ -74,6 +75,9 @@ class ReadingRunner:
         self._newest: dict[int, int] = {}  # row: its position
         self.num_accepted = self.num_rejected = self.num_together = 0
         self._steps = self._stop_at = self.num_looped = self.num_listed = 0
+        self._behind: Launch | None = None  # of its loop, which has not ended
+        self._early: list[int] | None = None  # its constraints
+        self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
         self.loops_differ = False
@@ -96,13 +100,24 @@ class ReadingRunner:
             assert begun <= pages_begun(len(plan.rows), PAGE), "more than a launch can stage"
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
             return
-        prompts = [[self._prefill(row)] for row in plan.prefills]
-        self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
+        self._read[launch.slot] = [[self._prefill(row)] for row in plan.prefills]
+        if plan.behind:
+            self._behind, self._early = launch, None
+        else:
+            self._decodes(launch)
+
+    def _decodes(self, launch: Launch) -> None:
+        """Run them; outputs of decodes come first."""
+        self._read[launch.slot][:0] = [self._decode(row) for row in launch.plan.decodes]
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
         if launch.plan.loops:
             self._constraints, self._outputs[launch.slot] = list(constraints), []
+            return
+        if launch is self._behind:
+            assert not launch.plan.constrained, "a constraint depends on the loop before it"
+            self._early = list(constraints)
             return
         read = self._read[launch.slot]
         self._outputs[launch.slot] = [
@@ -115,7 +130,18 @@ class ReadingRunner:
     def collect(self, launch: Launch) -> list[RowTokens]:
         """Return the tokens."""
         del self._read[launch.slot]
+        if launch.plan.loops and self._behind is not None:
+            behind, self._behind = self._behind, None
+            self._check_rows(launch.plan, behind.plan)
+            self._decodes(behind)
+            if self._early is not None:
+                self.sample(behind, self._early)
         return self._outputs.pop(launch.slot)
+
+    def _check_rows(self, loop: Plan, plan: Plan) -> None:
+        looped = [loop.rows[index].sequence for index in plan.behind]
+        assert [row.sequence for row in plan.decodes] == looped, "other rows than the loop's"
+        self.num_behind += len(looped)
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         """Run a step of a loop for rows that may have ended meanwhile."""
@@ -156,6 +182,10 @@ class ReadingRunner:
         """Run the newest token and its draft tokens, up to the sequence's end."""
         sequence, inputs = row.sequence, list[Input]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
+        if position == row.position + row.slack + 1 and not row.num_drafts:
+            assert sequence.finalized, "it has no page to go on"
+            self.num_ended += 1
+            return inputs
         assert 0 <= position - row.position <= row.slack, f"starts at {position}"
         if not known:  # a loop's pages are, from its beginning
             table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
