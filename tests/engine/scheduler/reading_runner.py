@@ -61,7 +61,7 @@ class ReadingRunner:
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
     right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
     `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
-    Decodes behind a loop run when that has ended.
+    What is launched behind a loop runs when that has ended.
     """
 
     def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
@@ -75,7 +75,8 @@ class ReadingRunner:
         self._newest: dict[int, int] = {}  # row: its position
         self.num_accepted = self.num_rejected = self.num_together = 0
         self._steps = self._stop_at = self.num_looped = self.num_listed = 0
-        self._behind: Launch | None = None  # of its loop, which has not ended
+        self._loop_slot: int | None = None  # of the one in flight
+        self._behind: Launch | None = None  # the launch after it
         self._early: list[int] | None = None  # its constraints
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
@@ -90,7 +91,7 @@ class ReadingRunner:
         plan = launch.plan
         self.num_together += num_images(plan) > 1
         if plan.loops:
-            begun = 0
+            begun, self._loop_slot = 0, launch.slot
             for row in plan.rows:
                 assert row.slack == row.num_drafts == 0, "a loop starts where the host knows"
                 table, ids = self._tables[row.sequence.row], row.sequence.pages.ids
@@ -100,15 +101,19 @@ class ReadingRunner:
             assert begun <= pages_begun(len(plan.rows), PAGE), "more than a launch can stage"
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
             return
-        self._read[launch.slot] = [[self._prefill(row)] for row in plan.prefills]
-        if plan.behind:
-            self._behind, self._early = launch, None
+        for row in plan.prefills:
+            if row.work.compute_pages:
+                assert row.sequence.inputs.image is not None, "its image is already released"
+        self._read[launch.slot] = []
+        if self._loop_slot is None:
+            self._forward(launch)
         else:
-            self._decodes(launch)
+            self._behind, self._early = launch, None
 
-    def _decodes(self, launch: Launch) -> None:
-        """Run them; outputs of decodes come first."""
-        self._read[launch.slot][:0] = [self._decode(row) for row in launch.plan.decodes]
+    def _forward(self, launch: Launch) -> None:
+        plan = launch.plan
+        prompts = [[self._prefill(row)] for row in plan.prefills]
+        self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
@@ -130,17 +135,19 @@ class ReadingRunner:
     def collect(self, launch: Launch) -> list[RowTokens]:
         """Return the tokens."""
         del self._read[launch.slot]
-        if launch.plan.loops and self._behind is not None:
-            behind, self._behind = self._behind, None
-            self._check_rows(launch.plan, behind.plan)
-            self._decodes(behind)
-            if self._early is not None:
-                self.sample(behind, self._early)
+        if launch.plan.loops:
+            behind, self._behind, self._loop_slot = self._behind, None, None
+            if behind is not None:
+                self._check_rows(launch.plan, behind.plan)
+                self._forward(behind)
+                if self._early is not None:
+                    self.sample(behind, self._early)
         return self._outputs.pop(launch.slot)
 
     def _check_rows(self, loop: Plan, plan: Plan) -> None:
         looped = [loop.rows[index].sequence for index in plan.behind]
-        assert [row.sequence for row in plan.decodes] == looped, "other rows than the loop's"
+        decoded = [row.sequence for row in plan.decodes]
+        assert decoded == looped, "other rows than the loop's"
         self.num_behind += len(looped)
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
@@ -223,7 +230,6 @@ class ReadingRunner:
         sequence, work = row.sequence, row.work
         self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
         if work.compute_pages:
-            assert sequence.inputs.image is not None, "its image is already released"
             broken = self._breaks()
             for position, written in enumerate(prefix_contents(sequence)):
                 page = self._slots(work.compute_pages[position // PAGE])
