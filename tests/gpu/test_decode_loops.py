@@ -76,6 +76,25 @@ def test_ten_thousand_short_steps_with_arrivals_and_aborts(looping: Assembly) ->
     assert totals["aborted"] > 100
 
 
+@pytest.mark.parametrize("late", range(7))
+def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
+    graph: Assembly, looping: Assembly, late: int
+) -> None:
+    """One launch has both, and all answers have the bits of single steps, whatever row it finds:
+    the last one comes when the answer of the first is about to end.
+    """
+    asked = [
+        Ask(6, 200, logprobs=True, after=0),
+        Ask(0, 60, logprobs=True, after=3),
+        Ask(5, 30, logprobs=False, after=20 + late),
+        Ask(1, 20, logprobs=False, after=170),
+    ]
+    plain, _ = results(graph, asked, 2)
+    looped, run = results(looping, asked, 2)
+    assert looped == plain
+    assert any(plan.behind and plan.prefills for plan in run.plans)
+
+
 def test_a_request_joins(looping: Assembly) -> None:
     """The loop of 200 steps that it meets ends for it."""
     first, late = sequences = [question(looping, 0, 200), question(looping, 1, 5)]

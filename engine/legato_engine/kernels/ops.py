@@ -228,6 +228,13 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
     return reference.suffix_attention(q_THE, k_LHE, v_LHE)
 
 
+def masked_attention(
+    q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor, visible_TL: torch.Tensor
+) -> torch.Tensor:
+    """Attention [T, H, E] to visible positions. Can be captured on a GPU."""
+    return reference.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
+
+
 def decode_attention(
     q_BHE: torch.Tensor,
     k_NHSE: torch.Tensor,

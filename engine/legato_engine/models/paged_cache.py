@@ -45,6 +45,19 @@ class DecodeBatch:
 
 
 @dataclasses.dataclass(slots=True)
+class Chunk:
+    """Tokens of one sequence in a pass of fixed shape; those of padding have page 0, position 0.
+
+    `positions_T` and their pages `page_T` are int64; `pages_M` are all pages of the sequence.
+    """
+
+    positions_T: torch.Tensor
+    page_T: torch.Tensor
+    pages_M: torch.Tensor
+    adapters: AdaptedRows | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class PrefillSpan:
     """Consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 

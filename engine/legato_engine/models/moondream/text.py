@@ -24,6 +24,8 @@ from legato_engine.layers.rope import Rope
 from legato_engine.layers.tau import Tau
 from legato_engine.models.moondream.config import TextConfig
 from legato_engine.models.paged_attention import (
+    chunk_attention,
+    chunk_metadata,
     span_attention,
     span_metadata,
     stacked_attention,
@@ -31,7 +33,7 @@ from legato_engine.models.paged_attention import (
     step_attention,
     step_metadata,
 )
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 
 # The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -153,6 +155,12 @@ class Text(nn.Module):
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
+
+    def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """Like `prefill`, of fixed shape; can be captured without experts."""
+        where, attend = chunk_metadata(chunk, kv, self.rope), chunk_attention(chunk, kv)
+        positions_T, count = chunk.positions_T, len(self.blocks)
+        return _sum(self._blocks(count, x_TD, where, positions_T, kv, attend, chunk.adapters))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write keys and values; skip the rest of the last block."""
