@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
@@ -32,6 +32,16 @@ def looping(graph: Assembly) -> Assembly:
     made = with_decode_path(graph, "loop")
     assert made.runner.decodes_by_loops
     return made
+
+
+def test_loops_are_the_default_with_kernels_and_without_speculation(graph: Assembly) -> None:
+    """Without kernels a step's bits depend on its number of rows."""
+    auto = with_decode_path(graph, "auto")
+    assert auto.runner.decodes_by_loops
+    assert not speculating(auto, "fixed:2").runner.decodes_by_loops
+    by_torch = assemble(EngineConfig(device="cuda", dtype="f32", max_running=2, num_pages=200))
+    assert not by_torch.runner.decodes_by_loops
+    by_torch.device.close()
 
 
 def answers(assembly: Assembly, lengths: list[int]) -> tuple[list[list[int]], int]:

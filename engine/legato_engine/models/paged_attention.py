@@ -32,9 +32,10 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
     return attend
 
 
-def chunk_metadata(chunk: Chunk, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
-    angles = rope.at(chunk.positions_T)
-    return ops.AttentionMetadata(*angles, chunk.page_T, chunk.positions_T % kv.page_size)
+def chunk_metadata(chunk: Chunk, rope: Rope) -> ops.PlacedSpan:
+    tables = rope.cos_PR, rope.sin_PR
+    tokens = chunk.positions_T, chunk.page_T
+    return ops.PlacedSpan(chunk.place_2, chunk.pages_M[None], *tables, *tokens)
 
 
 def chunk_attention(chunk: Chunk, kv: KVCache) -> Attend:

@@ -209,7 +209,7 @@ class KernelBackend:
             buffers.staged.upload(compute)
         if self._long is not None:
             given = scheduled._replace(tokens=scheduled.tokens[:num_prompt])
-            self._long.run(slot, given, self._resources.rank(row.sequence.adapter.rank))
+            self._long.run(slot, given, adapted=bool(row.sequence.adapter.key))
         else:
             alone = row._replace(num_tokens=row.num_tokens - num_answer)
             compute.submit(PrefillStep(self._resources, buffers, alone).run_long_prompt)

@@ -8,6 +8,9 @@ Shape legend: T tokens of a pass, M pages of a row.
 
 from __future__ import annotations
 
+import bisect
+from itertools import product
+
 import torch
 
 from legato_engine.models.capabilities import ChunkedPrefill
@@ -20,7 +23,7 @@ from legato_engine.runtime.staging import StagingBuffer
 CHUNK = 512
 """Tokens of a pass, the last of which is padded."""
 
-_START, _FIRST, _LEFT = 0, 1, 2
+_START, _LEFT, _FIRST = 0, 1, 2
 
 
 class LongPrompts:
@@ -29,6 +32,8 @@ class LongPrompts:
     def __init__(self, resources: Resources, model: ChunkedPrefill) -> None:
         device = resources.device
         most = resources.model.max_context
+        self._lengths = [*range(CHUNK, most, CHUNK), most]
+        self._ranks = (0,) if resources.bank is None else (0, resources.bank.ranks[-1])
         self._resources = resources
         self._model = model
         self._offset_T = torch.arange(CHUNK, device=device.torch_device)
@@ -36,7 +41,7 @@ class LongPrompts:
             StagingBuffer(
                 device,
                 {
-                    "cursor": ((3,), torch.int64),  # position, token of the prompt, tokens left
+                    "cursor": ((3,), torch.int64),  # position, tokens left, token of the prompt
                     "row": ((1,), torch.int64),
                     "token": ((most,), torch.int64),
                     "payload": ((most, 2), torch.float32),
@@ -49,33 +54,39 @@ class LongPrompts:
         for slot, staged in enumerate(self._staged):
             staged.host["row"][0] = self._resources.state.scratch_row
             staged.upload(self._resources.compute)
-            for rank in self._resources.ranks:
-                self._resources.graphs.run(self._work, slot, rank)
+            for rank, length in product(self._ranks, self._lengths):
+                self._resources.graphs.run(self._work, slot, rank, length)
 
-    def run(self, slot: int, prompt: ScheduledPrompt, rank: int) -> None:
+    def run(self, slot: int, prompt: ScheduledPrompt, *, adapted: bool) -> None:
         """Enqueue it; its row is admitted."""
         staged, count = self._staged[slot], len(prompt.tokens)
-        staged.host["cursor"][:] = prompt.start, 0, count
+        staged.host["cursor"][:] = prompt.start, count, 0
         staged.host["row"][0] = prompt.row
         staged.host["token"][:count] = [token for token, _ in prompt.tokens]
         staged.host["payload"][:count] = [payload for _, payload in prompt.tokens]
         staged.upload(self._resources.compute)
-        for _ in range(0, count, CHUNK):
-            self._resources.graphs.run(self._work, slot, rank)
+        rank = self._ranks[-1] if adapted else 0
+        for first in range(0, count, CHUNK):
+            end = prompt.start + min(first + CHUNK, count)
+            length = self._lengths[bisect.bisect_left(self._lengths, end)]
+            self._resources.graphs.run(self._work, slot, rank, length)
 
-    def _work(self, slot: int, rank: int) -> Work:
+    def _work(self, slot: int, rank: int, length: int) -> Work:
+        """A pass over tokens whose sequence has up to `length` positions so far."""
         resources, buffers = self._resources, self._resources.slots[slot]
         model, kv, state = resources.model, resources.kv, resources.state
         staged = self._staged[slot].device
         cursor_3, row_1 = staged["cursor"], staged["row"]
-        step_3 = torch.tensor([CHUNK, CHUNK, -CHUNK], device=cursor_3.device)
+        step_3 = torch.tensor([CHUNK, -CHUNK, CHUNK], device=cursor_3.device)
+        num_pages = -(-length // kv.page_size)
 
         def work() -> None:
             real_T = self._offset_T < cursor_3[_LEFT]
             positions_T = (cursor_3[_START] + self._offset_T).masked_fill(~real_T, 0)
             at_T = (cursor_3[_FIRST] + self._offset_T).masked_fill(~real_T, 0)
-            pages_M = state.page_table_RM[row_1][0]
+            pages_M = state.page_table_RM[row_1][0, :num_pages]
             chunk = Chunk(
+                cursor_3[: _LEFT + 1],
                 positions_T,
                 pages_M[positions_T // kv.page_size].masked_fill(~real_T, 0),
                 pages_M,
@@ -83,7 +94,7 @@ class LongPrompts:
             )
             x_TD = model.embed(staged["token"][at_T], staged["payload"][at_T])
             hidden_TD = self._model.prefill_chunk(x_TD, chunk, kv)
-            last_1 = (cursor_3[_LEFT:] - 1).clamp(0, CHUNK - 1)
+            last_1 = (cursor_3[_LEFT : _LEFT + 1] - 1).clamp(0, CHUNK - 1)
             hidden_1D = hidden_TD.index_select(0, last_1)
             buffers.hidden_RD[:1].copy_(hidden_1D)
             buffers.logits_RV[:1].copy_(model.logits(hidden_1D))

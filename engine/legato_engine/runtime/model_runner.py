@@ -82,17 +82,20 @@ class ModelRunner:
         max_prompts: int = 0,
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
-        loops: bool = False,
+        loops: bool | None = False,
         resident: bool = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
         many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
-        besides in one kernel, where it can run.
+        besides in one kernel, where it can run; None is for loops that are captured kernels, whose
+        bits do not depend on the batch, without a `proposer`.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
         kernels = _step_kernels(model, kv, adapters)
+        if loops is None:
+            loops = kernels is not None and cuda_graphs and proposer is None
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
         max_pages = -(-model.max_context // kv.page_size)

@@ -166,7 +166,7 @@ def assembly(tmp_path):
     made.device.close()
 
 
-def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None):
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None, loops=False):
     """The same model on a `KernelBackend`, and its kernels; images uncropped for an `encoder`."""
     made = []
 
@@ -198,6 +198,7 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder
         max_running=config.max_running,
         buckets=buckets,
         adapters=assembly.bank,
+        loops=loops,
         max_prompts=max_prompts,
         max_images=max_images,
     )
@@ -252,6 +253,27 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
 
 
+def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
+    """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    alone, _ = with_kernels(assembly, buckets=(8, 16))
+    looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
+    assert not alone.runner.decodes_by_loops
+    assert looping.runner.decodes_by_loops
+    given = []
+    for each in (alone, looping):
+        run = Run(each, max_tokens=60)
+        run.submit("first", QueryTask(question="one"))
+        while run.sequences["first"].num_committed < 12:
+            run.scheduler.step()
+        run.submit("second", QueryTask(question="two, too"))
+        run.finish()
+        given.append(run.answers)
+    assert given[0] == given[1]
+    plans = [record.launch.plan for record in run.records]
+    assert any(plan.behind and plan.prefills for plan in plans)
+
+
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
     either side of it, in passes of fixed shape or by torch alone.
@@ -287,9 +309,9 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
     long = fused.runner._backend._long
     run_long = long.run
 
-    def counted(*given):
+    def counted(*given, **how):
         long_prompts.append(given)
-        run_long(*given)
+        run_long(*given, **how)
 
     monkeypatch.setattr(long, "run", counted)
 

@@ -55,7 +55,7 @@ class TextBlock(nn.Module):
     def forward(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
         attend: Attend,
@@ -71,7 +71,7 @@ class TextBlock(nn.Module):
     def cache(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
@@ -85,7 +85,7 @@ class TextBlock(nn.Module):
     def _write(
         self,
         normed: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
@@ -158,7 +158,7 @@ class Text(nn.Module):
 
     def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
         """Like `prefill`, of fixed shape; can be captured without experts."""
-        where, attend = chunk_metadata(chunk, kv, self.rope), chunk_attention(chunk, kv)
+        where, attend = chunk_metadata(chunk, self.rope), chunk_attention(chunk, kv)
         positions_T, count = chunk.positions_T, len(self.blocks)
         return _sum(self._blocks(count, x_TD, where, positions_T, kv, attend, chunk.adapters))
 
@@ -210,7 +210,7 @@ class Text(nn.Module):
         self,
         count: int,
         x: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,

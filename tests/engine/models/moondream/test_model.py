@@ -316,14 +316,12 @@ def test_passes_of_one_shape_compute_what_a_prefill_does(tiny_model):
         real_T = torch.arange(8) < count
         positions_T = torch.where(real_T, start + torch.arange(8), 0)
         page_T = torch.where(real_T, table_M[positions_T // 16], 0)
-        chunk = Chunk(positions_T, page_T, table_M)
+        chunk = Chunk(torch.tensor([start, count]), positions_T, page_T, table_M)
         hidden_TD = tiny_model.prefill_chunk(x_TD[positions_T], chunk, chunked.kv)
         parts.append(hidden_TD[:count])
     torch.testing.assert_close(torch.cat(parts), expected_TD, rtol=1e-4, atol=1e-4)
-    for ours, theirs in ((chunked.kv.k_LNHSE, whole.kv.k_LNHSE),):
-        torch.testing.assert_close(
-            ours[:, 1:3], theirs[:, 1:3], rtol=1e-4, atol=1e-4, equal_nan=True
-        )
+    ours, theirs = chunked.kv.k_LNHSE[:, 1:3], whole.kv.k_LNHSE[:, 1:3]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_caching_writes_what_a_prefill_writes(either_model):
