@@ -24,6 +24,7 @@ from legato_client._values.tasks import (
     SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
 
 NumberT = TypeVar("NumberT", int, float)
@@ -65,11 +66,16 @@ def read_task(value: object) -> Task:
 
 
 def read_options(value: object) -> Options:
-    """The model, the adapter and the id of `legato.v1.RequestOptions`; raises InvalidArgument."""
+    """The fields of `legato.v1.RequestOptions` that the page sets; raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("options", "must be an object")
     message = _parsed("options", value, inference_pb2.RequestOptions())
-    return Options(request_id=message.request_id, model=message.model, adapter=message.adapter)
+    return Options(
+        request_id=message.request_id,
+        model=message.model,
+        adapter=message.adapter,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+    )
 
 
 def task_of(message: task_pb2.Task) -> Task:
@@ -98,6 +104,7 @@ def task_of(message: task_pb2.Task) -> Task:
                 task_id,
                 _min_confidence(detect),
                 _known(_ORDERS, detect.order, "task.detect.order"),
+                _tracking(detect.tracking) if detect.HasField("tracking") else None,
             )
         case "point":
             point = message.point
@@ -119,6 +126,12 @@ def task_of(message: task_pb2.Task) -> Task:
 
 def _min_confidence(message: task_pb2.DetectTask | task_pb2.PointTask) -> float | None:
     return _number(message.min_confidence) if message.HasField("min_confidence") else None
+
+
+def _tracking(message: task_pb2.Tracking) -> Tracking:
+    if not message.HasField("max_unseen"):
+        return Tracking()
+    return Tracking(message.max_unseen.ToNanoseconds() / 1e9)
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
