@@ -196,13 +196,16 @@ def study(fitting: list[Question], testing: list[Question], skill: str) -> dict:
         for p, o in reaches
     ]
     best = reaches[min(range(len(reaches)), key=lambda index: table[index]["log_loss"])]
+    existence = (len(PLACES) - 1, len(OCTAVES) - 1)  # all bins are close
     return {
         "fit": table,
         "best": {"place": PLACES[best[0]], "octaves": OCTAVES[best[1]]},
         "held_out": {
             "present": figures(testing, fitting, PRESENT),
             "best": figures(testing, fitting, best),
-            "difference": gain(testing, fitting, best),
+            "best_against_present": gain(testing, fitting, best),
+            "existence_alone": figures(testing, fitting, existence),
+            "existence_against_present": gain(testing, fitting, existence),
         },
     }
 

@@ -178,9 +178,7 @@ def test_objects_are_bounded_by_max_objects(max_objects, found, reason):
 def test_objects_have_confidences(task):
     """They filter before `max_objects` counts, and order the result; events keep their order."""
     bench = Bench(null_objects=5)
-    asked = task(
-        object="cat", min_confidence=0.5, max_objects=3, order=ObjectOrder.CONFIDENCE
-    )
+    asked = task(object="cat", min_confidence=0.5, max_objects=3, order=ObjectOrder.CONFIDENCE)
     *deltas, done = bench.run(task=asked, deltas=True)[1:]
     told = [delta.events[0].confidence for delta in deltas]
     found = done.result.objects if task is DetectTask else done.result.points

@@ -8,7 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legato_client.calibration.fit import Fit, Pairs, calibration_error, log_loss
+from legato_client.calibration.fit import (
+    NUM_BINS,
+    Fit,
+    Pairs,
+    calibration_error,
+    log_loss,
+    reliability,
+)
 from legato_client.calibration.scored import Scored
 
 RESAMPLES = 400
@@ -41,12 +48,14 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
     by_picture: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for each in found:
         by_picture[each.picture].append((each.score, each.right))
-    pictures, choice = list(by_picture.values()), random.Random(0)
-    before, after = [], []
-    for _ in range(resamples if pictures else 0):
-        drawn: Pairs = [pair for some in choice.choices(pictures, k=len(pictures)) for pair in some]
-        before.append(calibration_error(Fit(), drawn))
-        after.append(calibration_error(fitted, drawn))
+    choice, pictures = random.Random(0), range(len(by_picture))
+    drawn = [choice.choices(pictures, k=len(pictures)) for _ in range(resamples if pictures else 0)]
+    before, after = (
+        [_error([counted[index] for index in each]) for each in drawn]
+        for counted in (
+            [_counted(fit, some) for some in by_picture.values()] for fit in (Fit(), fitted)
+        )
+    )
     gains = [b - a for b, a in zip(before, after, strict=True)]
     pairs = [(each.score, each.right) for each in found]
     return Judgement(
@@ -61,6 +70,27 @@ def judge(fitted: Fit, found: Sequence[Scored], resamples: int = RESAMPLES) -> J
         log_loss_after=log_loss(fitted, pairs),
         share_better=sum(gain > 0 for gain in gains) / max(len(gains), 1),
     )
+
+
+def _counted(fitted: Fit, pairs: Pairs) -> tuple[int, tuple[tuple[int, float], ...]]:
+    """The number of objects of a picture, and by how much confidence exceeds truth in its bins."""
+    bins = reliability(fitted, pairs)
+    return len(pairs), tuple(
+        (
+            min(int(each.confidence * NUM_BINS), NUM_BINS - 1),
+            each.count * (each.confidence - each.right),
+        )
+        for each in bins
+    )
+
+
+def _error(pictures: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> float:
+    """The calibration error of all together."""
+    excess = [0.0] * NUM_BINS
+    for _, bins in pictures:
+        for index, more in bins:
+            excess[index] += more
+    return sum(map(abs, excess)) / sum(count for count, _ in pictures)
 
 
 def _deviation(values: Sequence[float]) -> float:
