@@ -114,6 +114,7 @@ def _of_picture(
 def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
     """Of all tasks; those that found a full queue are asked again when the server says."""
     results: dict[int, Result] = {}
+    busy: Busy | None = None
     for _ in range(_MAX_TRIES):
         left = [index for index in range(len(tasks)) if index not in results]
         outcomes: Sequence[TaskOutcome]
@@ -130,11 +131,10 @@ def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Optio
             else:
                 results[index] = outcome
         if busy is None:
-            break
+            return [results[index] for index in range(len(tasks))]
         time.sleep(wait)
-    else:
-        raise busy
-    return [results[index] for index in range(len(tasks))]
+    assert busy is not None, "it is why there was one more try"
+    raise busy
 
 
 def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
