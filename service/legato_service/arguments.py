@@ -254,7 +254,7 @@ def _add_model(
         "--refiner",
         default=engine.refiner,
         metavar="FILE",
-        help="head that improves the outlines of segment; by default none",
+        help="head that improves outlines; by default none",
     )
 
 
