@@ -108,7 +108,8 @@ def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "build", "repeats"), [(1, 8, 150), (8, 8, 150), (13, 16, 60), (1, 32, 400), (32, 32, 60)]
+    ("num_rows", "build", "repeats"),
+    [(1, 8, 150), (8, 8, 150), (13, 16, 60), (1, 32, 400), (32, 32, 60)],
 )
 def test_repeats_have_the_same_bits(world: World, num_rows: int, build: int, repeats: int) -> None:
     """The counters go on from launch to launch, and no launch differs, whichever build it has."""

@@ -19,6 +19,7 @@ _CONSTANTS = (
     "SPLITS",
     "GROUP",
     "WARPS",
+    "PRODUCERS",
     "MAX_ROWS",
     "PAGE",
     "PAGE_BYTES",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
 from legato_client._client import Client
 from legato_client._convert import skills
-from legato_client._errors import LegatoError
-from legato_client._values.results import Box, Mark, Point, PointedObject, Token
-from legato_client._values.tasks import Options
+from legato_client._convert.responses import TaskOutcome
+from legato_client._errors import Busy, LegatoError
+from legato_client._values.results import Box, Mark, Point, PointedObject, Result, Token
+from legato_client._values.tasks import Options, Task
 from legato_client.calibration.labelled import LabelledPicture
 
 SKILLS = tuple(skill.name for skill in skills.SKILLS if skill.places)
@@ -19,7 +21,10 @@ MIN_IOU = 0.5
 """A box with this overlap is right."""
 
 _MAX_TASKS = 32  # of RunTasks
+_MAX_TRIES = 20  # of tasks that find the queue full
 _TOKENS = {"boxes": 3, "points": 2}  # of an object, or of an outline's box
+
+Certainties = tuple[tuple[float, float], ...]
 
 
 class NoCertainties(Exception):
@@ -28,14 +33,19 @@ class NoCertainties(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An object that was found; `score` is its confidence before any calibration."""
+    """An object that was found; `certainties` are existence and concentration of its tokens."""
 
     skill: str
     picture: int
     name: str
     place: Box | Point
-    score: float
+    certainties: Certainties
     right: bool
+
+    @property
+    def score(self) -> float:
+        """Its confidence before any calibration."""
+        return product(self.certainties)
 
 
 def score(
@@ -78,29 +88,57 @@ def _of_picture(
     image = picture.path.read_bytes()
     for first in range(0, len(asked), _MAX_TASKS):
         some = asked[first : first + _MAX_TASKS]
-        tasks = [skill.task(name) for skill, name in some]
-        outcomes = client.run_tasks(image, tasks, options=options)
-        for (skill, name), outcome in zip(some, outcomes, strict=True):
-            if isinstance(outcome, LegatoError):
-                raise outcome
-            places = [_place(mark) for mark in outcome.marks]
-            scores = raw_scores(outcome.info.tokens, _TOKENS[skill.places])
-            if len(scores) < len(places):
+        results = _results(client, image, [skill.task(name) for skill, name in some], options)
+        for (skill, name), result in zip(some, results, strict=True):
+            places = [_place(mark) for mark in result.marks]
+            sure = certainties(result.info.tokens, _TOKENS[skill.places])
+            if len(sure) < len(places):
                 raise NoCertainties
-            rights = right_places(places, scores, picture.boxes[name])
-            for place, one, right in zip(places, scores, rights, strict=False):
+            rights = right_places(places, [product(each) for each in sure], picture.boxes[name])
+            for place, one, right in zip(places, sure, rights, strict=False):
                 yield Scored(skill.name, picture.number, name, place, one, right)
 
 
-def raw_scores(tokens: Iterable[Token], tokens_per_object: int) -> list[float]:
-    """Of each whole object: the product of its tokens' certainties."""
+def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
+    """Of all tasks; those that found a full queue are asked again when the server says."""
+    results: dict[int, Result] = {}
+    busy: Busy | None = None
+    for _ in range(_MAX_TRIES):
+        left = [index for index in range(len(tasks)) if index not in results]
+        outcomes: Sequence[TaskOutcome]
+        try:
+            outcomes = client.run_tasks(image, [tasks[index] for index in left], options=options)
+        except Busy as error:
+            outcomes = [error] * len(left)
+        wait, busy = 0.0, None
+        for index, outcome in zip(left, outcomes, strict=True):
+            if isinstance(outcome, Busy) and outcome.retry_after is not None:
+                wait, busy = max(wait, outcome.retry_after), outcome
+            elif isinstance(outcome, LegatoError):
+                raise outcome
+            else:
+                results[index] = outcome
+        if busy is None:
+            return [results[index] for index in range(len(tasks))]
+        time.sleep(wait)
+    assert busy is not None, "it is why there was one more try"
+    raise busy
+
+
+def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
+    """Of the tokens of each whole object."""
     sure = [
-        each.certainty.existence * each.certainty.concentration
+        (each.certainty.existence, each.certainty.concentration)
         for each in tokens
         if each.certainty is not None
     ]
     ends = range(tokens_per_object, len(sure) + 1, tokens_per_object)
-    return [math.prod(sure[end - tokens_per_object : end]) for end in ends]
+    return [tuple(sure[end - tokens_per_object : end]) for end in ends]
+
+
+def product(certainties: Certainties) -> float:
+    """The score of an object."""
+    return math.prod(exists * near for exists, near in certainties)
 
 
 def right_places(

@@ -19,6 +19,7 @@ from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.header import defines
 from legato_engine.resident.program import WORDS, Program, build_program
+from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import (
     BLOCK,
     GROUP,
@@ -131,8 +132,9 @@ class ResidentBuild:
         self.count = max(map(len, program.workers))
         self._grid = (sizes.num_workers, 1, 1)
         body = _shared_bytes(sizes, program.ring_stages, tokens)
-        ring = program.ring_stages, min(UNDER_WAY[tiles], program.ring_stages // 2)
-        constants = defines(sizes, *ring, tiles) | {"SHARED": body}
+        fault = ring_problem(program.ring_stages, UNDER_WAY[tiles])
+        assert fault is None, fault
+        constants = defines(sizes, program.ring_stages, UNDER_WAY[tiles], tiles) | {"SHARED": body}
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"

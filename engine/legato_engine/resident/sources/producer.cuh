@@ -42,7 +42,6 @@ __device__ __forceinline__ void wait_stage(
 // The next stage, when it is free and fewer than UNDER_WAY others are being copied. With more of them under way none
 // comes sooner, and what the workers wait for, activations and counters, queues behind them in the memory system.
 __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, const Turn& turn, u32 bytes) {
-  static_assert(RING >= 2 * UNDER_WAY, "a producer ahead of the other must not fill what that one waits for again");
   wait_stage(a, at, ring.shared, ring.shared.empty, ring.slot, ring.phase ^ 1, 2);
   if (turn.stages > UNDER_WAY) {
     const bool wraps = ring.slot < UNDER_WAY;

@@ -9,7 +9,6 @@
 #include "sample.cuh"
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
-constexpr int PRODUCERS = 2;
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;

@@ -20,6 +20,7 @@ from legato_client._values.tasks import (
     Sampling,
     SpatialRef,
     Task,
+    Tracking,
 )
 from legato_client.batch.tasks import listed
 
@@ -62,11 +63,16 @@ def read_task(value: object) -> Task:
 
 
 def read_options(value: object) -> Options:
-    """The model, the adapter and the id of `legato.v1.RequestOptions`; raises InvalidArgument."""
+    """The fields of `legato.v1.RequestOptions` that the page sets; raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("options", "must be an object")
     message = _parsed("options", value, inference_pb2.RequestOptions())
-    return Options(request_id=message.request_id, model=message.model, adapter=message.adapter)
+    return Options(
+        request_id=message.request_id,
+        model=message.model,
+        adapter=message.adapter,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+    )
 
 
 def task_of(message: task_pb2.Task) -> Task:
@@ -79,6 +85,12 @@ def task_of(message: task_pb2.Task) -> Task:
     given = {name: reader(own, f"task.{kind}.{name}") for name, reader in read.items()}
     task: Task = skill.task(**given, sampling=_sampling(message.sampling), task_id=message.task_id)
     return task
+
+
+def _tracking(message: task_pb2.Tracking) -> Tracking:
+    if not message.HasField("max_unseen"):
+        return Tracking()
+    return Tracking(message.max_unseen.ToNanoseconds() / 1e9)
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
@@ -137,7 +149,8 @@ _FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
     "min_confidence": lambda own, _: (
         _number(own.min_confidence) if own.HasField("min_confidence") else None
     ),
+    "tracking": lambda own, _: _tracking(own.tracking) if own.HasField("tracking") else None,
     "spatial_refs": lambda own, _: _places(own.spatial_refs),
     "messages": lambda own, _: tuple(map(_message, own.messages)),
 }
-"""How a field of a task is read, whichever skill has it. The page tracks nothing."""
+"""How a field of a task is read, whichever skill has it."""

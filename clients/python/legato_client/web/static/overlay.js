@@ -98,8 +98,8 @@ const rectangle = (box, kind) =>
     x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min,
   });
 
-/** A label with the model's certainty, where it gives one. */
-export function labelOf({ label, confidence }) {
-  return confidence === null || confidence === undefined
-    ? label : `${label} ${(confidence * 100).toFixed(0)}%`;
+/** A label with the track in a session, and the model's certainty where it gives one. */
+export function labelOf({ label, confidence, track_id: track }) {
+  const sure = confidence === null || confidence === undefined ? "" : ` ${(confidence * 100).toFixed(0)}%`;
+  return `${label}${track ? ` #${track}` : ""}${sure}`;
 }

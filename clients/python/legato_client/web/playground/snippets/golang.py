@@ -139,6 +139,8 @@ def _sampling(sampling: Sampling) -> Iterator[str]:
 
 
 def _call_options(options: Options) -> Iterator[str]:
+    if options.top_logprobs is not None:
+        yield f"legato.WithAlternatives({options.top_logprobs})"
     if options.model:
         yield f"legato.WithModel({_string(options.model)})"
     if options.adapter:
