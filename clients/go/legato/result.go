@@ -160,12 +160,13 @@ type ImageInfo struct {
 // Size is what [Box.Pixels] and [Point.Pixels] take.
 func (i ImageInfo) Size() (width, height int) { return i.Width, i.Height }
 
-// FrameStamp says where and when a picture was taken. Servers echo it verbatim, and interpret it in a session only.
+// FrameStamp says where and when a picture was taken. It is echoed verbatim and never interpreted, except Sequence and
+// CaptureTime in a session.
 type FrameStamp struct {
 	// FrameID is the coordinate frame or camera, as the caller names it.
 	FrameID string
 	// CaptureTime is when the picture was taken, on the caller's clock; its zero value is none. A session measures
-	// [SessionConfig.MaxFrameAge] from it where it is given.
+	// [SessionConfig.MaxFrameAge] from it where it is given, and follows the objects of tracked tasks by it.
 	CaptureTime time.Time
 	// Sequence is the caller's frame counter. In a session it names the frame and must grow with every frame.
 	Sequence uint64
