@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence as Many
 
 import torch
@@ -32,14 +31,14 @@ class _Counter:
     """A sink that notes the time of every token of every request."""
 
     def __init__(self) -> None:
-        self.times: dict[int, list[float]] = {}
+        self.times: dict[int, list[turn.Spent]] = {}
         self.first: dict[int, int] = {}
 
     def started(self, sequence: Sequence) -> None:
         self.times[sequence.seq_id] = []
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        now = time.perf_counter()
+        now = turn.clock()
         tokens = list(tokens_of(events))
         if tokens:
             self.first.setdefault(sequence.seq_id, tokens[0].token_id)
@@ -73,11 +72,12 @@ class Legato:
         (first,) = self._run([prompt], 1).first.values()
         return first
 
-    def decode(self, prompts: turn.Prompts, steps: int) -> float:
+    def decode(self, prompts: turn.Prompts, steps: int) -> turn.Spent:
         times = self._run(prompts, steps + len(prompts) + _SPARE).times.values()
         begin = max(each[0] for each in times)
         after = sorted(time for each in times for time in each if time > begin)
-        return after[steps * len(prompts) - 1] - begin
+        end = after[steps * len(prompts) - 1]
+        return end[0] - begin[0], end[1] - begin[1]
 
     def _run(self, prompts: turn.Prompts, tokens: int) -> _Counter:
         counter, frontend = _Counter(), self._assembly.frontend

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,13 +39,13 @@ class LlamaCpp:
     def prefill(self, prompt: Sequence[int]) -> int:
         return self._start([prompt])[0]
 
-    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> float:
+    def decode(self, prompts: Sequence[Sequence[int]], steps: int) -> turn.Spent:
         tokens = self._start(prompts)
-        start = time.perf_counter()
+        start = turn.clock()
         for step in range(steps):
             rows = [(token, len(prompts[seq]) + step, seq) for seq, token in enumerate(tokens)]
             tokens = self._run(rows, wanted=range(len(rows)))
-        return time.perf_counter() - start
+        return turn.since(start)
 
     def _start(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)

@@ -6,7 +6,6 @@ Its forward with its cache in a plain greedy loop, which takes less than `genera
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,13 @@ class Transformers:
         return int(self._start([prompt])[0])
 
     @torch.inference_mode()
-    def decode(self, prompts: turn.Prompts, steps: int) -> float:
+    def decode(self, prompts: turn.Prompts, steps: int) -> turn.Spent:
         tokens_B1, cache = self._start(prompts)
-        start = time.perf_counter()
+        start = turn.clock()
         for _ in range(steps):
             output = self._model(tokens_B1, past_key_values=cache, use_cache=True)
             tokens_B1 = output.logits[:, -1].argmax(-1, keepdim=True)
-        return time.perf_counter() - start
+        return turn.since(start)
 
     def _start(self, prompts: turn.Prompts) -> tuple[torch.Tensor, Any]:
         output = self._model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)

@@ -12,6 +12,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 Prompts = Sequence[Sequence[int]]
+Spent = tuple[float, float]
+"""Seconds that passed, and seconds of CPU of all threads."""
+
+
+def clock() -> Spent:
+    """Return both clocks of now."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: Spent) -> Spent:
+    """Return what was spent since `clock` gave `start`."""
+    now = clock()
+    return now[0] - start[0], now[1] - start[1]
 
 
 class Contender(Protocol):
@@ -23,8 +36,8 @@ class Contender(Protocol):
         """Compute a prompt that is new to it and return the token after it."""
         ...
 
-    def decode(self, prompts: Prompts, steps: int) -> float:
-        """Generate `steps` tokens and more after all prompts; return the seconds of `steps`.
+    def decode(self, prompts: Prompts, steps: int) -> Spent:
+        """Generate `steps` tokens and more after all prompts; return what `steps` took.
 
         All prompts are computed before the time begins.
         """
@@ -36,14 +49,15 @@ def serve(contender: Contender) -> None:
     _say({"ready": True, "versions": contender.versions})
     for line in sys.stdin:
         asked = json.loads(line)
-        used, start = time.process_time(), time.perf_counter()
-        answer: dict[str, Any]
+        answer: dict[str, Any] = {}
         if asked["kind"] == "prefill":
-            answer = {"token": contender.prefill(asked["prompts"][0])}
-            answer["seconds"] = time.perf_counter() - start
+            start = clock()
+            answer["token"] = contender.prefill(asked["prompts"][0])
+            spent = since(start)
         else:
-            answer = {"seconds": contender.decode(asked["prompts"], asked["steps"])}
-        _say({**answer, "cpu_seconds": time.process_time() - used})
+            spent = contender.decode(asked["prompts"], asked["steps"])
+        answer["seconds"], answer["cpu_seconds"] = spent
+        _say(answer)
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -229,7 +229,8 @@ def _add_model(
         choices=DECODE_PATHS,
         default=engine.decode_path,
         help="graph: a launch for every decode step; loop: many steps in one; resident: these "
-        "as one kernel, where it can run; auto: graph",
+        "as one kernel, where it can run; auto: loop on a GPU with kernels for the model, without "
+        "speculation, else graph",
     )
     add(
         "--depth-switch",
@@ -253,7 +254,7 @@ def _add_model(
         "--refiner",
         default=engine.refiner,
         metavar="FILE",
-        help="head that improves the outlines of segment; by default none",
+        help="head that improves outlines; by default none",
     )
 
 

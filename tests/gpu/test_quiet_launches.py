@@ -65,9 +65,11 @@ def answered(scheduler: Scheduler, sequence: Sequence) -> list[tuple[object, ...
     return values_of(sequence, task)
 
 
-@pytest.mark.parametrize("repeats", [5, 6])
+@pytest.mark.parametrize("repeats", [5, 6, 8, 18])
 def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
-    """Questions of some 350 and 420 tokens, from their prefill to their last token."""
+    """Questions of some 350 to 1,260 tokens, from their prefill to their last token: in steps, or
+    in one pass of fixed shape or several.
+    """
     seen = Decodes()
     scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen)
     sequence = asking(large, "long", LONG * repeats)

@@ -9,33 +9,20 @@ from concurrent import futures
 from dataclasses import dataclass
 
 from legato_client._client import Client
+from legato_client._convert import skills
 from legato_client._convert.responses import TaskOutcome
 from legato_client._errors import Busy, LegatoError
-from legato_client._values.results import (
-    Box,
-    DetectResult,
-    Point,
-    PointResult,
-    Result,
-    SegmentResult,
-    Token,
-)
-from legato_client._values.tasks import DetectTask, Options, PointTask, SegmentTask, Task
+from legato_client._values.results import Box, Mark, Point, PointedObject, Result, Token
+from legato_client._values.tasks import Options, Task
 from legato_client.calibration.labelled import LabelledPicture
 
-SKILLS = ("detect", "point", "segment")
+SKILLS = tuple(skill.name for skill in skills.SKILLS if skill.places)
 MIN_IOU = 0.5
 """A box with this overlap is right."""
 
 _MAX_TASKS = 32  # of RunTasks
 _MAX_TRIES = 20  # of tasks that find the queue full
-_TOKENS = {"detect": 3, "point": 2, "segment": 3}  # of an object, or of an outline's box
-_TASKS: dict[str, Callable[[str], Task]] = {
-    "detect": DetectTask,
-    "point": PointTask,
-    "segment": SegmentTask,
-}
-
+_TOKENS = {"boxes": 3, "points": 2}  # of an object, or of an outline's box
 
 Certainties = tuple[tuple[float, float], ...]
 
@@ -64,13 +51,13 @@ class Scored:
 def score(
     client: Client,
     pictures: Iterable[LabelledPicture],
-    skills: Sequence[str],
+    words: Sequence[str],
     *,
     model: str = "",
     parallel: int,
     tell: Callable[[], None],
 ) -> list[Scored]:
-    """Ask about each picture's categories; `tell` is called after each picture.
+    """Ask skills about each picture's categories; `tell` is called after each picture.
 
     Raises:
         LegatoError: the server refuses, or a picture cannot be read by it.
@@ -80,7 +67,7 @@ def score(
     options = Options(model=model, top_logprobs=0)
 
     def of(picture: LabelledPicture) -> list[Scored]:
-        found = list(_of_picture(client, picture, skills, options))
+        found = list(_of_picture(client, picture, words, options))
         tell()
         return found
 
@@ -89,26 +76,27 @@ def score(
 
 
 def _of_picture(
-    client: Client, picture: LabelledPicture, skills: Sequence[str], options: Options
+    client: Client, picture: LabelledPicture, words: Sequence[str], options: Options
 ) -> Iterator[Scored]:
     asked = [
-        (skill, name)
-        for skill in skills
+        (skills.BY_NAME[word], name)
+        for word in words
         for name, boxes in picture.boxes.items()
-        if skill != "segment" or len(boxes) < 2  # it outlines one, and does not say which
+        # A skill that gives one object does not say which.
+        if skills.BY_NAME[word].takes("max_objects") or len(boxes) < 2
     ]
     image = picture.path.read_bytes()
     for first in range(0, len(asked), _MAX_TASKS):
         some = asked[first : first + _MAX_TASKS]
-        results = _results(client, image, [_TASKS[skill](name) for skill, name in some], options)
+        results = _results(client, image, [skill.task(name) for skill, name in some], options)
         for (skill, name), result in zip(some, results, strict=True):
-            places = _places(result)
-            sure = certainties(result.info.tokens, _TOKENS[skill])
+            places = [_place(mark) for mark in result.marks]
+            sure = certainties(result.info.tokens, _TOKENS[skill.places])
             if len(sure) < len(places):
                 raise NoCertainties
             rights = right_places(places, [product(each) for each in sure], picture.boxes[name])
             for place, one, right in zip(places, sure, rights, strict=False):
-                yield Scored(skill, picture.number, name, place, one, right)
+                yield Scored(skill.name, picture.number, name, place, one, right)
 
 
 def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
@@ -167,16 +155,8 @@ def right_places(
     return right
 
 
-def _places(result: Result) -> list[Box | Point]:
-    match result:
-        case DetectResult(objects):
-            return [each.box for each in objects]
-        case PointResult(points):
-            return [each.point for each in points]
-        case SegmentResult(segments):
-            return [each.box for each in segments]
-        case _:
-            return []
+def _place(mark: Mark) -> Box | Point:
+    return mark.point if isinstance(mark, PointedObject) else mark.box
 
 
 def _fit(place: Box | Point, box: Box) -> float:

@@ -66,11 +66,11 @@ class Layer {
   }
 
   /** A finished outline in place of its pieces. */
-  whole(index, segment) {
-    if (!this.outlines.has(index)) this.outline(index, { box: segment.box }, labelOf(segment));
+  whole(index, finished) {
+    if (!this.outlines.has(index)) this.outline(index, { box: finished.box }, labelOf(finished));
     const outline = this.outlines.get(index);
-    outline.path = segment.path;
-    outline.shape.setAttribute("d", segment.path);
+    outline.path = finished.path;
+    outline.shape.setAttribute("d", finished.path);
   }
 
   label(x, y, text, place = y < 0.06 ? "inside" : "above") {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from legato_client._convert import skills
 from legato_client._values.results import Point
 from legato_client._values.tasks import (
     CaptionTask,
@@ -73,20 +74,15 @@ def _dial(connection: Connection) -> Iterator[str]:
 
 
 def _task(task: Task) -> str:
-    arguments: list[str] = []
+    skill = skills.of(task)
+    name = f"{skill.name.capitalize()}Task"
     match task:
         case QueryTask() if task.messages:
             name, first = "ChatTask", _messages(task.messages)
-        case QueryTask():
-            name, first = "QueryTask", _string(task.question)
         case CaptionTask():
-            name, first = "CaptionTask", f"legato.{_LENGTHS[task.length]}"
-        case DetectTask():
-            name, first = "DetectTask", _string(task.object)
-        case PointTask():
-            name, first = "PointTask", _string(task.object)
+            first = f"legato.{_LENGTHS[task.length]}"
         case _:
-            name, first = "SegmentTask", _string(task.object)
+            first = _string(getattr(task, skill.subject))
     arguments = [first, *_task_options(task)]
     return f"legato.{name}({', '.join(arguments)})"
 
