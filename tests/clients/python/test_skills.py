@@ -11,6 +11,7 @@ from legato_client import (
     Detection,
     DetectResult,
     DetectTask,
+    Options,
     QueryResult,
     ResponseInfo,
     Sampling,
@@ -49,7 +50,7 @@ def test_a_task_is_the_same_in_a_call_of_its_own_and_in_one_of_several(name):
     skill = skills.BY_NAME[name]
     subject = skill.choices[-1] if skill.choices else "cat"
     task = skill.make(subject, Sampling(seed=7), max_objects=3, min_confidence=0.5)
-    alone = requests.question(None, task, requests.Options())
+    alone = requests.question(None, task, Options())
     among = getattr(requests.task_message(task), name)
     assert {field.name for field, _ in among.ListFields()} <= {
         field.name for field, _ in alone.ListFields()
