@@ -5,6 +5,11 @@
 #pragma once
 #include "worker.cuh"
 
+// Whether this warp has inputs of a stage: fewer than eight have where a chunk is short.
+__device__ __forceinline__ bool active() {
+  return CHUNK == WARPS * GROUP || threadIdx.x / 32 * GROUP < CHUNK;
+}
+
 // 64 inputs of the tokens, as a lane holds them for the products.
 struct Inputs {
   uint4 of[TILES][2];
@@ -26,7 +31,7 @@ struct Fragment {
   __device__ __forceinline__ void load(const unsigned char* stage) {
     const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 4; i++) of[i] = from[i * 32];
+    for (int i = 0; i < 4; i++) of[i] = active() ? from[i * 32] : uint4{0, 0, 0, 0};
   }
   // A word that depends on all reads.
   __device__ __forceinline__ u32 read() const { return of[0].x | of[1].x | of[2].x | of[3].x; }
@@ -64,10 +69,6 @@ struct Sums {
     }
   }
 };
-
-__device__ __forceinline__ bool active() {
-  return CHUNK == WARPS * GROUP || threadIdx.x / 32 * GROUP < CHUNK;
-}
 
 // Stages of the ring in registers, the next one ahead of the products of this one.
 struct Reader {
