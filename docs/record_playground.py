@@ -33,7 +33,7 @@ FRAME_MS, LAST_MS = 1300, 3500
 QUALITY = 60
 TIMELINE_MS = 4000  # for which the timeline runs before it is shown
 SAMPLE = Path(str(importlib.resources.files("legato_tiny") / "samples" / "fruit.jpg"))
-PAINT = 0.3  # seconds from a change of the page to its picture, and for a box to fade in
+PAINT = 0.03  # seconds from a change of the page to its picture; nothing fades in
 TIMEOUT = 120_000  # milliseconds that a step may take on a busy machine
 
 # The page notes when it drew each box, in milliseconds since the epoch.
@@ -89,7 +89,7 @@ def main() -> int:
         own = playwright.chromium.executable_path
         program = own if Path(own).is_file() else shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE, color_scheme="light")
+        page = browser.new_page(viewport=SIZE, color_scheme="light", reduced_motion="reduce")
         page.set_default_timeout(TIMEOUT)
         page.add_init_script(NOTES)
         frames = list(perform(page, url, server))

@@ -6,46 +6,8 @@ import (
 	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
 )
 
-// Result is what a task gives: *[QueryResult], *[CaptionResult], *[DetectResult], *[PointResult] or *[SegmentResult].
+// Result is what a task gives: *[QueryResult], *[DetectResult] and their like, one for each skill.
 type Result interface{ result() }
-
-// QueryResult is the answer to a question.
-type QueryResult struct {
-	Answer string
-	// Reasoning is nil unless it was asked for.
-	Reasoning *Reasoning
-	Info      Info
-}
-
-// CaptionResult describes a picture.
-type CaptionResult struct {
-	Caption string
-	Info    Info
-}
-
-// DetectResult holds every instance found.
-type DetectResult struct {
-	Objects []*Detection
-	Info    Info
-}
-
-// PointResult holds every instance found.
-type PointResult struct {
-	Points []*PointedObject
-	Info   Info
-}
-
-// SegmentResult holds every outline found.
-type SegmentResult struct {
-	Segments []*Outline
-	Info     Info
-}
-
-func (*QueryResult) result()   {}
-func (*CaptionResult) result() {}
-func (*DetectResult) result()  {}
-func (*PointResult) result()   {}
-func (*SegmentResult) result() {}
 
 // Detection is one object with its box. It is also an [Event]: sent once, whole.
 type Detection struct {

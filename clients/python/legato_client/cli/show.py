@@ -37,6 +37,7 @@ class EventPrinter:
         self._image: ImageInfo | None = None
         self._inside_line = False
         self._reasoning = False
+        self._words = False
 
     def show(self, event: Event) -> None:
         match event:
@@ -60,12 +61,15 @@ class EventPrinter:
         if self._reasoning and not reasoning:
             self._end_line()
         self._reasoning = reasoning
+        self._words = self._words or not reasoning
         text = printable(event.text)
         self._write(self._terminal.dim(text) if reasoning else text)
 
     def _finished(self, result: Result) -> None:
         if _found_nothing(result):
             self._line("nothing found")
+        elif result.text and not self._words:  # words that do not stream
+            self._line(printable(result.text))
         self._line(self._terminal.dim(summary(result.info)))
 
     def _outline(self, event: OutlineDelta) -> None:

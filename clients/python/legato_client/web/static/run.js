@@ -156,10 +156,12 @@ export class Run {
   }
 
   finish(result) {
-    for (const [index, segment] of (result.segments ?? []).entries()) this.layer?.whole(index, segment);
+    const lists = Object.values(result).filter(Array.isArray); // of what has a place in the picture
+    const outlines = lists.flat().filter((found) => "path" in found);
+    for (const [index, outline] of outlines.entries()) this.layer?.whole(index, outline);
     if (Object.values(this.task)[0]?.order) this.listAgain(result);
     if (this.options.top_logprobs !== undefined && result.info.tokens.length) this.times.before(tokensView(result.info.tokens));
-    const info = result.info, nothing = ["detect", "point", "segment"].includes(result.type) && this.count === 0;
+    const info = result.info, nothing = lists.length > 0 && this.count === 0;
     const cut = { length: "cut at the most tokens", max_objects: "most objects reached", cancelled: "stopped by an operator" };
     this.set(cut[info.finish_reason] ?? (nothing ? "nothing found" : this.count ? `${this.count} found` : "done"));
     this.showTimes("total", info);

@@ -109,8 +109,8 @@ def _task_options(task: Task) -> Iterator[str]:
             yield "legato.WithOrder(legato.OrderConfidence)"
     if isinstance(task, QueryTask) and task.reasoning:
         yield "legato.WithReasoning()"
-    if not isinstance(task, CaptionTask | DetectTask) and task.spatial_refs:
-        yield f"legato.WithRefs({', '.join(map(_place, task.spatial_refs))})"
+    if refs := getattr(task, "spatial_refs", ()):
+        yield f"legato.WithRefs({', '.join(map(_place, refs))})"
     yield from _sampling(task.sampling)
     if task.task_id:
         yield f"legato.WithTaskID({_string(task.task_id)})"
