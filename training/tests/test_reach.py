@@ -30,8 +30,9 @@ def questions(count):
         yield Question(picture, "cup", [right if is_right else wrong], np.ones(3), near)
 
 
-def test_the_best_reach_is_found_on_the_fit_s_half(tmp_path):
+def test_the_best_reach_is_found_on_the_fit_s_half(tmp_path, monkeypatch):
     """And what was kept in a file is what was asked."""
+    monkeypatch.setattr("legato_training.reach.RESAMPLES", 5)
     some = {("fit", "detect"): list(questions(400)), ("test", "detect"): list(questions(200))}
     keep(tmp_path / "answers.gz", some)
     folders = {

@@ -14,6 +14,7 @@ adapters: S slots, R ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -274,10 +275,20 @@ def decode_attention(
     A row whose first page is 0 is padding: zeros on the CPU, any finite values on a GPU, where the
     call can be captured.
     """
-    cache, where = LayerCache(k_NHSE, v_NHSE, scale_2), (positions_B, page_table_BM)
-    if q_BHE.device.type == "cpu":
-        return reference.decode_attention_rows(q_BHE, cache, *where)
-    return reference.decode_attention_padded(q_BHE, cache, *where)
+    cache = LayerCache(k_NHSE, v_NHSE, scale_2)
+    return step_attention(positions_B, page_table_BM, k_NHSE.shape[2])(q_BHE, cache)
+
+
+def step_attention(
+    positions_B: torch.Tensor, page_table_BM: torch.Tensor, page_size: int
+) -> Callable[[torch.Tensor, LayerCache], torch.Tensor]:
+    """`decode_attention` of all layers of a step; on the CPU the host reads the tables once."""
+    if positions_B.device.type != "cpu":
+        return lambda q_BHE, cache: reference.decode_attention_padded(
+            q_BHE, cache, positions_B, page_table_BM
+        )
+    contexts = reference.contexts(positions_B, page_table_BM, page_size)
+    return lambda q_BHE, cache: reference.decode_attention_rows(q_BHE, cache, contexts)
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:

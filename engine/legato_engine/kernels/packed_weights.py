@@ -138,6 +138,8 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
     """Map [..., in] to [..., out]; missing inputs of x count as zeros."""
     if (missing := weight.in_features - x.shape[-1]) > 0:
         x = F.pad(x, (0, missing))
+    if x.dim() == 2 and x.is_contiguous():
+        return weight.multiply(x, bias)
     out_TO = weight.multiply(x.reshape(-1, x.shape[-1]).contiguous(), bias)
     return out_TO.reshape(*x.shape[:-1], weight.out_features)
 

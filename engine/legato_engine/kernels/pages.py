@@ -59,6 +59,17 @@ def gather_cached(
     return dequantise(k_LHE, k_scale, dtype), dequantise(v_LHE, v_scale, dtype)
 
 
+def gather_heads(
+    cache: LayerCache, pages_M: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read all positions of pages by heads, [H, M * S, E], converted to `dtype`."""
+    k_HLE, v_HLE = (
+        dequantise(taken(cache_NHSE, pages_M).transpose(0, 1).flatten(1, 2), scale, dtype)
+        for cache_NHSE, scale in zip(cache[:2], units(cache.scale_2), strict=True)
+    )
+    return k_HLE, v_HLE
+
+
 def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`index_select` for any dtype."""
     return indexable(x).index_select(0, index).view(x.dtype)

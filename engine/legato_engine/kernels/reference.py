@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +70,13 @@ def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) ->
     """
     half = cos_T1R.shape[-1]
     first, second = x_THE[..., :half], x_THE[..., half : 2 * half]
-    rest = x_THE[..., 2 * half :]
-    turned = torch.cat(
-        [first * cos_T1R - second * sin_T1R, first * sin_T1R + second * cos_T1R], dim=-1
-    )
-    return torch.cat([turned.to(x_THE.dtype), rest], dim=-1)
+    parts = [
+        (first * cos_T1R - second * sin_T1R).to(x_THE.dtype),
+        (first * sin_T1R + second * cos_T1R).to(x_THE.dtype),
+    ]
+    if 2 * half < x_THE.shape[-1]:
+        parts.append(x_THE[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
 
 
 def full_attention(
@@ -106,32 +110,52 @@ def masked_attention(
 def suffix_attention_rows(
     q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor
 ) -> torch.Tensor:
+    k_HLE, v_HLE = k_LHE.transpose(0, 1), v_LHE.transpose(0, 1)
     out_THE = torch.empty_like(q_THE)
     before = k_LHE.shape[0] - q_THE.shape[0]
     for row, q_HE in enumerate(q_THE):
         length = before + row + 1
-        out_THE[row] = _single_attention(q_HE, k_LHE[:length], v_LHE[:length])
+        out_THE[row] = _single_attention(q_HE, k_HLE[:, :length], v_HLE[:, :length])
     return out_THE
 
 
-def decode_attention_rows(
-    q_BHE: torch.Tensor,
-    cache: LayerCache,
-    positions_B: torch.Tensor,
-    page_table_BM: torch.Tensor,
-) -> torch.Tensor:
-    """The context is gathered once for consecutive rows of one sequence."""
-    out_BHE = torch.zeros_like(q_BHE)
+class Context(NamedTuple):
+    """Consecutive rows of a step that are tokens of one sequence."""
+
+    pages_M: torch.Tensor
+    """Of the longest row."""
+    first: int
+    lengths: Sequence[int]
+    """Positions that each row sees."""
+
+
+def contexts(
+    positions_B: torch.Tensor, page_table_BM: torch.Tensor, page_size: int
+) -> Sequence[Context]:
+    """Read a step's rows on the host; padding rows have none."""
     lengths, tables = (positions_B + 1).tolist(), page_table_BM.tolist()
+    found = []
     for table, rows in groupby(range(len(tables)), key=tables.__getitem__):
         if table[0] == _SCRATCH_PAGE:
             continue
         first, *others = rows
-        longest = max(lengths[first : first + 1 + len(others)])
-        k_LHE, v_LHE = pages.gather_cached(cache, page_table_BM[first], longest, q_BHE.dtype)
-        for row in (first, *others):
-            seen = slice(lengths[row])
-            out_BHE[row] = _single_attention(q_BHE[row], k_LHE[seen], v_LHE[seen])
+        own = lengths[first : first + 1 + len(others)]
+        found.append(Context(page_table_BM[first, : -(-max(own) // page_size)], first, own))
+    return found
+
+
+def decode_attention_rows(
+    q_BHE: torch.Tensor, cache: LayerCache, contexts: Sequence[Context]
+) -> torch.Tensor:
+    """A sequence's context is gathered once for all of its rows."""
+    out_BHE = torch.zeros_like(q_BHE)
+    for pages_M, first, lengths in contexts:
+        k_HLE, v_HLE = pages.gather_heads(cache, pages_M, q_BHE.dtype)
+        for row, length in enumerate(lengths, first):
+            seen_HE = _single_attention(q_BHE[row], k_HLE[:, :length], v_HLE[:, :length])
+            if len(q_BHE) == 1:
+                return seen_HE[None]
+            out_BHE[row] = seen_HE
     return out_BHE
 
 
@@ -165,11 +189,10 @@ def _spread(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x if group == 1 else x.repeat_interleave(group, dim=-2)
 
 
-def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
+def _single_attention(q_HE: torch.Tensor, k_HLE: torch.Tensor, v_HLE: torch.Tensor) -> torch.Tensor:
     """G of the token's heads share a key head."""
-    q_1HGE = q_HE.reshape(1, k_LHE.shape[1], -1, q_HE.shape[-1])
-    k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
-    return F.scaled_dot_product_attention(q_1HGE, k_1HLE, v_1HLE)[0].flatten(0, 1)
+    q_1HGE = q_HE.reshape(1, k_HLE.shape[0], -1, q_HE.shape[-1])
+    return F.scaled_dot_product_attention(q_1HGE, k_HLE[None], v_HLE[None])[0].flatten(0, 1)
 
 
 def _attention(

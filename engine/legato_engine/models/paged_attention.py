@@ -77,12 +77,11 @@ def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionM
     return ops.AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
 
 
-def step_attention(batch: DecodeBatch) -> Attend:
+def step_attention(batch: DecodeBatch, kv: KVCache) -> Attend:
     """Attend from each token to its sequence up to there."""
+    step = ops.step_attention(batch.positions_B, batch.page_table_BM, kv.page_size)
 
     def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
-        k_NHSE, v_NHSE, scale_2 = cache
-        where = batch.positions_B, batch.page_table_BM
-        return ops.decode_attention(q_BHE, k_NHSE, v_NHSE, *where, scale_2)
+        return step(q_BHE, cache)
 
     return attend

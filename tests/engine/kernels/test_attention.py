@@ -45,15 +45,18 @@ def cache():
     return k_NHSE, v_NHSE, positions_B, torch.tensor(tables), k_rows, v_rows
 
 
+def padded(q_BHE, k_NHSE, v_NHSE, *where):
+    """`decode_attention` as a GPU computes it."""
+    return reference.decode_attention_padded(q_BHE, LayerCache(k_NHSE, v_NHSE), *where)
+
+
 @pytest.mark.parametrize("queries", [HEADS, 2 * HEADS, 5 * HEADS])
-@pytest.mark.parametrize(
-    "decode", [reference.decode_attention_rows, reference.decode_attention_padded]
-)
+@pytest.mark.parametrize("decode", [ops.decode_attention, padded])
 def test_decode_sees_exactly_its_own_positions(cache, decode, queries):
     """A row attends to its context through its pages, and garbage elsewhere never reaches it."""
     k_NHSE, v_NHSE, positions_B, page_table_BM, k_rows, v_rows = cache
     q_BHE = torch.randn(5, queries, HEAD_DIM, generator=torch.Generator().manual_seed(4))
-    out_BHE = decode(q_BHE, LayerCache(k_NHSE, v_NHSE), positions_B, page_table_BM)
+    out_BHE = decode(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
     for row in range(4):
         expected_HE = attend(q_BHE[row], k_rows[row], v_rows[row])
         torch.testing.assert_close(out_BHE[row], expected_HE, rtol=1e-5, atol=1e-5)

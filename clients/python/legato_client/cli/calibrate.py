@@ -106,7 +106,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         told = [line for name, some in sets.items() for line in objects.lines(name, some)]
         _write(args.objects, "".join(f"{line}\n" for line in told))
     fitted = {skill: _fit(skill, found) for skill in args.skills}
-    judged = {skill: judge(each, _of(skill, tested or found)) for skill, each in fitted.items()}
+    judging = found if tested is None else tested
+    judged = {skill: judge(each, _of(skill, judging)) for skill, each in fitted.items()}
     kept = [skill for skill in fitted if tested is None or judged[skill].better]
     path = args.output or _beside(args.weights) / FILE_NAME
     _report(fitted, judged, kept, path if kept else None, terminal)

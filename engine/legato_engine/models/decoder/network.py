@@ -99,7 +99,7 @@ class DecoderNetwork(nn.Module):
         return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
+        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
         return self._blocks(x_BD, where, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ class Text(nn.Module):
             self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch)
+        where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
         blocks = len(self.blocks)
         positions_B, adapters = batch.positions_B, batch.adapters
         return _sum(self._blocks(blocks, x_BD, where, positions_B, kv, attend, adapters))
