@@ -23,6 +23,9 @@ DOCS_STAMP := $(DOCS_VENV)/.legato-setup
 DEPLOY_VENV := $(abspath .venv-deploy)
 DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
 
+# Tests start a hundred processes, which start in half the time from compiled modules, also where the environment wants none.
+export PYTHONDONTWRITEBYTECODE :=
+
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 TOOLS := $(abspath .tools/bin)
@@ -37,7 +40,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-web mesh kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -139,6 +142,10 @@ test-web: | $(STAMP) ## the playground in Chromium, before legato-tiny
 	@test -f $(AXE)/package/axe.min.js || { mkdir -p $(AXE) && cd $(AXE) && tar xzf "$$(npm pack --silent $(AXE_CORE))"; } \
 		|| echo "test-web: no axe-core from npm, its checks are skipped"
 	@$(PY) -m pytest -n 0 -m browser tests/browser $(ARGS)
+
+recording: | $(STAMP) ## record the playground in Chromium: docs/images/playground-recording.webp (ARGS=HOST:PORT of a server)
+	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e ".[browser]"
+	@$(PY) docs/record_playground.py $(ARGS)
 
 mesh: | $(STAMP) ## servers placed by Ray behind Envoy, killed, stopped, updated and scaled under load
 	@$(PY) -c "import ray.serve" 2>/dev/null || $(PY) -m pip install $(PIP_FLAGS) -e "service[ray]"

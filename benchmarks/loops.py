@@ -43,7 +43,7 @@ from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import TaskUnsupported
 from legato_engine.models.frontend import PreparedImage
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
@@ -76,11 +76,13 @@ class Decodes(SilentSink):
         self, assembly: Assembly, *, at_once: int, depth: int = 2, shares: bool = False
     ) -> None:
         self.launches = self.waits = self.steps = 0
+        self.plans: list[Plan] = []
         self.scheduler: Scheduler = assembly.scheduler(
             self, pipeline_depth=depth, prefills_per_decode=at_once, shares=shares, observer=self
         )
 
     def committed(self, launched: StepRecord) -> None:
+        self.plans.append(launched.launch.plan)
         if launched.launch.plan.kind is LaunchKind.DECODE:
             self.launches += 1
             self.waits += launched.wait_end > launched.wait_start  # for the end of the launch
@@ -251,7 +253,7 @@ def randomly(
     Without `skills` all are questions.
     """
     draw = random.Random(seed)
-    run = Decodes(assembly, at_once=1)
+    run = Decodes(assembly, at_once=1, shares=True)
     live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
     taken: dict[int, list[tuple[object, ...]]] = {}
     totals = dict.fromkeys(("answers", "aborted", "different"), 0)

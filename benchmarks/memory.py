@@ -1,6 +1,7 @@
 """Device memory of a runner: what a second launch in flight costs, captured graphs included.
 
-Runners of one slot and of five are compared, because memory is taken in blocks of megabytes.
+Runners of few slots and of many are compared, because memory is taken in blocks of megabytes. Loops
+take two slots at least.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import msgspec
 import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.config import DECODE_PATHS
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.runtime import model_runner
 
 from benchmarks import record
 
 _MIB = 2**20
-_SLOTS = (1, 5)
+_SLOTS = (2, 6)
 _KV_FRACTION = 0.1  # the rest is for the runners
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     add_model_arguments(parser)
     parser.add_argument("--name", default="memory", help="of the record")
     parser.add_argument("--streams", default="8,32", help="largest batches")
-    parser.add_argument("--settings", default="off,seed", help="of --speculation")
+    parser.add_argument("--settings", default="graph,loop,seed", help="speculation or decode path")
     arguments = parser.parse_args(argv)
     rows = []
     alive: list[Assembly] = []  # the driver keeps memory of graphs that are destroyed
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         )
         assembly = assemble(config)
         for setting in arguments.settings.split(","):
-            _used(assembly, setting, 1, alive)  # what the process takes once
+            _used(assembly, setting, _SLOTS[0], alive)  # what the process takes once
             few, many = (_used(assembly, setting, slots, alive) for slots in _SLOTS)
             rows.append(
                 {
@@ -50,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
                 }
             )
         assembly.device.close()
-    heads = ("largest batch", "speculation", "runner of one slot, MiB", "each further slot, MiB")
+    heads = ("largest batch", "setting", f"runner of {_SLOTS[0]} slots, MiB", "each slot, MiB")
     cells = [
         [row["streams"], row["setting"], f"{row['runner_mib']:.0f}", f"{row['slot_mib']:.1f}"]
         for row in rows
@@ -65,7 +67,8 @@ def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -
     before, usual = _free(), model_runner.NUM_SLOTS
     model_runner.NUM_SLOTS = slots
     try:
-        alive.append(speculating(assembly, setting))
+        change = with_decode_path if setting in DECODE_PATHS else speculating
+        alive.append(change(assembly, setting))
     finally:
         model_runner.NUM_SLOTS = usual
     return before - _free()

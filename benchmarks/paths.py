@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
             server.wait_until_serving(START_TIMEOUT, lambda _: None)
             load = LoadProcesses(server.target, pool, arguments.load_processes)
             contenders[path] = Contender(server, stack.enter_context(load))
-        for kind, callers in _cells():
+        for kind, callers in _cells(arguments.only):
             rows.append(_measure(contenders, kind, callers, arguments, numbers))
             print(*(" | ".join(line) for line in _lines(rows[-1])), sep="\n", flush=True)
     failed = sum(
@@ -124,8 +124,8 @@ def _measure(
     return {"request": kind.name, "callers": callers, "turns": turns}
 
 
-def _cells() -> Iterator[tuple[Kind, int]]:
-    return ((kind, callers) for kind in KINDS for callers in kind.callers)
+def _cells(only: str) -> Iterator[tuple[Kind, int]]:
+    return ((kind, callers) for kind in KINDS if only in kind.name for callers in kind.callers)
 
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
@@ -154,6 +154,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--turns", type=int, default=2, help="of each server in each cell")
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of the timed calls")
     parser.add_argument("--cell-seconds", type=float, default=10.0, help="limit of one turn")
+    parser.add_argument("--only", default="", help="requests whose name has this in it")
     parser.add_argument("--load-processes", type=int, default=4)
     arguments, serve = parser.parse_known_args(argv)
     return arguments, [option for option in serve if option != "--"]

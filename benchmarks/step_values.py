@@ -2,8 +2,8 @@
 
     python benchmarks/step_values.py [MODEL DEVICE]
 
-Reads numbers of rows from standard input and writes the median microseconds of a step for each:
-forward, sampling, coordinates, and the copy to the host.
+Reads lines of a number of rows and one of `TOKENS`, and writes the median microseconds of such a
+step: forward, sampling, values, and the copy to the host.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from legato_engine.runtime.model_runner import ModelRunner
 
 STEPS, WARM = 100, 20
 POSITION = 800  # an image and a short answer, where the model has so many
+TOKENS = ("x", "y", "size")
+"""Of an object; the first one may be the end."""
 MEMORY = 0.3  # of the free memory: two trees share a GPU
 
 
@@ -33,11 +35,21 @@ def main(model: str = "moondream2", device: str = "cuda") -> None:
         assembly = assemble(config)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(median(assembly.runner, int(line)), flush=True)
+        rows, token = line.split()
+        print(median(assembly.runner, int(rows), token), flush=True)
     assembly.device.close()
 
 
-def median(runner: ModelRunner, rows: int) -> float:
+def constraint(runner: ModelRunner, token: str) -> int:
+    """Its index, which differs between trees; coordinates stand before sizes in all of them."""
+    table = [each.allowed or () for each in runner._resources.model.constraints]
+    if token == "x":
+        return next(index for index, allowed in enumerate(table) if len(allowed) == 2)
+    singles = list(dict.fromkeys(allowed for allowed in table if len(allowed) == 1))
+    return table.index(singles[TOKENS.index(token) - 1])
+
+
+def median(runner: ModelRunner, rows: int, token: str) -> float:
     """Of steps one behind the other, each measured on the device."""
     slot, backend = runner._slots[0], runner._backend
     compute = runner._device.compute
@@ -49,9 +61,7 @@ def median(runner: ModelRunner, rows: int) -> float:
         staged[name][:rows] = range(rows)
     for name in ("position", "fresh", "sample_position"):
         staged[name][:rows] = min(POSITION, runner._resources.model.max_context - 1)
-    constraints = enumerate(runner._resources.model.constraints)
-    only = next(index for index, each in constraints if len(each.allowed or ()) == 1)
-    slot.constraint.host["constraint"][:] = only  # a coordinate, in all trees
+    slot.constraint.host["constraint"][:] = constraint(runner, token)
     slot.staged.upload(compute)
     slot.constraint.upload(compute)
     taken = []

@@ -1,8 +1,8 @@
 """A run's records as the few figures that are compared: `python -m benchmarks summary FOLDER`.
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
-`loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, which takes
-up to 8 streams. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
+`loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, for up to 8
+streams. Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of
 the slowest kind of task, `detect_over_text` of the worst number of streams. `hop_ms` is of one
 blocking client, of three tokens, with the image sent as bytes. Images are charts, except in figures
 whose names end with `_photo`. `sources` names the record, the commit and the date of each figure.

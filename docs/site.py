@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "docs"
 PAGES = STAGE / "pages"
 SITE = ROOT / "site"
-COPIED = {".md", ".svg", ".png"}
+COPIED = {".md", ".svg", ".png", ".webp"}
 LINK = re.compile(r"(?<!\\)(\]\()([^)\s:]+?)(#[^)\s]*)?(\))")
 
 

@@ -35,10 +35,11 @@ MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
+AUTO_PATH = "auto"
 RESIDENT_PATH = "resident"
 LOOP_PATHS = ("loop", RESIDENT_PATH)
 """Paths whose launches have several steps."""
-DECODE_PATHS = ("auto", "graph", *LOOP_PATHS)
+DECODE_PATHS = (AUTO_PATH, "graph", *LOOP_PATHS)
 WEIGHT_DTYPES = ("auto", "model", "int8", "int4")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
@@ -76,7 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
     row needs the host between them; `resident` runs these as one kernel where it can; both exclude
-    speculation. `auto` is `graph`.
+    speculation. `auto` is `loop` where a GPU has kernels for the model's steps, without
+    speculation; else `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
@@ -106,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores
     pipeline_depth: int = 2
-    decode_path: str = "auto"
+    decode_path: str = AUTO_PATH
     speculation: str = SPECULATION_OFF
     draft: str = ""
     refiner: str = ""

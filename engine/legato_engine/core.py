@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
 
@@ -108,7 +109,7 @@ class SegmentTask(Value, frozen=True):
 
 TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
 
-SKILL_OF_TASK: Mapping[type, str] = {
+SKILL_OF_TASK: Mapping[type[TaskSpec], str] = {
     QueryTask: "query",
     CaptionTask: "caption",
     DetectTask: "detect",
@@ -385,7 +386,13 @@ class TokensDelta(Value, frozen=True):
 Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent | TokensDelta
 
 
-class QueryResult(Value, frozen=True):
+class Result(Value, frozen=True):
+    """What any task gives; `has_places`: each object in it has a place and a confidence."""
+
+    has_places: ClassVar[bool] = False
+
+
+class QueryResult(Result, frozen=True):
     """The result of a `QueryTask`."""
 
     answer: str
@@ -393,21 +400,23 @@ class QueryResult(Value, frozen=True):
     grounding: tuple[Grounding, ...] = ()
 
 
-class CaptionResult(Value, frozen=True):
+class CaptionResult(Result, frozen=True):
     """The result of a `CaptionTask`."""
 
     caption: str
 
 
-class DetectResult(Value, frozen=True):
+class DetectResult(Result, frozen=True):
     """All boxes."""
 
+    has_places: ClassVar[bool] = True
     objects: tuple[ObjectEvent, ...] = ()
 
 
-class PointResult(Value, frozen=True):
+class PointResult(Result, frozen=True):
     """All points."""
 
+    has_places: ClassVar[bool] = True
     points: tuple[PointEvent, ...] = ()
 
 
@@ -421,15 +430,16 @@ class Outline(Value, frozen=True):
     confidence: float | None = None
 
 
-class SegmentResult(Value, frozen=True):
+class SegmentResult(Result, frozen=True):
     """All outlines."""
 
+    has_places: ClassVar[bool] = True
     segments: tuple[Outline, ...] = ()
 
 
 TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult
 
-SKILL_OF_RESULT: Mapping[type, str] = {
+SKILL_OF_RESULT: Mapping[type[TaskResult], str] = {
     QueryResult: "query",
     CaptionResult: "caption",
     DetectResult: "detect",

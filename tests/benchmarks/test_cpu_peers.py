@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_comparison_takes_the_median_of_the_rounds_ratios():
         for pair in speeds
     ]
     options = argparse.Namespace(prompt=4, steps=2, weights=cpu_peers.FILE)
-    two = [SimpleNamespace(entrant=entrant, versions={}) for entrant in cpu_peers.ENTRANTS[:2]]
+    two: Any = [SimpleNamespace(entrant=entrant, versions={}) for entrant in cpu_peers.ENTRANTS[:2]]
     figures = cpu_peers._figures(two, rounds, {"slow": "not here"}, options)
     assert figures["ratios"][f"{ours} / {theirs}"]["prefill"] == pytest.approx(
         {"median": 1.5, "least": 1.0, "most": 3.0, "by_cpu": 1.5}
@@ -93,7 +94,7 @@ def test_a_comparison_takes_the_median_of_the_rounds_ratios():
 
 def test_pairs_take_turns_at_being_first():
     """The second of a pair begins in every other round, and pairs stay together."""
-    running = [SimpleNamespace(entrant=entrant) for entrant in cpu_peers.ENTRANTS[:4]]
+    running: Any = [SimpleNamespace(entrant=entrant) for entrant in cpu_peers.ENTRANTS[:4]]
     first, second, third, fourth = running
     assert cpu_peers._order(running, 0) == [first, second, third, fourth]
     assert cpu_peers._order(running, 1) == [second, first, fourth, third]

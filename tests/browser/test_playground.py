@@ -87,6 +87,37 @@ def test_boxes_and_words_appear_while_they_are_decoded(slow_site, open_page):
     expect(page.locator(".answer .status")).to_have_text("cut at the most tokens")
 
 
+def test_unsure_objects_are_left_out_and_the_surest_comes_first(slow_site, open_page):
+    """As the fields beside the task say; the code says it too, and tokens are listed on demand."""
+    page = open_page(slow_site)
+    choose(page, "scene.jpg")
+    page.click(".more summary")
+    page.get_by_label("Alternatives to each token").fill("2")
+    page.locator(".task .icon").last.click()
+    page.locator(".task .icon").last.click()
+    row = page.locator(".task").last
+    row.get_by_label("Least confidence, 0 to 1").fill("0.5")
+    row.get_by_label("surest first").check()
+    page.click("#questions button[type=submit]")
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(1)
+    sure = [
+        text.split()[-1] for text in page.locator(".found li > span:first-child").all_inner_texts()
+    ]
+    assert sure == ["94%", "75%"]
+    expect(page.locator(".overlay .label")).to_have_count(2)
+    page.locator(".tokens summary").click()
+    expect(page.locator(".tokens tbody tr")).to_have_count(2)
+    expect(page.locator(".tokens")).to_contain_text("100.0%")
+    page.get_by_role("button", name="Code: Detect dog").click()
+    shown = page.locator("#code pre")
+    expect(shown).to_contain_text('min_confidence=0.5, order="confidence"')
+    expect(shown).to_contain_text("top_logprobs=2")
+    page.keyboard.press("Escape")
+    row.get_by_label("Least confidence, 0 to 1").fill("much")
+    page.click("#questions button[type=submit]")
+    expect(page.locator(".answer .failure")).to_contain_text("min_confidence")
+
+
 def test_stop_cancels_the_work_on_the_server(slow_site, slow, open_page):
     """It holds nothing soon after."""
     page = open_page(slow_site)
@@ -168,6 +199,29 @@ def test_a_session_answers_frames(site, open_page):
             page.wait_for_selector("#panel-session rect.box", state="attached")
         page.locator("#panel-session").get_by_role("button", name="Stop").click()
         expect(page.locator("#panel-session .look .help")).to_have_text("stopped")
+
+
+def test_a_session_follows_objects(slow_site, open_page):
+    """Labels name their tracks, the same from frame to frame, unless that is switched off."""
+    page = open_page(slow_site)
+    page.click("#tab-session")
+    page.get_by_label("Oldest frame answered, seconds").fill("")
+    page.get_by_label("Detect, separated by commas").fill("dog")
+    page.locator("#panel-session").get_by_label("Least confidence, 0 to 1").fill("0.9")
+    start = page.locator("#panel-session button[type=submit]")
+    label = page.locator("#panel-session .overlay .label")
+    start.click()
+    expect(label.first).to_contain_text("dog #1 94%")
+    figure = page.locator('[data-figure="answered"] dd')
+    page.wait_for_function("number => Number(number.textContent) > 5", arg=figure.element_handle())
+    expect(label.first).to_contain_text("dog #1 94%")
+    expect(label).to_have_count(1)
+    stop = page.locator("#panel-session").get_by_role("button", name="Stop")
+    stop.click()
+    page.get_by_label("follow objects from frame to frame").uncheck()
+    start.click()
+    expect(label.first).to_contain_text("dog 94%")
+    stop.click()
 
 
 def test_the_timeline_lives(site, open_page):

@@ -49,7 +49,9 @@ def calls(timeout):
     }
 
 
-@pytest.fixture(scope="module", params=["legato-tiny", "null"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("legato-tiny", marks=pytest.mark.slow), "null"]
+)
 def either(request, tmp_path_factory):
     """A server with a model, and one without."""
     with Server(tmp_path_factory.mktemp("deadlines"), "--model", request.param) as running:

@@ -15,12 +15,13 @@ from tests.e2e.server import Server, exists, failure_of, until
 from tests.grammar import check
 
 SCENE = two_shapes()
+SLOW = ("--model", "null", "--null-step-ms", "50", "--null-objects", "10000")
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 
 def test_a_drain_finishes_what_runs(tmp_path):
     """A running stream ends well, a new call gets DRAINING, and the exit code is 0."""
-    with Server(tmp_path, "--drain-grace", "60") as server:
+    with Server(tmp_path, "--drain-grace", "60", *SLOW) as server:
         engine = server.engine_pid
         stream = server.inference.Generate(long_stream(max_tokens=150))
         events = [next(stream)]
@@ -39,7 +40,7 @@ def test_a_drain_finishes_what_runs(tmp_path):
 
 def test_a_drain_cuts_at_its_grace(tmp_path):
     """What the grace does not end is cut with a reason; the exit code is still 0."""
-    with Server(tmp_path, "--drain-grace", "0.2") as server:
+    with Server(tmp_path, "--drain-grace", "0.2", *SLOW) as server:
         engine = server.engine_pid
         stream = server.inference.Generate(long_stream())
         next(stream)
@@ -87,7 +88,8 @@ def channel_of(server):
 
 def test_a_drain_without_work_is_short(tmp_path):
     """An idle server leaves by itself, whatever its grace, with a client still connected."""
-    with Server(tmp_path, "--drain-grace", "3600") as server, Client(server.address) as client:
+    null = ("--model", "null", "--drain-grace", "3600")
+    with Server(tmp_path, *null) as server, Client(server.address) as client:
         client.server_info()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait() == 0

@@ -14,7 +14,7 @@ from tests.e2e.server import Server
 
 QUERY = "/legato.v1.InferenceService/Query"
 QUESTION = inference_pb2.QueryRequest(question="What is in the picture?").SerializeToString()
-ASKED = 26
+ASKED = 12
 
 
 @pytest.fixture

@@ -55,7 +55,9 @@ def answered(stub):
 
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stderr", [full_pipe, full_device, closed])
+@pytest.mark.parametrize(
+    "stderr", [full_pipe, pytest.param(full_device, marks=pytest.mark.slow), closed]
+)
 def test_a_server_whose_log_takes_no_lines_serves_and_drains(stderr, processes):
     """It answers more calls than the log's pipe has lines, and SIGTERM ends it with code 0."""
     with socket.socket() as probe:

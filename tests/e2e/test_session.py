@@ -74,8 +74,8 @@ async def test_preempted_work_tells_what_it_has(server):
 
 async def test_a_frame_outlives_its_engine(tmp_path):
     """Its result comes from the next engine, and the session goes on."""
-    asked = long_stream()
-    with Server(tmp_path) as server:
+    asked = long_stream(max_tokens=100)
+    with Server(tmp_path, program=("-m", "tests.e2e.quick_service")) as server:
         async with session(
             server.address, standing_tasks=[asked.task], stream_deltas=True
         ) as client:
@@ -116,7 +116,8 @@ async def test_a_delayed_drain_says_go_away_at_its_beginning(tmp_path):
 async def test_sigterm_says_go_away(tmp_path):
     """The frame under way is answered within the grace, and the server leaves with 0."""
     asked = long_stream(max_tokens=100)
-    with Server(tmp_path, "--drain-grace", "60") as server:
+    null = ("--model", "null", "--null-step-ms", "50", "--null-objects", "10000")
+    with Server(tmp_path, "--drain-grace", "60", *null) as server:
         async with session(
             server.address, standing_tasks=[asked.task], stream_deltas=True
         ) as client:

@@ -21,8 +21,15 @@ from tests.e2e.server import ENVIRONMENT
     [
         (("--model", "moondream2", "--weights", "nowhere"), "tokenizer", "needs a tokenizer.json"),
         (("--weights", "nowhere"), "weights", "no config.json"),
-        (("--adapters", "nowhere"), "adapters", "is not a folder"),
-        (("--refiner", "nowhere.pt"), "refiner", "legato-tiny takes no refiner"),
+        pytest.param(
+            ("--adapters", "nowhere"), "adapters", "is not a folder", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--refiner", "nowhere.pt"),
+            "refiner",
+            "legato-tiny takes no refiner",
+            marks=pytest.mark.slow,
+        ),
         (
             ("--model", "random-tiny3", "--refiner", "nowhere.pt"),
             "refiner",

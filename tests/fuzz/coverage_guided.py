@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["legato_engine.images", "legato_service
     from legato_engine.images.decoding import decode_file
     from legato_engine.images.headers import check_scans, inspect
     from legato_engine.images.orientation import displayed_size
-    from legato_service.convert import requests
+    from legato_service.convert import requests, skills
     from legato_service.images.intake import ImageIntake
     from legato_service.images.upload import UploadLimits, read_header
     from legato_service.session import conversion
@@ -33,11 +33,11 @@ from tests.fuzz import seeds
 _MAX_PIXELS = 100_000
 _MAX_BYTES = 1 << 20
 _SKILLS = (
-    (inference_pb2.QueryRequest, requests.query),
-    (inference_pb2.CaptionRequest, requests.caption),
-    (inference_pb2.DetectRequest, requests.detect),
-    (inference_pb2.PointRequest, requests.point),
-    (inference_pb2.SegmentRequest, requests.segment),
+    (inference_pb2.QueryRequest, skills.QUERY),
+    (inference_pb2.CaptionRequest, skills.CAPTION),
+    (inference_pb2.DetectRequest, skills.DETECT),
+    (inference_pb2.PointRequest, skills.POINT),
+    (inference_pb2.SegmentRequest, skills.SEGMENT),
 )
 _LIMITS = UploadLimits(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS, ttl=60, max_ttl=60)
 _intake = ImageIntake(max_bytes=_MAX_BYTES, max_pixels=_MAX_PIXELS)
@@ -73,10 +73,10 @@ def wire(data: bytes) -> None:
 
 
 def _unary(kind: int, body: bytes) -> None:
-    message_type, convert = _SKILLS[kind]
+    message_type, skill = _SKILLS[kind]
     message = message_type.FromString(body)
     requests.heartbeat(message.options)
-    task = convert(message)  # type: ignore[arg-type]
+    task = skill.task(message, "")
     requests.check_image(message.image, task)
     sampling = requests.sampling(message.sampling)
     requests.request(RequestKey("r"), task, sampling, message.options)

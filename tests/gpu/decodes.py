@@ -28,16 +28,18 @@ def close(assembly: Assembly) -> None:
 
 
 class Decodes(SilentSink):
-    """Counts committed launches by kind, and draft tokens."""
+    """Counts committed launches by kind, draft tokens, and prompts with a loop's rows."""
 
     def __init__(self) -> None:
         self.kinds: list[LaunchKind] = []
-        self.drafted = 0
+        self.drafted = self.behind = 0
 
     def committed(self, record: StepRecord) -> None:
         """Count it."""
         self.kinds.append(record.launch.plan.kind)
         self.drafted += record.drafted
+        plan = record.launch.plan
+        self.behind += bool(plan.behind and plan.prefills)
 
 
 def decoding(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
@@ -32,6 +32,16 @@ def looping(graph: Assembly) -> Assembly:
     made = with_decode_path(graph, "loop")
     assert made.runner.decodes_by_loops
     return made
+
+
+def test_loops_are_the_default_with_kernels_and_without_speculation(graph: Assembly) -> None:
+    """Without kernels a step's bits depend on its number of rows."""
+    auto = with_decode_path(graph, "auto")
+    assert auto.runner.decodes_by_loops
+    assert not speculating(auto, "fixed:2").runner.decodes_by_loops
+    by_torch = assemble(EngineConfig(device="cuda", dtype="f32", max_running=2, num_pages=200))
+    assert not by_torch.runner.decodes_by_loops
+    by_torch.device.close()
 
 
 def answers(assembly: Assembly, lengths: list[int]) -> tuple[list[list[int]], int]:
@@ -74,6 +84,25 @@ def test_ten_thousand_short_steps_with_arrivals_and_aborts(looping: Assembly) ->
     totals = randomly(looping, num_steps=10_000, seed=11)
     assert totals["different"] == 0
     assert totals["aborted"] > 100
+
+
+@pytest.mark.parametrize("late", range(7))
+def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
+    graph: Assembly, looping: Assembly, late: int
+) -> None:
+    """One launch has both, and all answers have the bits of single steps, whatever row it finds:
+    the last one comes when the answer of the first is about to end.
+    """
+    asked = [
+        Ask(6, 200, logprobs=True, after=0),
+        Ask(0, 60, logprobs=True, after=3),
+        Ask(5, 30, logprobs=False, after=20 + late),
+        Ask(1, 20, logprobs=False, after=170),
+    ]
+    plain, _ = results(graph, asked, 2)
+    looped, run = results(looping, asked, 2)
+    assert looped == plain
+    assert any(plan.behind and plan.prefills for plan in run.plans)
 
 
 def test_a_request_joins(looping: Assembly) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
@@ -65,9 +66,11 @@ def answered(scheduler: Scheduler, sequence: Sequence) -> list[tuple[object, ...
     return values_of(sequence, task)
 
 
-@pytest.mark.parametrize("repeats", [5, 6])
+@pytest.mark.parametrize("repeats", [5, 6, 8, 18])
 def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
-    """Questions of some 350 and 420 tokens, from their prefill to their last token."""
+    """Questions of some 350 to 1,260 tokens, from their prefill to their last token: in steps, or
+    in one pass of fixed shape or several.
+    """
     seen = Decodes()
     scheduler = large.scheduler(seen, pipeline_depth=2, observer=seen)
     sequence = asking(large, "long", LONG * repeats)
@@ -77,6 +80,25 @@ def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
         scheduler.drain()
     assert seen.kinds[0] is LaunchKind.PREFILL
     assert sequence.num_committed > 0
+
+
+@pytest.mark.parametrize("repeats", [1, 8])
+def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int) -> None:
+    """Short ones share the launch behind it with its row; a long one has it alone."""
+    seen = Decodes()
+    scheduler = with_decode_path(large, "loop").scheduler(seen, pipeline_depth=2, observer=seen)
+    constraints = range(len(large.frontend.constraints))
+    first = fixed_length(asking(large, "first", "What?"), 120, 0, constraints)
+    scheduler.submit(first)
+    while first.num_committed < 20:
+        scheduler.step()
+    late = asking(large, "late", LONG * repeats)
+    scheduler.submit(late)
+    with guarded():
+        while not late.num_committed:
+            scheduler.step()
+    assert seen.behind == (repeats == 1)
+    scheduler.drain()
 
 
 def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> None:

@@ -99,20 +99,23 @@ def test_steps_are_the_models(world: World, num_rows: int) -> None:
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
-    """1 to 8 rows, as many as the engine launches."""
-    rows = Rows(world, 8)
-    alone = [rows.only(slice(row, row + 1)).run(world.kernel(1), 1)[1][0, 0] for row in range(8)]
-    for count in range(2, 9):
+    """1 to 32 rows, as many as the engine launches, by three builds."""
+    rows = Rows(world, 32)
+    alone = [rows.only(slice(row, row + 1)).run(world.kernel(1), 1)[1][0, 0] for row in range(32)]
+    for count in (*range(2, 10), 15, 16, 17, 22, 31, 32):
         _, logits = rows.only(slice(0, count)).run(world.kernel(count), 1)
         assert all(torch.equal(logits[0, row], alone[row]) for row in range(count)), count
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 8])
-def test_repeats_have_the_same_bits(world: World, num_rows: int) -> None:
-    """The counters go on from launch to launch, and no launch differs."""
-    rows, kernel = Rows(world, num_rows), world.kernel(num_rows)
+@pytest.mark.parametrize(
+    ("num_rows", "build", "repeats"),
+    [(1, 8, 150), (8, 8, 150), (13, 16, 60), (1, 32, 400), (32, 32, 60)],
+)
+def test_repeats_have_the_same_bits(world: World, num_rows: int, build: int, repeats: int) -> None:
+    """The counters go on from launch to launch, and no launch differs, whichever build it has."""
+    rows, kernel = Rows(world, num_rows), world.kernel(build)
     first_tokens, first = rows.run(kernel, 3)
-    for _ in range(150):
+    for _ in range(repeats):
         tokens, logits = rows.run(kernel, 3)
         assert torch.equal(tokens, first_tokens)
         assert torch.equal(logits, first)

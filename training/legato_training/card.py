@@ -146,21 +146,26 @@ def run_fields(log: str) -> dict[str, str]:
 def confidence_fields(measured: dict) -> dict[str, str]:
     """What the confidences are worth on held-out scenes."""
     lines = [
-        "| | objects found | right | ranks right above wrong | ECE before | ECE after |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | objects found | right | ranks right above wrong | ECE before | ECE after | ships |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for skill, each in measured["skills"].items():
-        shares = (each["right"] / each["objects"], each["auroc"])
-        errors = (each["ece_before"], each["ece_after"])
-        cells = [skill, str(each["objects"]), *(f"{x:.3f}" for x in (*shares, *errors))]
+    skills = measured["skills"]
+    for skill, each in skills.items():
+        shares = (f"{x:.3f}" for x in (each["right"] / each["objects"], each["auroc"]))
+        errors = (f"{each[n]:.4f} ± {each[f'{n}_error']:.4f}" for n in ("ece_before", "ece_after"))
+        ships = "yes" if each["ships"] else "no, not better"
+        cells = [skill, str(each["objects"]), *shares, *errors, ships]
         lines.append(f"| {' | '.join(cells)} |")
-    boxes = measured["boxes"]
+    boxes, outlines = measured["boxes"], skills["segment"]
+    shown = (outlines["shown_ece_before"], outlines["shown_ece_after"])
     return {
         "CONFIDENCE": "\n".join(lines),
         "AP": f"{boxes['AP']:.3f} ({boxes['AP50']:.3f} at IoU 0.5, {boxes['AP75']:.3f} at 0.75)",
         "BOX_F1": f"{boxes['F1']:.3f}",
-        "HELD_OUT": str(measured["pictures"]),
-        "FITTED_ON": measured["fit"]["fitted_on"],
+        "FIT_SCENES": f"{measured['fit_pictures']:,}",
+        "HELD_OUT": f"{measured['pictures']:,}",
+        "ABSENT": f"{1 - outlines['shown_objects'] / outlines['objects']:.0%}",
+        "SHOWN": "{:.3f} before the fit and {:.3f} after it".format(*shown),
     }
 
 

@@ -1,8 +1,8 @@
-"""Measure confidences on a labelled folder: ``python -m legato_training.confidence --test FOLDER``.
+"""What confidences are worth: ``python -m legato_training.confidence --objects FILE --fit FOLDER``.
 
-Asks a server that runs the model, never about scenes that its calibration was fitted on. Writes
-COCO's average precision (pycocotools), the calibration error before and after the fit, and a
-reliability diagram.
+Reads the objects that `legato calibrate --test --objects` has written of two labelled folders.
+Writes COCO's average precision (pycocotools), the calibration error before and after the fit with
+its error by the bootstrap, and a reliability diagram, all of the folder of the test.
 """
 
 import argparse
@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-from legato_client import Client
-from legato_client.calibration.fit import Fit, calibration_error, log_loss, reliability
+from legato_client.calibration import objects
+from legato_client.calibration.fit import Fit, Pairs, calibration_error, fit, reliability
+from legato_client.calibration.judge import judge
 from legato_client.calibration.labelled import ANNOTATIONS, LabelledFolder, read_labels
-from legato_client.calibration.scored import Scored, score
+from legato_client.calibration.scored import SKILLS, Scored
 
-SKILLS = ("detect", "point", "segment")
 WIDTH, HEIGHT, MARGIN = 300, 300, 44
 
 
@@ -65,24 +65,50 @@ def ranking(pairs: list[tuple[float, bool]]) -> float:
     return round(float(above), 4)
 
 
-def measure(found: list[Scored], fitted: dict[str, Fit]) -> dict:
-    """Calibration and ranking of each skill."""
-    measured = {}
-    for skill, fit in fitted.items():
-        pairs = [(each.score, each.right) for each in found if each.skill == skill]
-        bins = reliability(fit, pairs)
-        measured[skill] = {
-            "objects": len(pairs),
-            "right": sum(is_right for _, is_right in pairs),
-            "ece_before": round(calibration_error(Fit(), pairs), 4),
-            "ece_after": round(calibration_error(fit, pairs), 4),
-            "log_loss_before": round(log_loss(Fit(), pairs), 4),
-            "log_loss_after": round(log_loss(fit, pairs), 4),
-            "auroc": ranking(pairs),
-            "before": [[b.count, b.confidence, b.right] for b in reliability(Fit(), pairs)],
-            "after": [[b.count, b.confidence, b.right] for b in bins],
-        }
-    return measured
+def measure(fitting: list[Scored], testing: list[Scored], labels: LabelledFolder) -> dict:
+    """Calibration and ranking of a skill; `shown_*` is of names that their pictures show."""
+    fitted = fit(pairs_of(fitting))
+    judged, pairs = judge(fitted, testing), pairs_of(testing)
+    truth = {each.number: each.boxes for each in labels.pictures}
+    shown = pairs_of([each for each in testing if truth[each.picture][each.name]])
+    errors = {
+        name: round(getattr(judged, name), 4)
+        for name in (
+            "ece_before",
+            "ece_before_error",
+            "ece_after",
+            "ece_after_error",
+            "gain_error",
+            "log_loss_before",
+            "log_loss_after",
+            "share_better",
+        )
+    }
+    return {
+        "fitted_on": len(fitting),
+        "temperature": round(fitted.temperature, 4),
+        "offset": round(fitted.offset, 4),
+        "ships": judged.better,
+        "objects": judged.objects,
+        "right": judged.right,
+        **errors,
+        "shown_objects": len(shown),
+        "shown_ece_before": round(calibration_error(Fit(), shown), 4),
+        "shown_ece_after": round(calibration_error(fitted, shown), 4),
+        "auroc": ranking(pairs),
+        "before": bins_of(Fit(), pairs),
+        "after": bins_of(fitted, pairs),
+    }
+
+
+def pairs_of(found: list[Scored]) -> list[tuple[float, bool]]:
+    """Scores, and whether their objects are right."""
+    return [(each.score, each.right) for each in found]
+
+
+def bins_of(fitted: Fit, pairs: Pairs) -> list[list[float]]:
+    """Of the reliability diagram: count, confidence, share right."""
+    return [[b.count, b.confidence, b.right] for b in reliability(fitted, pairs)]
 
 
 def diagram(measured: dict) -> str:
@@ -121,34 +147,37 @@ def diagram(measured: dict) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--objects", type=Path, required=True, help="of legato calibrate --objects")
+    parser.add_argument("--fit", type=Path, required=True, help="made by labelled.py")
     parser.add_argument("--test", type=Path, required=True, help="made by labelled.py")
-    parser.add_argument("--server", default="127.0.0.1:50051")
-    parser.add_argument("--fit", type=Path, required=True, help="the fit that is judged")
+    parser.add_argument("--absent", type=int, default=2, help="as of legato calibrate")
     parser.add_argument("--out", type=Path, required=True, help="confidence.json of results/")
     parser.add_argument("--diagram", type=Path, required=True)
-    parser.add_argument("--annotations", type=Path, help="default: the folder's own")
-    parser.add_argument("--skills", nargs="+", choices=SKILLS, default=["detect", "point"])
     args = parser.parse_args()
-    annotations = args.annotations or args.test / ANNOTATIONS
-    labels = read_labels(args.test, annotations, absent=2, seed=1)
-    with Client(args.server, timeout=300.0) as client:
-        found = score(
-            client, labels.pictures, args.skills, parallel=4, tell=lambda: print(".", end="")
-        )
-    content = json.loads(args.fit.read_text())
-    fitted = {skill: Fit(**each) for skill, each in content["skills"].items()}
-    boxes = [each for each in found if each.skill == "detect"]
+    fit_labels, labels = (
+        read_labels(folder, folder / ANNOTATIONS, absent=args.absent)
+        for folder in (args.fit, args.test)
+    )
+    fitting, testing = (objects.read(args.objects, name) for name in ("fit", "test"))
     document = {
+        "fit_pictures": len(fit_labels.pictures),
         "pictures": len(labels.pictures),
-        "fit": content,
-        "boxes": average_precision(labels, boxes, annotations),
-        "skills": measure(
-            found, {name: each for name, each in fitted.items() if name in args.skills}
+        "boxes": average_precision(
+            labels,
+            [each for each in testing if each.skill == "detect"],
+            args.test / ANNOTATIONS,
         ),
+        "skills": {
+            skill: measure(
+                *([each for each in some if each.skill == skill] for some in (fitting, testing)),
+                labels,
+            )
+            for skill in SKILLS
+        },
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     args.diagram.write_text(diagram(document["skills"]))
-    print(json.dumps({k: v for k, v in document.items() if k != "fit"}))
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

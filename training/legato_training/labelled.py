@@ -7,6 +7,7 @@ the trained sets, half of Twemoji, which was never trained on.
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -58,12 +59,22 @@ class Labels:
         }
 
 
-def write(folder: Path, pack: Path, count: int, seed: int) -> dict:
+def write(folder: Path, pack: Path, count: int, seed: int, device: str) -> dict:
     """Write `count` scenes and return their labels."""
     folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:  # PNGs are compressed outside of Python's lock
+        document = _write(folder, pack, count, seed, device, pool)
+    (folder / "annotations.json").write_text(json.dumps(document))
+    return document
+
+
+def _write(
+    folder: Path, pack: Path, count: int, seed: int, device: str, pool: ThreadPoolExecutor
+) -> dict:
     book = load_sprites(pack)
-    renderer = Renderer(book, torch.device("cpu"))
+    renderer = Renderer(book, torch.device(device))
     labels: Labels | None = None
+    saved = []
     for place, group in enumerate(GROUPS):
         sets, share = all_groups()[group]
         torch.manual_seed(seed + place)
@@ -78,11 +89,11 @@ def write(folder: Path, pack: Path, count: int, seed: int) -> dict:
                 zip(scenes, examiner.pixels(scenes), strict=True)
             ):
                 name = f"{group.replace(' ', '-')}-{start + index:04}.png"
-                to_image(pixels).save(folder / name)
+                saved.append(pool.submit(to_image(pixels).save, folder / name))
                 labels.add(name, scene)
-    document = labels.document()
-    (folder / "annotations.json").write_text(json.dumps(document))
-    return document
+    for each in saved:
+        each.result()
+    return labels.document()
 
 
 def main() -> None:
@@ -92,8 +103,9 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, default=ROOT / ".data/sprites.npz")
     parser.add_argument("--scenes", type=int, default=320)
     parser.add_argument("--seed", type=int, required=True, help="other sets have other seeds")
+    parser.add_argument("--device", default="cpu", help="that draws; each draws its own scenes")
     args = parser.parse_args()
-    document = write(args.out, args.pack, args.scenes, args.seed)
+    document = write(args.out, args.pack, args.scenes, args.seed, args.device)
     print(f"{len(document['images'])} scenes, {len(document['annotations'])} objects")
 
 

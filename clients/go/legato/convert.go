@@ -11,26 +11,6 @@ import (
 
 // From the contract's messages to this package's values; absent messages become zero values.
 
-func queryOf(from *legatov1.QueryResponse) *QueryResult {
-	return &QueryResult{from.Answer, reasoningOf(from.Reasoning), infoOf(from.Info)}
-}
-
-func captionOf(from *legatov1.CaptionResponse) *CaptionResult {
-	return &CaptionResult{from.Caption, infoOf(from.Info)}
-}
-
-func detectOf(from *legatov1.DetectResponse) *DetectResult {
-	return &DetectResult{all(from.Objects, detectionOf), infoOf(from.Info)}
-}
-
-func pointsOf(from *legatov1.PointResponse) *PointResult {
-	return &PointResult{all(from.Points, pointedOf), infoOf(from.Info)}
-}
-
-func segmentOf(from *legatov1.SegmentResponse) *SegmentResult {
-	return &SegmentResult{all(from.Segments, outlineOf), infoOf(from.Info)}
-}
-
 func tasksOf(from *legatov1.RunTasksResponse) *TasksResult {
 	shared := infoOf(from.Info)
 	result := &TasksResult{make([]TaskResult, len(from.Results)), shared}
@@ -40,26 +20,6 @@ func tasksOf(from *legatov1.RunTasksResponse) *TasksResult {
 			info.Tokens = all(from.Tokens[i].Tokens, tokenOf)
 		}
 		result.Results[i] = taskResultOf(one, info)
-	}
-	return result
-}
-
-// taskResultOf gives a task's result the information that it shares with its siblings.
-func taskResultOf(from *legatov1.TaskResult, info Info) TaskResult {
-	result := TaskResult{TaskID: from.GetTaskId(), Err: errorOfTask(from.GetError())}
-	info.Finish = finishOf(from.GetFinishReason())
-	info.Usage, info.Timings = usageOf(from.GetUsage()), timingsOf(from.GetTimings())
-	switch one := from.GetResult().(type) {
-	case *legatov1.TaskResult_Query:
-		result.Result = &QueryResult{one.Query.Answer, reasoningOf(one.Query.Reasoning), info}
-	case *legatov1.TaskResult_Caption:
-		result.Result = &CaptionResult{one.Caption.Caption, info}
-	case *legatov1.TaskResult_Detect:
-		result.Result = &DetectResult{all(one.Detect.Objects, detectionOf), info}
-	case *legatov1.TaskResult_Point:
-		result.Result = &PointResult{all(one.Point.Points, pointedOf), info}
-	case *legatov1.TaskResult_Segment:
-		result.Result = &SegmentResult{all(one.Segment.Segments, outlineOf), info}
 	}
 	return result
 }

@@ -129,14 +129,9 @@ func WithRefs(refs ...SpatialRef) TaskOption {
 		for i, ref := range refs {
 			places[i] = ref.spatialRef()
 		}
-		switch kind := t.message.Kind.(type) {
-		case *legatov1.Task_Query:
-			kind.Query.SpatialRefs = places
-		case *legatov1.Task_Point:
-			kind.Point.SpatialRefs = places
-		case *legatov1.Task_Segment:
-			kind.Segment.SpatialRefs = places
-		default:
+		if field := refsOf(t.message); field != nil {
+			*field = places
+		} else {
 			t.wrong = misuse("spatial_refs", "only a query, pointing or segmentation has them")
 		}
 	})

@@ -6,46 +6,8 @@ import (
 	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
 )
 
-// Result is what a task gives: *[QueryResult], *[CaptionResult], *[DetectResult], *[PointResult] or *[SegmentResult].
+// Result is what a task gives: *[QueryResult], *[DetectResult] and their like, one for each skill.
 type Result interface{ result() }
-
-// QueryResult is the answer to a question.
-type QueryResult struct {
-	Answer string
-	// Reasoning is nil unless it was asked for.
-	Reasoning *Reasoning
-	Info      Info
-}
-
-// CaptionResult describes a picture.
-type CaptionResult struct {
-	Caption string
-	Info    Info
-}
-
-// DetectResult holds every instance found.
-type DetectResult struct {
-	Objects []*Detection
-	Info    Info
-}
-
-// PointResult holds every instance found.
-type PointResult struct {
-	Points []*PointedObject
-	Info   Info
-}
-
-// SegmentResult holds every outline found.
-type SegmentResult struct {
-	Segments []*Outline
-	Info     Info
-}
-
-func (*QueryResult) result()   {}
-func (*CaptionResult) result() {}
-func (*DetectResult) result()  {}
-func (*PointResult) result()   {}
-func (*SegmentResult) result() {}
 
 // Detection is one object with its box. It is also an [Event]: sent once, whole.
 type Detection struct {
@@ -160,12 +122,13 @@ type ImageInfo struct {
 // Size is what [Box.Pixels] and [Point.Pixels] take.
 func (i ImageInfo) Size() (width, height int) { return i.Width, i.Height }
 
-// FrameStamp says where and when a picture was taken. Servers echo it verbatim, and interpret it in a session only.
+// FrameStamp says where and when a picture was taken. It is echoed verbatim and never interpreted, except Sequence and
+// CaptureTime in a session.
 type FrameStamp struct {
 	// FrameID is the coordinate frame or camera, as the caller names it.
 	FrameID string
 	// CaptureTime is when the picture was taken, on the caller's clock; its zero value is none. A session measures
-	// [SessionConfig.MaxFrameAge] from it where it is given.
+	// [SessionConfig.MaxFrameAge] from it where it is given, and follows the objects of tracked tasks by it.
 	CaptureTime time.Time
 	// Sequence is the caller's frame counter. In a session it names the frame and must grow with every frame.
 	Sequence uint64

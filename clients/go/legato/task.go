@@ -29,43 +29,6 @@ const (
 	OrderConfidence = ObjectOrder(legatov1.ObjectOrder_OBJECT_ORDER_CONFIDENCE) // the greatest first
 )
 
-// QueryTask answers a question.
-func QueryTask(question string, options ...TaskOption) Task {
-	query := &legatov1.QueryTask{Question: question}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Query{Query: query}}, options)
-}
-
-// ChatTask answers the last question of a conversation: a [SystemMessage] first or not at all, then [UserMessage] and
-// [AssistantMessage] by turns, the user last. The picture stands in front of the user's first words.
-func ChatTask(messages []Message, options ...TaskOption) Task {
-	query := &legatov1.QueryTask{Messages: all(messages, Message.message)}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Query{Query: query}}, options)
-}
-
-// CaptionTask describes the picture.
-func CaptionTask(length CaptionLength, options ...TaskOption) Task {
-	caption := &legatov1.CaptionTask{Length: legatov1.CaptionLength(length)}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Caption{Caption: caption}}, options)
-}
-
-// DetectTask boxes every instance of an object.
-func DetectTask(object string, options ...TaskOption) Task {
-	detect := &legatov1.DetectTask{Object: object}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Detect{Detect: detect}}, options)
-}
-
-// PointTask points at every instance of an object.
-func PointTask(object string, options ...TaskOption) Task {
-	point := &legatov1.PointTask{Object: object}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Point{Point: point}}, options)
-}
-
-// SegmentTask outlines an instance of an object.
-func SegmentTask(object string, options ...TaskOption) Task {
-	segment := &legatov1.SegmentTask{Object: object}
-	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Segment{Segment: segment}}, options)
-}
-
 func taskOf(message *legatov1.Task, options []TaskOption) Task {
 	wanted := settings{task: Task{message: message}}
 	for _, option := range options {

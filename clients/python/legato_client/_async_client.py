@@ -8,10 +8,14 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from legato_client._client_methods import ClientMethods
+from legato_client._convert import skills
+from legato_client._images.sources import ImageInput
 from legato_client._session.async_session import AsyncSession
 from legato_client._session.plan import SessionPlan, plan, show_as_method
 from legato_client._transport.async_transport import AsyncTransport
 from legato_client._transport.settings import ConfiguredClient, Settings
+from legato_client._values.results import Result
+from legato_client._values.tasks import Options, Task
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
@@ -112,3 +116,11 @@ class AsyncClient(ConfiguredClient):
     def _connect(self, settings: Settings) -> None:
         self._connection = AsyncTransport(settings)
         self._calls = ClientMethods(settings, self._connection)
+
+
+async def ask(
+    client: AsyncClient, image: ImageInput | None, task: Task, options: Options, seconds: float
+) -> Result:
+    """One task as its skill's own call; a conversation has its picture among its messages."""
+    result: Result = await client._calls._ask(skills.of(task), image, task, options, seconds)
+    return result

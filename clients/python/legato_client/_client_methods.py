@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from legato.v1 import admin_pb2, image_pb2, server_pb2
 
 from legato_client._base_client import BaseClient
-from legato_client._convert import chat, requests, responses
+from legato_client._convert import chat, requests, responses, skills
 from legato_client._convert.upload import Upload
 from legato_client._errors import LegatoError
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
@@ -40,9 +40,7 @@ class ClientMethods(BaseClient):
     ) -> results.QueryResult:
         """Answer a question, about the image when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
-        shown, file = await self._image_or_file(image)
-        request = requests.query(shown, task, options)
-        return await self._unary(methods.QUERY, request, timeout, file)
+        return await self._ask(skills.QUERY, image, task, options, timeout)
 
     async def chat(
         self,
@@ -64,9 +62,7 @@ class ClientMethods(BaseClient):
             messages = (_tasks.Message("user", messages),)
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = chat.image_of(task, None)
-        shown, file = await self._image_or_file(image)
-        request = requests.query(shown, task, options)
-        return await self._unary(methods.QUERY, request, timeout, file)
+        return await self._ask(skills.QUERY, image, task, options, timeout)
 
     async def caption(
         self,
@@ -79,9 +75,7 @@ class ClientMethods(BaseClient):
     ) -> results.CaptionResult:
         """Describe the image."""
         task = _tasks.CaptionTask(length, sampling)
-        shown, file = await self._image_or_file(image)
-        request = requests.caption(shown, task, options)
-        return await self._unary(methods.CAPTION, request, timeout, file)
+        return await self._ask(skills.CAPTION, image, task, options, timeout)
 
     async def detect(
         self,
@@ -99,9 +93,7 @@ class ClientMethods(BaseClient):
         task = _tasks.DetectTask(
             object, max_objects, sampling, min_confidence=min_confidence, order=order
         )
-        shown, file = await self._image_or_file(image)
-        request = requests.detect(shown, task, options)
-        return await self._unary(methods.DETECT, request, timeout, file)
+        return await self._ask(skills.DETECT, image, task, options, timeout)
 
     async def point(
         self,
@@ -125,9 +117,7 @@ class ClientMethods(BaseClient):
             min_confidence=min_confidence,
             order=order,
         )
-        shown, file = await self._image_or_file(image)
-        request = requests.point(shown, task, options)
-        return await self._unary(methods.POINT, request, timeout, file)
+        return await self._ask(skills.POINT, image, task, options, timeout)
 
     async def segment(
         self,
@@ -141,9 +131,7 @@ class ClientMethods(BaseClient):
     ) -> results.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        shown, file = await self._image_or_file(image)
-        request = requests.segment(shown, task, options)
-        return await self._unary(methods.SEGMENT, request, timeout, file)
+        return await self._ask(skills.SEGMENT, image, task, options, timeout)
 
     async def run_tasks(
         self,
@@ -201,6 +189,20 @@ class ClientMethods(BaseClient):
             await self._transport.sleep(delay)
             addition = reader.addition()
         yield finished
+
+    async def _ask(
+        self,
+        skill: skills.Skill[skills.TaskT, skills.ResultT],
+        image: ImageInput | None,
+        task: skills.TaskT,
+        options: _tasks.Options,
+        timeout: float | None,
+    ) -> skills.ResultT:
+        shown, file = await self._image_or_file(image)
+        request = requests.question(shown, task, options)
+        method = methods.OF_SKILLS[skill.name]
+        answer: skills.ResultT = await self._unary(method, request, timeout, file)
+        return answer
 
     # ------------------------------------------------------------ images
 

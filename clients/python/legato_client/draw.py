@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
+from legato_client._errors import LegatoError
 from legato_client._images.pillow import open_upright
 from legato_client._images.sources import ImageInput
 from legato_client._values.results import (
     Detection,
-    DetectResult,
+    Mark,
     Outline,
     Point,
     PointedObject,
-    PointResult,
     Result,
-    SegmentResult,
 )
 from legato_client._values.session import FrameResult
-
-Mark: TypeAlias = Detection | PointedObject | Outline
 
 # Bright on dark and on light ground, and apart from each other for most colour-blind readers.
 PALETTE = (
@@ -47,15 +43,8 @@ _INK, _PAPER = (24, 26, 31), (250, 250, 248)
 
 def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
     """What of a result has a place in the image; text and a failed task have none."""
-    match result.outcome if isinstance(result, FrameResult) else result:
-        case DetectResult(objects):
-            return objects
-        case PointResult(points):
-            return points
-        case SegmentResult(segments):
-            return segments
-        case _:
-            return ()
+    outcome = result.outcome if isinstance(result, FrameResult) else result
+    return () if isinstance(outcome, LegatoError) else outcome.marks
 
 
 def annotate(

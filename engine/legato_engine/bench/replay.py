@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -24,16 +24,12 @@ from legato_engine.bench.options import replay_parser
 from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
+    SKILL_OF_TASK,
     CachedImage,
-    CaptionTask,
-    DetectTask,
     ImageInfo,
-    PointTask,
-    QueryTask,
     Request,
     RequestKey,
     SamplingParams,
-    SegmentTask,
     TaskSpec,
 )
 from legato_engine.crash import bundle as bundles
@@ -60,13 +56,16 @@ _KEPT = (
 )
 """Settings of the engine that died, of which the launches depend."""
 
-_TASKS: dict[str, TaskSpec] = {
-    "query": QueryTask(question="What is there?"),
-    "caption": CaptionTask(),
-    "detect": DetectTask(object="cat", max_objects=1000),
-    "point": PointTask(object="cat", max_objects=1000),
-    "segment": SegmentTask(object="cat"),
-}
+_FIELDS = {"question": "What is there?", "object": "cat", "max_objects": 1000}
+
+
+def _task(kind: type[TaskSpec]) -> TaskSpec:
+    fields = {name: value for name, value in _FIELDS.items() if name in kind.__struct_fields__}
+    make: Callable[..., TaskSpec] = kind
+    return make(**fields)
+
+
+_TASKS = {skill: _task(kind) for kind, skill in SKILL_OF_TASK.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import repeat
 
 from legato_engine.core import FinishReason, Resumed, TokenInfo
@@ -54,6 +54,16 @@ def _check(sequence: Sequence, token_id: int, index: int, frontend: ModelFronten
 
 
 def _tokens(resumed: Resumed) -> Iterator[SampledToken]:
+    """Raises InvalidField where something is not told of every token."""
+    told: tuple[tuple[str, Sized], ...] = (
+        ("values", resumed.payloads),
+        ("logprobs", resumed.logprobs),
+        ("certainties", resumed.certainties),
+    )
+    for name, values in told:
+        if values and len(values) != len(resumed.token_ids):
+            problem = f"{len(values)} for {len(resumed.token_ids)} tokens"
+            raise InvalidField(problem, field=f"resume_from.{name}")
     payloads = resumed.payloads or repeat(NO_PAYLOAD)
     logprobs = resumed.logprobs or repeat(None)
     certainties = resumed.certainties or repeat(None)

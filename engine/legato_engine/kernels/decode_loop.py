@@ -8,6 +8,7 @@ Shape legend: B tokens of a step, S steps of a loop, C constraints, N bytes of a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -15,6 +16,9 @@ DONE, STOP = 0, 1
 """Indices of a ring's words: the number of steps whose tokens are there, and the host's wish that
 the loop end.
 """
+
+NOT_BEHIND = -1
+"""The index of a token that is not behind a loop."""
 
 ANY = -2
 """No token of a table of successors, nor the id of one that is not finite."""
@@ -67,3 +71,25 @@ def advance(successor_C2: torch.Tensor, constraint_B: torch.Tensor, token_B: tor
     """Replace each constraint by the one that follows it after the token sampled under it."""
     on_B, then_B = successor_C2[constraint_B].unbind(-1)
     constraint_B.copy_(torch.where((on_B == ANY) | (on_B == token_B), then_B, constraint_B))
+
+
+def place_behind(
+    staged: Mapping[str, torch.Tensor],
+    next_B: torch.Tensor,
+    index_B: torch.Tensor,
+    scratch_row: int,
+) -> None:
+    """Place tokens of rows that were in a loop: token b is at the loop's next position of its row
+    `index_B[b]`.
+
+    `staged` has the fields of a step, with the last position that the token may have. Where the
+    loop has gone past it, the row has ended and the token becomes padding. Can be captured.
+    """
+    behind_B = index_B >= 0
+    start_B = next_B[index_B.clamp(min=0)]
+    ended_B = behind_B & (start_B > staged["position"])
+    start_B = start_B.masked_fill(ended_B, 0)
+    for name, first in (("position", 0), ("fresh", ended_B), ("sample_position", 1)):
+        staged[name].copy_(torch.where(behind_B, start_B + first, staged[name]))
+    for name in ("row", "source", "sample_row"):
+        staged[name].masked_fill_(ended_B, scratch_row)

@@ -39,6 +39,32 @@ class AttentionMetadata:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlacedSpan:
+    """Consecutive positions of one sequence that only the device knows.
+
+    `start` (int64 [2]): the first of them and the number of tokens before the padding, which
+    `positions_T` has at 0, and `page_T` on the scratch page. C is 1.
+    """
+
+    start: torch.Tensor
+    pages_CM: torch.Tensor
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+    positions_T: torch.Tensor
+    page_T: torch.Tensor
+
+    def metadata(self, count: int, page_size: int) -> AttentionMetadata:
+        """Of all tokens."""
+        del count
+        return AttentionMetadata(
+            self.cos_PR[self.positions_T][:, None],
+            self.sin_PR[self.positions_T][:, None],
+            self.page_T,
+            self.positions_T % page_size,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """Consecutive positions, from `start` on, of C sequences with equally many tokens.
 
@@ -141,7 +167,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def rotate_and_cache(
     qkv_TGE: torch.Tensor,
-    where: AttentionMetadata | Span,
+    where: AttentionMetadata | Span | PlacedSpan,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
@@ -154,7 +180,7 @@ def rotate_and_cache(
     num_kv = k_NHSE.shape[1]
     num_heads = qkv_TGE.shape[1] - 2 * num_kv
     q_THE, k_THE, v_THE = torch.split(qkv_TGE, [num_heads, num_kv, num_kv], dim=1)
-    if isinstance(where, Span):
+    if not isinstance(where, AttentionMetadata):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
             rotation = where.cos_PR, where.sin_PR, where.start, where.pages_CM
@@ -227,6 +253,13 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
     if q_THE.device.type == "cpu":
         return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
     return reference.suffix_attention(q_THE, k_LHE, v_LHE)
+
+
+def masked_attention(
+    q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor, visible_TL: torch.Tensor
+) -> torch.Tensor:
+    """Attention [T, H, E] to visible positions. Can be captured on a GPU."""
+    return reference.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
 
 
 def decode_attention(

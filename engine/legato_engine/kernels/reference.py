@@ -100,6 +100,13 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
     return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
 
 
+def masked_attention(
+    q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor, visible_TL: torch.Tensor
+) -> torch.Tensor:
+    k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
+    return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
+
+
 def suffix_attention_rows(
     q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from legato_engine.core import Outline
 from legato_engine.layers.lora import AdapterBank, AdapterWeights
 from legato_engine.models.frontend import PreparedImage
-from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.paged_cache import Chunk, KVCache
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.speculative.proposer import Proposer
 
@@ -71,6 +71,14 @@ class AcceleratedStep(Protocol):
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """None if the kernels cannot run on the device or the cache."""
+        ...
+
+
+class ChunkedPrefill(Protocol):
+    """Prompts in passes of fixed shape."""
+
+    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """[T, D], as `Model.prefill`, without reading a device value on the host."""
         ...
 
 
@@ -188,3 +196,4 @@ class Capabilities:
     images: ImageEncoding | None = None
     drafts: DraftReader | None = None
     refiners: RefinerReader | None = None
+    chunks: ChunkedPrefill | None = None

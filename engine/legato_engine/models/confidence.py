@@ -14,11 +14,13 @@ from typing import Annotated
 
 import msgspec
 
-from legato_engine.core import Certainty, ConfidenceInfo
+from legato_engine.core import SKILL_OF_RESULT, Certainty, ConfidenceInfo
 from legato_engine.errors import InvalidField
 
 FILE_NAME = "confidence.json"
-SKILLS_WITH_CONFIDENCE = ("detect", "point", "segment")
+SKILLS_WITH_CONFIDENCE = tuple(
+    skill for result, skill in SKILL_OF_RESULT.items() if result.has_places
+)
 
 _LEAST = 1e-9  # a score's distance from 0 and 1 in its logit
 

@@ -12,7 +12,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.grouped_attention import Attend, Heads
 from legato_engine.layers.rope import Rope
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 
 
 def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
@@ -28,6 +28,28 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
             return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
         k_LHE, v_LHE = ops.gather_cached(cache, span.pages_M, end, q_THE.dtype)
         return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+    return attend
+
+
+def chunk_metadata(chunk: Chunk, rope: Rope) -> ops.PlacedSpan:
+    tables = rope.cos_PR, rope.sin_PR
+    tokens = chunk.positions_T, chunk.page_T
+    return ops.PlacedSpan(chunk.place_2, chunk.pages_M[None], *tables, *tokens)
+
+
+def chunk_attention(chunk: Chunk, kv: KVCache) -> Attend:
+    """Attend from each token to its sequence up to there; can be captured."""
+    length = len(chunk.pages_M) * kv.page_size
+    position_L = torch.arange(length, device=chunk.positions_T.device)
+    visible_TL = position_L <= chunk.positions_T[:, None]
+    # Positions after the last one may hold NaN.
+    empty_L11 = (position_L > chunk.positions_T.max())[:, None, None]
+
+    def attend(q_THE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
+        cached = ops.gather_cached(cache, chunk.pages_M, length, q_THE.dtype)
+        k_LHE, v_LHE = (each.masked_fill(empty_L11, 0.0) for each in cached)
+        return ops.masked_attention(q_THE, k_LHE, v_LHE, visible_TL)
 
     return attend
 

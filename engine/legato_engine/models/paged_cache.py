@@ -45,6 +45,21 @@ class DecodeBatch:
 
 
 @dataclasses.dataclass(slots=True)
+class Chunk:
+    """Tokens of one sequence in a pass of fixed shape; those of padding have page 0, position 0.
+
+    `positions_T` and their pages `page_T` are int64; `place_2` (int64) is the first position and
+    the number of tokens before the padding; `pages_M` cover all positions up to the last.
+    """
+
+    place_2: torch.Tensor
+    positions_T: torch.Tensor
+    page_T: torch.Tensor
+    pages_M: torch.Tensor
+    adapters: AdaptedRows | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class PrefillSpan:
     """Consecutive positions of one sequence; `pages_M` int64 covers `[0, start + T)`.
 

@@ -50,6 +50,7 @@ from legato_engine.models.budget import (
     max_objects,
     token_budget,
 )
+from legato_engine.models.confidence import confidence_info
 from legato_engine.null.images import NullImages
 from legato_engine.null.request import IMAGE_TOKENS, NullRequest
 from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
@@ -77,6 +78,7 @@ def info(config: EngineConfig) -> ModelInfo:
         max_waiting=config.max_waiting,
         num_parameters=0,
         dtype="none",
+        confidence=confidence_info(SKILLS, None),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from legato_engine.core import (
     Box,
@@ -15,6 +16,7 @@ from legato_engine.core import (
     Event,
     FinishReason,
     ObjectEvent,
+    ObjectOrder,
     Outline,
     OutlineEvent,
     Point,
@@ -35,11 +37,20 @@ from legato_engine.core import (
 )
 from legato_engine.tasks import with_token
 
+FoundT = TypeVar("FoundT", ObjectEvent, PointEvent)
+
 DEFAULT_WORDS = 16  # of a text without `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
 _THOUGHTS = "there is no model to ask"
 _OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
 _GRID = 8  # columns and rows of the grid of objects
+_CONFIDENCES = (
+    0.75,
+    0.9375,
+    0.375,
+    0.8125,
+    0.5625,
+)  # of objects one behind the other, again and again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,16 +129,22 @@ def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
 def _object_output(
     task: DetectTask | PointTask, num_objects: int, max_tokens: int | None
 ) -> ScriptedOutput:
-    count = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
-    label = task.object
-    events: tuple[Event, ...] = tuple(
-        ObjectEvent(box=_cell(index), label=label)
-        if isinstance(task, DetectTask)
-        else PointEvent(point=_centre(_cell(index)), label=label)
-        for index in range(count)
-    )
-    reason = FinishReason.MAX_OBJECTS if count == task.max_objects else FinishReason.STOP
+    most = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
+    sure = [index for index in range(num_objects) if _confidence(index) >= task.min_confidence]
+    events: tuple[Event, ...] = tuple(_object(task, index) for index in sure[:most])
+    reason = FinishReason.MAX_OBJECTS if len(events) == task.max_objects else FinishReason.STOP
     return _limited(task, events, reason, max_tokens)
+
+
+def _object(task: DetectTask | PointTask, index: int) -> Event:
+    label, confidence = task.object, _confidence(index)
+    if isinstance(task, DetectTask):
+        return ObjectEvent(box=_cell(index), label=label, confidence=confidence)
+    return PointEvent(point=_centre(_cell(index)), label=label, confidence=confidence)
+
+
+def _confidence(index: int) -> float:
+    return _CONFIDENCES[index % len(_CONFIDENCES)]
 
 
 def _limited(
@@ -180,11 +197,19 @@ def _result(task: TaskSpec, events: Sequence[Event]) -> TaskResult:
         case CaptionTask():
             return CaptionResult(caption=_text(events))
         case DetectTask():
-            return DetectResult(objects=tuple(e for e in events if isinstance(e, ObjectEvent)))
+            boxes = [each for each in events if isinstance(each, ObjectEvent)]
+            return DetectResult(objects=_ordered(boxes, task.order))
         case PointTask():
-            return PointResult(points=tuple(e for e in events if isinstance(e, PointEvent)))
+            points = [each for each in events if isinstance(each, PointEvent)]
+            return PointResult(points=_ordered(points, task.order))
         case _:
             return _segments(task.object, [e for e in events if isinstance(e, OutlineEvent)])
+
+
+def _ordered(found: list[FoundT], order: ObjectOrder) -> tuple[FoundT, ...]:
+    if order is ObjectOrder.MODEL:
+        return tuple(found)
+    return tuple(sorted(found, key=lambda each: -(each.confidence or 0.0)))
 
 
 def _text(events: Sequence[Event]) -> str:
@@ -196,4 +221,6 @@ def _segments(label: str, pieces: Sequence[OutlineEvent]) -> SegmentResult:
     if box is None:
         return SegmentResult()
     path = "".join(piece.path_delta for piece in pieces)
-    return SegmentResult(segments=(Outline(path=path, box=box, label=label),))
+    return SegmentResult(
+        segments=(Outline(path=path, box=box, label=label, confidence=_confidence(0)),)
+    )

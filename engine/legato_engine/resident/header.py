@@ -19,6 +19,7 @@ _CONSTANTS = (
     "SPLITS",
     "GROUP",
     "WARPS",
+    "PRODUCERS",
     "MAX_ROWS",
     "PAGE",
     "PAGE_BYTES",
@@ -47,8 +48,11 @@ def header() -> str:
     return "\n".join(lines) + "\n"
 
 
-def defines(model: ModelSizes, ring_stages: int, tiles: int) -> dict[str, int]:
-    """Constants of a build: the model's sizes, the ring, and groups of 8 tokens."""
+def defines(model: ModelSizes, ring_stages: int, under_way: int, tiles: int) -> dict[str, int]:
+    """Constants of a build: the model's sizes, the ring, and groups of 8 tokens.
+
+    `under_way`: stages of the ring that are being copied at once, at most.
+    """
     return {
         "DIM": model.dim,
         "FF": model.ff_dim,
@@ -56,6 +60,7 @@ def defines(model: ModelSizes, ring_stages: int, tiles: int) -> dict[str, int]:
         "CHUNK": model.chunk,
         "STAGE_PAGES": model.pages_per_stage,
         "RING": ring_stages,
+        "UNDER_WAY": under_way,
         "TILES": tiles,
     }
 

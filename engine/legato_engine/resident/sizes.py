@@ -14,6 +14,8 @@ GROUP = 64
 """Inputs of a stage that one warp multiplies."""
 WARPS = 8
 """Warps of a worker that compute."""
+PRODUCERS = 2
+"""Warps of a worker that fill its ring, in turns."""
 MAX_ROWS = 32
 """Rows of a launch, each with one token a step."""
 PAGE = 16

@@ -64,8 +64,11 @@ class Backend(Protocol):
         prompts: Many[ScheduledSequence],
         decodes: Many[ScheduledSequence],
         rank: int,
+        place: Work | None = None,
     ) -> None:
         """Enqueue prompts, and decodes that share the launch.
+
+        `place` runs before the decodes' forward, once they are staged.
 
         The slot's first rows become the outputs of the decodes, then of each prompt's last
         position. `limits` bounds a launch of more than one prompt, or with any decode.

@@ -8,7 +8,7 @@ where that takes its rows, else captured steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -17,11 +17,17 @@ import torch
 
 from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
-from legato_engine.kernels.decode_loop import LoopTensors, control_step
+from legato_engine.kernels.decode_loop import (
+    NOT_BEHIND,
+    LoopTensors,
+    control_step,
+    place_behind,
+)
 from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.staging import StagingBuffer
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.loops import MAX_STEPS
 
@@ -45,6 +51,11 @@ class DecodeLoops:
             TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
             for slot in resources.slots
         ]
+        max_rows = len(resources.slots[0].tokens_R)
+        self._behind = [
+            StagingBuffer(resources.device, {"index": ((max_rows,), torch.int64)})
+            for _ in resources.slots
+        ]
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
         self._read_at = 0.0
@@ -61,6 +72,18 @@ class DecodeLoops:
                 self._loop(slot, bucket, rank, each)
         if self._resident is not None:
             self._submit(self._resident, 0, num_rows=1, num_steps=1)
+        for slot in slots:
+            self.place(slot, ())
+
+    def place(self, slot: int, behind: Sequence[int]) -> None:
+        """Enqueue the positions of a launch's first tokens, whose rows have these indices in the
+        loop before it, in the other slot.
+        """
+        staged = self._behind[slot]
+        staged.host["index"].fill(NOT_BEHIND)
+        staged.host["index"][: len(behind)] = behind
+        staged.upload(self._resources.compute)
+        self._resources.graphs.run(self._place_work, slot)
 
     def start(
         self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs
@@ -132,6 +155,12 @@ class DecodeLoops:
         if self._resident is not None and (fault := self._resident.fault()):
             _log.error("resident_kernel_stuck", wait=fault)
             self._resident = None
+
+    def _place_work(self, slot: int) -> Work:
+        slots, scratch_row = self._resources.slots, self._resources.state.scratch_row
+        staged, loop = slots[slot].staged.device, slots[1 - slot].staged.device
+        index_B = self._behind[slot].device["index"]
+        return lambda: place_behind(staged, loop["position"], index_B, scratch_row)
 
     def _measure(self, now: float) -> None:
         if self._read_at > 0.0:

@@ -26,6 +26,7 @@ from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
+from legato_engine.runtime.long_prompts import LongPrompts
 from legato_engine.runtime.passes import (
     ScheduledPrompt,
     ScheduledToken,
@@ -75,6 +76,10 @@ class KernelBackend:
             min_queue_length=_MIN_QUEUE_LENGTH,
         )
         self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
+        chunks = model.capabilities.chunks
+        self._long = None
+        if chunks is not None and self._max_scheduled < model.max_context:
+            self._long = LongPrompts(resources, chunks)
         self._sampler = Sampler(model.vocab_size)
         self._drafting = None
         if self._state.drafts is not None:
@@ -97,6 +102,8 @@ class KernelBackend:
             for payload, alternatives in product((False, True), repeat=2):
                 widest = self.buckets[-1]
                 self.logprobs(slot, widest, payload=payload, alternatives=alternatives)
+        if self._long is not None:
+            self._long.warm_up()
         if self._encoder_runner is not None:
             self._encoder_runner.warm_up()
 
@@ -137,6 +144,7 @@ class KernelBackend:
         prompts: Sequence[ScheduledSequence],
         decodes: Sequence[ScheduledSequence],
         rank: int,
+        place: Work | None = None,
     ) -> None:
         buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
@@ -165,7 +173,7 @@ class KernelBackend:
                 return
             scheduled = [answer]
         passes = cut_passes(decodes, scheduled, self.limits.sampled)
-        self._run_passes(slot, passes, (*decodes, *prompts))
+        self._run_passes(slot, passes, (*decodes, *prompts), place)
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
         assert self._encoder_runner is not None, "an encode without an image encoder"
@@ -186,7 +194,7 @@ class KernelBackend:
     def _run_long(
         self, slot: int, row: ScheduledSequence, scheduled: ScheduledPrompt
     ) -> ScheduledPrompt | None:
-        """Run a long prompt by torch's operations; return the tokens that steps compute after it.
+        """Run a long prompt by the matrix library; return the tokens that steps compute after it.
 
         After a preemption those of the answer are computed by steps however many there are, which
         gives them the bits that they had when they were decoded.
@@ -199,8 +207,12 @@ class KernelBackend:
         if not num_answer:
             stage_samples(buffers, (row,), self._state.scratch_row)
             buffers.staged.upload(compute)
-        given = row._replace(num_tokens=row.num_tokens - num_answer)
-        compute.submit(PrefillStep(self._resources, buffers, given).run_long_prompt)
+        if self._long is not None:
+            given = scheduled._replace(tokens=scheduled.tokens[:num_prompt])
+            self._long.run(slot, given, adapted=bool(row.sequence.adapter.key))
+        else:
+            alone = row._replace(num_tokens=row.num_tokens - num_answer)
+            compute.submit(PrefillStep(self._resources, buffers, alone).run_long_prompt)
         if not num_answer:
             return None
         first = scheduled.start + num_prompt
@@ -211,6 +223,7 @@ class KernelBackend:
         slot: int,
         passes: Sequence[Sequence[ScheduledToken]],
         sampled: Sequence[ScheduledSequence],
+        place: Work | None,
     ) -> None:
         buffers, scratch = self._slots[slot], self._state.scratch_row
         compute = self._resources.compute
@@ -225,6 +238,8 @@ class KernelBackend:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
             buffers.staged.upload(compute, copy)
+            if is_last and place is not None:
+                place()
             if len(passes) > MAX_PASSES:
                 uploads.append(compute.record())
             groups = num_groups(tokens, GROUP)

@@ -6,6 +6,7 @@ The decode path allocates no memory, and only `collect` waits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
@@ -81,17 +82,20 @@ class ModelRunner:
         max_prompts: int = 0,
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
-        loops: bool = False,
+        loops: bool | None = False,
         resident: bool = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
         many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
-        besides in one kernel, where it can run.
+        besides in one kernel, where it can run; None is for loops that are captured kernels, whose
+        bits do not depend on the batch, without a `proposer`.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
         kernels = _step_kernels(model, kv, adapters)
+        if loops is None:
+            loops = kernels is not None and cuda_graphs and proposer is None
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
         max_pages = -(-model.max_context // kv.page_size)
@@ -195,6 +199,7 @@ class ModelRunner:
             bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
             slot.staged.upload(compute)
+            self._place(launch)
             if self._drafts is None:
                 self._grow(launch.slot, rows, launch.plan.num_steps)
             if not launch.plan.loops:  # else its steps begin when the constraints are there
@@ -209,7 +214,9 @@ class ModelRunner:
             else:
                 prompts, decodes = launch.plan.prefills, launch.plan.decodes
                 self._grow(launch.slot, decodes)
-                self._backend.prefill(launch.slot, prompts, decodes, self._rank(decodes))
+                rank, behind = self._rank(decodes), bool(launch.plan.behind)
+                place = functools.partial(self._place, launch) if behind else None
+                self._backend.prefill(launch.slot, prompts, decodes, rank, place)
         events.forward_end = compute.record(events.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -304,6 +311,11 @@ class ModelRunner:
             sample_end=events.sample_end.time_ns(),
             copy_end=events.copy_end.time_ns(),
         )
+
+    def _place(self, launch: Launch) -> None:
+        if launch.plan.behind:
+            assert self._loops is not None, "behind a loop on a runner without loops"
+            self._loops.place(launch.slot, launch.plan.behind)
 
     def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
         return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))

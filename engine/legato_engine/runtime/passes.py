@@ -49,7 +49,9 @@ def cut_passes(
     decodes, then each prompt's last token. Its other tokens may run in the same pass, because a
     pass writes all keys and values before it reads any.
     """
-    sampled = [ScheduledToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
+    sampled = [
+        ScheduledToken(r.sequence.row, r.position + r.slack, r.sequence.row) for r in decodes
+    ]
     sampled += [_token(prompt, len(prompt.tokens) - 1) for prompt in prompts]
     assert len(sampled) <= max_tokens, f"{len(sampled)} sampled tokens, a pass has {max_tokens}"
     others = [_token(prompt, at) for prompt in prompts for at in range(len(prompt.tokens) - 1)]
@@ -62,7 +64,7 @@ def cut_passes(
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
     staged, padding = slot.staged.host, bucket - len(rows)
     row_B = [row.sequence.row for row in rows]
-    position_B = [row.position for row in rows]
+    position_B = [row.position + row.slack for row in rows]
     if padding:
         row_B += [pad] * padding
         position_B += [0] * padding

@@ -58,7 +58,7 @@ class StepStaging:
         """Stage the pages that begin in a launch without speculation; whether there are any."""
         size = self._page_size
         if num_steps == 1:
-            rows = [row for row in rows if row.position % size == 0]
+            rows = [row for row in rows if (row.position + row.slack) % size == 0]
         grown = [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
         if grown:
             self._stage_grown(slot.grown.host, grown)

@@ -86,6 +86,7 @@ class TorchBackend:
         prompts: Sequence[ScheduledSequence],
         decodes: Sequence[ScheduledSequence],
         rank: int,
+        place: Work | None = None,
     ) -> None:
         buffers, compute, state = self._slots[slot], self._resources.compute, self._resources.state
         stage_prompts(buffers, prompts, state.scratch_row)
@@ -96,6 +97,8 @@ class TorchBackend:
         buffers.prompt.upload(compute)
         buffers.staged.upload(compute)
         compute.submit(lambda: state.admit(buffers))
+        if place is not None:
+            place()
         if decodes:
             self.decode(slot, bucket, rank, bucket)
         first = 0

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from legato_engine.config import (
+    AUTO_PATH,
     LOOKUP_DRAFT,
     LOOP_PATHS,
     RESIDENT_PATH,
@@ -68,7 +69,7 @@ def warm_runner(
         max_prompts=config.max_prefill_rows,
         max_images=config.pictures_per_launch,
         refiner=refiner,
-        loops=config.decode_path in LOOP_PATHS,
+        loops=None if config.decode_path == AUTO_PATH else config.decode_path in LOOP_PATHS,
         resident=config.decode_path == RESIDENT_PATH,
     )
     progress(0.0)

@@ -36,7 +36,7 @@ class ScheduledSequence(NamedTuple):
     encode has no input.
 
     A decode also verifies draft tokens: the device chooses how many, up to `num_drafts`. While
-    earlier ones are in flight, only the device knows where it starts, in
+    earlier ones, or a loop, are in flight, only the device knows where it starts, in
     `[position, position + slack]`.
     """
 
@@ -82,7 +82,8 @@ class Plan:
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
     then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
     full. A decode that `loops` has at most `num_steps` steps, one token a row and step; the host
-    follows them.
+    follows them. `behind` are the indices of the decodes in the loop that is in flight before them;
+    one that ended in it, because its positions did, is padding.
     """
 
     kind: LaunchKind
@@ -92,6 +93,7 @@ class Plan:
     under_pressure: bool = False
     num_steps: int = 1
     loops: bool = False
+    behind: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.runner import LoopRunner
 from legato_engine.scheduler.running_sequences import RunningSequences
@@ -23,10 +23,10 @@ _SHARE = 2  # of the free pages, a loop may take one in so many
 class Loops:
     """Turns decodes of rows that need no host between steps into loops.
 
-    Only the device knows how far a loop is, so no decode is planned before its end. It ends early
-    when a request waits, whose prefill is launched behind it, or when one of its own has ended.
-    Its end costs the device a pause, so after one that a request cut short, decodes must go on for
-    a while before the next.
+    Only the device knows how far a loop is. It ends early when a request waits or when one of its
+    own has ended: then what follows is launched behind it, with its other rows, whose positions the
+    device fills in. A request that cut a loop short may be one of many, so decodes must go on for a
+    while before the next.
     """
 
     def __init__(
@@ -70,12 +70,60 @@ class Loops:
             steps = min(steps, pages.capacity - row.position)
         return dataclasses.replace(plan, num_steps=steps, loops=steps > 1)
 
-    def follow(self, record: StepRecord, outputs: OutputProcessor, *, ends: bool) -> bool:
+    def is_ending(self, record: StepRecord) -> bool:
+        """Whether a loop has no further step for some row, after the one that it is in."""
+        rows = record.launch.plan.rows
+        return _is_in_last_step(record) or any(row.sequence.finalized for row in rows)
+
+    def behind(self, record: StepRecord) -> Plan | None:
+        """The next decode of a loop's rows, wherever it ends, to be launched before it has.
+
+        Rows without a page for it are left out.
+        """
+        if self._runner.loops_differ:
+            return None  # a row that loops always does
+        rows = {
+            index: scheduled
+            for index, row in enumerate(record.launch.plan.rows)
+            if (scheduled := self._behind(row, record)) is not None
+        }
+        if not rows:
+            return None
+        return Plan(LaunchKind.DECODE, tuple(rows.values()), behind=tuple(rows))
+
+    def settle(self, record: StepRecord, behind: Plan) -> None:
+        """After a loop, take back what the launch behind it has not run: rows that had ended."""
+        for index, row in zip(behind.behind, behind.decodes, strict=True):
+            next_position = record.launch.plan.rows[index].position + record.num_followed
+            if next_position > row.position + row.slack:
+                row.sequence.progress.num_launched -= 1
+                row.sequence.progress.last_position -= 1
+
+    def _behind(self, row: ScheduledSequence, record: StepRecord) -> ScheduledSequence | None:
+        sequence = row.sequence
+        num_left = _tokens_left(sequence)
+        if sequence.finalized or sequence.preempted or not num_left:
+            return None
+        position = sequence.progress.last_position
+        last = row.position + record.launch.plan.num_steps
+        if num_left == last - position:  # it ends if the loop runs all of its steps
+            if _is_in_last_step(record):
+                return None
+            last -= 1
+        while last >= sequence.pages.capacity:
+            if not self._manager.grow(sequence):
+                return None
+        return ScheduledSequence(sequence, position, slack=last - position)
+
+    def follow(
+        self, record: StepRecord, outputs: OutputProcessor, *, ends: bool, is_cut: bool
+    ) -> bool:
         """Wait for the next step and process its tokens; return False when there was none.
 
         A launch may end before its steps do: the rows go on after the last step that there was.
 
-        `ends`: other work waits, so the loop ends after the step that it is in.
+        `ends`: another launch waits, so the loop ends after the step that it is in; `is_cut`: one
+        that is no decode.
         """
         launch = record.launch
         rows = launch.plan.rows
@@ -83,14 +131,14 @@ class Loops:
             self._runner.end_loop(launch)
         if not record.num_followed:
             self._num_needed = 0
-        if ends and record.num_followed < _SETTLED:
+        if is_cut and record.num_followed < _SETTLED:
             self._num_needed = _SETTLED
         tokens = self._runner.next_tokens(launch)
         if tokens is None:
             if not record.num_followed:  # the launch gave up before its first step
                 for row in rows:
                     row.sequence.progress.num_launched -= 1
-                    row.sequence.progress.last_position = row.position
+                    row.sequence.progress.last_position -= 1
             return False
         num_tokens = outputs.num_tokens
         record.zombies = sum(row.sequence.finalized for row in rows)
@@ -117,6 +165,10 @@ class Loops:
 def pages_begun(num_rows: int, page_size: int) -> int:
     """The most pages that begin in a loop of so many rows."""
     return num_rows * (-(-MAX_STEPS // page_size) + 1)
+
+
+def _is_in_last_step(record: StepRecord) -> bool:
+    return record.num_followed >= record.launch.plan.num_steps - 1
 
 
 def _tokens_left(sequence: Sequence) -> int:

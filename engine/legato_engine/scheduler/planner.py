@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 from legato_engine.scheduler.decode_planner import DecodePlanner
@@ -48,7 +49,8 @@ class Planner:
         return bool(self._refinements)
 
     @property
-    def _has_others(self) -> bool:
+    def has_others(self) -> bool:
+        """Whether other work than decodes waits."""
         return bool(self._refinements) or self._prefill.has_work
 
     def refine(self, refinement: Refinement) -> None:
@@ -61,16 +63,25 @@ class Planner:
         others_turn = decode is None or self._num_since_decode < self._prefills_per_decode
         if others_turn:
             plan = self._plan_other(decode) or decode
-        self.only_decodes = plan is decode and (others_turn or not self._has_others)
+        self.only_decodes = plan is decode and (others_turn or not self.has_others)
         if plan is not None:
             self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
         return plan
 
-    def plan_other(self) -> Plan | None:
-        """Plan a launch without decodes, if one is possible; it must be launched."""
-        plan = self._plan_other(None)
+    def plan_behind(self, decode: Plan | None, *, ends: bool) -> Plan | None:
+        """Plan a launch behind a loop in flight; it must be launched.
+
+        Args:
+            decode: the loop's rows that go on; they join the launch as in `plan`.
+            ends: the loop ends by itself, so that they are a launch if no other is possible.
+        """
+        plan = self._plan_other(decode)
+        if plan is None:
+            plan = decode if ends else None
+        elif decode is not None and plan.decodes:
+            plan = dataclasses.replace(plan, behind=decode.behind)
         if plan is not None:
-            self._num_since_decode += 1
+            self._num_since_decode = 0 if plan.decodes else self._num_since_decode + 1
         return plan
 
     def _plan_other(self, decode: Plan | None) -> Plan | None:

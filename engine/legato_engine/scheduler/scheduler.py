@@ -235,9 +235,13 @@ class Scheduler:
         elif oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
             self._commit(oldest)
         unsampled = self._pipeline.unsampled()
-        if unsampled is not None:  # its constraints are current now
-            self._sample(unsampled)
+        if unsampled is not None and not self._is_behind_loop(unsampled):
+            self._sample(unsampled)  # its constraints are current now
         return oldest is not None
+
+    def _is_behind_loop(self, launch: Launch) -> bool:
+        oldest = self._pipeline.oldest()
+        return oldest is not None and oldest is not launch and oldest.plan.loops
 
     def _has_its_depth(self) -> bool:
         """A step leaves a slot free for the next launch; a shorter pipeline must leave one, too."""
@@ -286,23 +290,35 @@ class Scheduler:
 
     def _plan(self) -> Plan | None:
         oldest, loops = self._pipeline.oldest(), self._loops
-        if oldest is not None and oldest.plan.loops:  # only the device knows where its rows are
-            return (
-                self._planner.plan_other() if len(self._pipeline) < self._pipeline.depth else None
-            )
-        plan = self._planner.plan()
+        if oldest is not None and oldest.plan.loops:
+            plan = self._plan_behind() if len(self._pipeline) < self._pipeline.depth else None
+        else:
+            plan = self._planner.plan()
+            if plan is not None and loops is not None:
+                plan = loops.extend(plan, only_decodes=self._planner.only_decodes)
         if plan is not None and loops is not None:
-            plan = loops.extend(plan, only_decodes=self._planner.only_decodes)
             loops.launched(plan)
         return plan
+
+    def _plan_behind(self) -> Plan | None:
+        """Plan the launch that ends the loop in flight, if there is any."""
+        assert self._loops is not None, "a loop without loops"
+        record = self._records[0]
+        ends = self._loops.is_ending(record)
+        if not ends and not self._planner.has_others:
+            return None
+        return self._planner.plan_behind(self._loops.behind(record), ends=ends)
 
     def _followed(self) -> bool:
         """Wait for a step of the loop in flight; False if it has ended."""
         assert self._loops is not None, "a loop without loops"
         self.steps_committed += 1
+        newest = self._records[-1].launch.plan
         blocks = self._pipeline.depth == 1 and bool(self._prefill)
-        others = blocks or len(self._pipeline) > 1 or self._pipeline.depth != self._depth
-        return self._loops.follow(self._records[0], self._outputs, ends=others)
+        is_cut = blocks or newest.kind is not LaunchKind.DECODE
+        is_cut = is_cut or self._pipeline.depth != self._depth
+        ends = is_cut or len(self._pipeline) > 1
+        return self._loops.follow(self._records[0], self._outputs, ends=ends, is_cut=is_cut)
 
     def _start_prefills(self, plan: Plan) -> None:
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
@@ -340,6 +356,8 @@ class Scheduler:
         record.wait_end = self._clock.perf_ns()
         if not launch.plan.loops:
             self._process(launch.plan, outputs, record)
+        elif self._loops is not None and self._records:
+            self._loops.settle(record, self._records[0].launch.plan)
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         refinement = launch.plan.refinement

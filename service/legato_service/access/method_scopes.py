@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from legato.v1 import inference_pb2
+
 
 class Need(enum.StrEnum):
     """The scope that a method needs; `NOTHING` and `CREDENTIAL` are no scopes of a credential."""
@@ -23,7 +25,8 @@ SHARED_IMAGES = "shared_images"
 UNKNOWN_METHOD = "(unknown)"
 """Stands for all methods that this server lacks: their callers learn so with any credential."""
 
-_INFERENCE = ("Query", "Caption", "Detect", "Point", "Segment", "RunTasks", "Generate")
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
+"""All are inference: each runs a model for its caller."""
 
 _NEEDS: dict[str, Mapping[str, Need]] = {
     "legato.v1.InferenceService": dict.fromkeys(_INFERENCE, Need.INFER),

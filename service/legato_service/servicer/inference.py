@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 from legato_engine import core
 from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
-from legato_service.convert import checkpoints, requests, responses
+from legato_service.convert import checkpoints, requests, skills
 from legato_service.convert.event_stream import EventStream
 from legato_service.convert.response_info import fill_info
+from legato_service.convert.skills import Skill
 from legato_service.images.intake import CheckedImage
 from legato_service.requests.dispatcher import CallContext, Dispatcher, completed, follow
 from legato_service.requests.idempotency import IdempotencyCache, ReplyT, fingerprint
@@ -24,53 +25,11 @@ from legato_service.rpc import call
 from legato_service.rpc.context import Context
 from legato_service.servicer.task_run import TaskRun
 
-RequestT = TypeVar(
-    "RequestT",
-    pb.QueryRequest,
-    pb.CaptionRequest,
-    pb.DetectRequest,
-    pb.PointRequest,
-    pb.SegmentRequest,
-)
 ResultT = TypeVar("ResultT", bound=core.TaskResult)
-ResponseT = TypeVar(
-    "ResponseT",
-    pb.QueryResponse,
-    pb.CaptionResponse,
-    pb.DetectResponse,
-    pb.PointResponse,
-    pb.SegmentResponse,
-)
-
+ResponseT = TypeVar("ResponseT", bound=Message)
 AnyT = TypeVar("AnyT")
 Reply: TypeAlias = Coroutine[Any, Any, AnyT]
 """What a handler returns that leaves the work to another coroutine: one frame less a call."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Skill(Generic[RequestT, ResultT, ResponseT]):
-    """The conversions of one unary RPC."""
-
-    task: Callable[[RequestT], core.TaskSpec]
-    result: type[ResultT]
-    response: Callable[[ResultT], ResponseT]  # without its info
-
-
-_QUERY: _Skill[pb.QueryRequest, core.QueryResult, pb.QueryResponse] = _Skill(
-    requests.query, core.QueryResult, responses.query
-)
-_CAPTION: _Skill[pb.CaptionRequest, core.CaptionResult, pb.CaptionResponse] = _Skill(
-    requests.caption, core.CaptionResult, responses.caption
-)
-_DETECT: _Skill[pb.DetectRequest, core.DetectResult, pb.DetectResponse] = _Skill(
-    requests.detect, core.DetectResult, responses.detect
-)
-_POINT: _Skill[pb.PointRequest, core.PointResult, pb.PointResponse] = _Skill(
-    requests.point, core.PointResult, responses.point
-)
-_SEGMENT: _Skill[pb.SegmentRequest, core.SegmentResult, pb.SegmentResponse] = _Skill(
-    requests.segment, core.SegmentResult, responses.segment
-)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -90,19 +49,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_deadline = stream_deadline
 
     def Query(self, request: pb.QueryRequest, context: Context) -> Reply[pb.QueryResponse]:
-        return self._unary(_QUERY, request, context)
+        return self._unary(skills.QUERY, request, context)
 
     def Caption(self, request: pb.CaptionRequest, context: Context) -> Reply[pb.CaptionResponse]:
-        return self._unary(_CAPTION, request, context)
+        return self._unary(skills.CAPTION, request, context)
 
     def Detect(self, request: pb.DetectRequest, context: Context) -> Reply[pb.DetectResponse]:
-        return self._unary(_DETECT, request, context)
+        return self._unary(skills.DETECT, request, context)
 
     def Point(self, request: pb.PointRequest, context: Context) -> Reply[pb.PointResponse]:
-        return self._unary(_POINT, request, context)
+        return self._unary(skills.POINT, request, context)
 
     def Segment(self, request: pb.SegmentRequest, context: Context) -> Reply[pb.SegmentResponse]:
-        return self._unary(_SEGMENT, request, context)
+        return self._unary(skills.SEGMENT, request, context)
 
     def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Reply[pb.RunTasksResponse]:
         work = functools.partial(self._run_tasks, request)
@@ -151,8 +110,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _unary(
         self,
-        skill: _Skill[RequestT, ResultT, ResponseT],
-        request: RequestT,
+        skill: Skill[ResultT, ResponseT],
+        request: Any,
         context: Context,
     ) -> Reply[ResponseT]:
         work = functools.partial(self._run_skill, skill, request)
@@ -184,14 +143,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _run_skill(
         self,
-        skill: _Skill[RequestT, ResultT, ResponseT],
-        request: RequestT,
+        skill: Skill[ResultT, ResponseT],
+        request: Any,
         key: RequestKey,
         context: CallContext,
     ) -> ResponseT:
         options = request.options
         requests.heartbeat(options)  # only checked
-        task = skill.task(request)
+        task = skill.task(request, "")
         has_image = requests.check_image(request.image, task)
         sampling = requests.sampling(request.sampling)
         converted = requests.request(key, task, sampling, options, deltas=False, progress=False)
@@ -201,10 +160,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             done = completed(await self._dispatcher.submit(converted, image, active).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        response = skill.response(done.result)
+        response: Any = skill.answer(done.result)
         stamp = request.stamp if request.HasField("stamp") else None
         fill_info(response.info, key.caller_id, model.name, done, stamp)
-        return response
+        answer: ResponseT = response
+        return answer
 
     async def _run_tasks(
         self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext

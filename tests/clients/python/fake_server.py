@@ -193,8 +193,15 @@ class FakeServer(
     def ListModels(self, request: Any, context: grpc.ServicerContext) -> Any:
         self._next("ListModels", request, context)
         name = "second" if request.page_token else "first"
+        model = server_pb2.Model(name=name, tasks=["detect"], max_context_tokens=2048)
+        if request.page_token:
+            sure = model.confidence
+            sure.tasks.append("detect")
+            sure.calibrated_tasks.append("detect")
+            sure.fitted_on = "my kitchen, 400 pictures"
+            sure.fitted_at.FromSeconds(1795564800)
         return server_pb2.ListModelsResponse(
-            models=[server_pb2.Model(name=name, tasks=["detect"], max_context_tokens=2048)],
+            models=[model],
             next_page_token="" if request.page_token else "more",
         )
 

@@ -109,7 +109,9 @@ def test_adapters_side_by_side_answer_as_alone(either, depth):
     world.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_slots_answer_as_merged_weights(either, depth, seed):
     """Each skill gives the result of a model with merged weights, on every kind of launch."""
     world, name = World(either, pipeline_depth=depth), either.config.model

@@ -120,7 +120,7 @@ def answers(
     return sink.of, output
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("make", [texts, sequences])
 def test_a_shortage_of_pages_changes_no_answer(assembly, make, depth):
     """With preemption and sharing, every result is bit for bit that with enough pages."""

@@ -177,7 +177,13 @@ def test_memory_is_limited(monkeypatch):
         assert decode(workers, SMALL).shape == (30, 40, 3)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "progressive", "PNG", "WEBP", "lossless", "I;16", "CMYK"])
+KINDS = ["JPEG", "progressive", "PNG", "WEBP"]
+RARE = ["lossless", "I;16", "CMYK"]
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)]
+)
 def test_a_large_image_is_within_its_limits(kind):
     """What a format takes for each pixel is allowed for, with its orientation."""
     image = smooth(4000, 3000)

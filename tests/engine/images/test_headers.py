@@ -100,7 +100,16 @@ def test_scans_of_a_baseline_jpeg_count_too():
         check_scans(split, header, MAX_PIXELS)
 
 
-@pytest.mark.parametrize("size", [(40, 30), (3840, 2160), (5120, 2880), (1, 20_000), (20_000, 1)])
+SIZES = [
+    (40, 30),
+    (3840, 2160),
+    pytest.param((5120, 2880), marks=pytest.mark.slow),
+    (1, 20_000),
+    (20_000, 1),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["JPEG", "progressive", "PNG", "WEBP", "lossless"])
 @pytest.mark.parametrize("flat", [True, False])
 def test_real_images_pass(size, kind, flat):

@@ -126,14 +126,15 @@ def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
 
 
-def rotate_and_cache(kernels, qkv_CT3HE, rope, pages_CM, caches, scale_2, start):
+def rotate_and_cache(kernels, qkv_CT3HE, rope, pages_CM, caches, scale_2, start, place=None):
     """Run the kernel, warp by warp."""
     kernels = kernels[caches[0].element_size()]
     num_sequences, count = qkv_CT3HE.shape[:2]
     scales = ctypes.c_void_p(None if scale_2 is None else scale_2.data_ptr())
     fixed = pointers(rope.cos_PR, rope.sin_PR, pages_CM)
     real = pointers(qkv_CT3HE), pointers(*caches)
-    numbers = start, count, pages_CM.stride(0)
+    given = ctypes.c_void_p(None if place is None else place.data_ptr())
+    numbers = given, start, count, pages_CM.stride(0)
     for sequence, warp in product(range(num_sequences), range(-(-count * HEADS * 8 // 32))):
         kernels.set_row(sequence, 0)
         wasted = [x.clone() for x in (qkv_CT3HE, *caches)]
@@ -180,6 +181,24 @@ def test_rotation_has_the_bits_of_the_reference(kernels, start, count, scale_2):
     assert torch.equal(qkv_N3HE, expected)
     for cache, expected_cache in zip(caches, expected_caches, strict=True):
         assert torch.equal(pages.indexable(cache), pages.indexable(expected_cache))
+
+
+def test_a_place_in_memory_is_that_of_an_argument(kernels):
+    """Tokens before the padding are rotated and written from there; nothing else changes."""
+    generator = torch.Generator().manual_seed(1)
+    rope = Rope(10000.0, 32, 40)
+    rope.fill(torch.device("cpu"))
+    given = torch.randn(1, 9, 3, HEADS, HEAD_DIM, generator=generator).bfloat16()
+    pages_CM = torch.randperm(PAGES, generator=generator)[None]
+    caches = [torch.zeros(PAGES, HEADS, PAGE, HEAD_DIM).bfloat16() for _ in range(2)]
+    expected_caches = [cache.clone() for cache in caches]
+    ours, theirs = given.clone(), given[:, :6].clone()
+    place_2 = torch.tensor([7, 6])
+    rotate_and_cache(kernels, ours, rope, pages_CM, caches, None, 3, place_2)
+    rotate_and_cache(kernels, theirs, rope, pages_CM, expected_caches, None, 7)
+    assert torch.equal(ours, torch.cat([theirs, given[:, 6:]], 1))
+    for cache, expected in zip(caches, expected_caches, strict=True):
+        assert torch.equal(cache, expected)
 
 
 def test_a_sum_of_three_is_rounded_once(kernels):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from legato_engine.errors import InvalidField
@@ -14,6 +15,7 @@ from legato_engine.models.confidence import (
     score,
 )
 
+ROOT = Path(__file__).parents[3]
 FILE = {
     "fitted_on": "scenes",
     "fitted_at": "2026-11-25",
@@ -68,3 +70,17 @@ def test_a_malformed_file_is_refused(tmp_path, change):
     (tmp_path / "confidence.json").write_text(json.dumps(FILE | change))
     with pytest.raises(InvalidField, match=r"confidence\.json"):
         read_calibrations(tmp_path)
+
+
+def test_legato_tiny_ships_the_fits_that_helped():
+    """As the record of the held-out scenes has them, and no other."""
+    record = json.loads((ROOT / "training/results/confidence.json").read_text())["skills"]
+    shipped = read_calibrations(ROOT / "engine/tiny/legato_tiny")
+    assert shipped is not None
+    assert shipped.skills == {
+        skill: Calibration(each["temperature"], each["offset"])
+        for skill, each in record.items()
+        if each["ships"]
+    }
+    for each in record.values():
+        assert each["ships"] == (each["share_better"] >= 0.95)

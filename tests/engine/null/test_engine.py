@@ -17,6 +17,7 @@ from legato_engine.core import (
     EncodedImage,
     FinishReason,
     ObjectEvent,
+    ObjectOrder,
     PixelFormat,
     PointTask,
     QueryTask,
@@ -171,6 +172,19 @@ def test_objects_are_bounded_by_max_objects(max_objects, found, reason):
     *_, done = Bench(null_objects=5).run(task=DetectTask(object="cat", max_objects=max_objects))
     assert len({(each.box.x_min, each.box.y_min) for each in done.result.objects}) == found
     assert done.finish_reason is reason
+
+
+@pytest.mark.parametrize("task", [DetectTask, PointTask])
+def test_objects_have_confidences(task):
+    """They filter before `max_objects` counts, and order the result; events keep their order."""
+    bench = Bench(null_objects=5)
+    asked = task(object="cat", min_confidence=0.5, max_objects=3, order=ObjectOrder.CONFIDENCE)
+    *deltas, done = bench.run(task=asked, deltas=True)[1:]
+    told = [delta.events[0].confidence for delta in deltas]
+    found = done.result.objects if task is DetectTask else done.result.points
+    assert told == [0.75, 0.9375, 0.8125]
+    assert [each.confidence for each in found] == sorted(told, reverse=True)
+    assert done.finish_reason is FinishReason.MAX_OBJECTS
 
 
 def test_images_are_read_sized_and_cached(bench):

@@ -13,7 +13,15 @@ from legato_engine.config import EngineConfig, check
 from legato_engine.core import FinishReason
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.decode_loop import DONE, STOP, LoopTensors, advance, control_step
+from legato_engine.kernels.decode_loop import (
+    DONE,
+    NOT_BEHIND,
+    STOP,
+    LoopTensors,
+    advance,
+    control_step,
+    place_behind,
+)
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
 from legato_engine.tasks import Constraint, successor
@@ -32,7 +40,12 @@ Answers = tuple[list[list[int]], int]
 def graph():
     made = assemble(
         EngineConfig(
-            device="cpu", threads=1, model="random-tiny", random_weights=True, max_running=6
+            device="cpu",
+            threads=1,
+            model="random-tiny",
+            random_weights=True,
+            max_running=6,
+            max_prefill_rows=3,
         )
     )
     yield made
@@ -127,6 +140,17 @@ def test_a_short_answer_is_no_loop(looping: Assembly) -> None:
     assert run.launches == run.steps > 1
 
 
+def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
+    graph: Assembly, looping: Assembly
+) -> None:
+    """One launch has both, and all answers are those of single steps."""
+    asked = [Ask(6, 200, logprobs=True, after=0), Ask(5, 8, logprobs=False, after=30)]
+    plain, _ = results(graph, asked, 2)
+    looped, run = results(looping, asked, 2)
+    assert looped == plain
+    assert any(plan.behind and plan.prefills for plan in run.plans)
+
+
 def test_requests_come_and_go(looping: Assembly) -> None:
     totals = randomly(looping, num_steps=200, seed=5)
     assert totals["different"] == 0
@@ -193,6 +217,28 @@ def test_a_control_step_leads_constraints_by_the_table(
     constraints, tokens = (torch.tensor(each) for each in zip(*cases, strict=True))
     advance(successor_table(TABLE), constraints, tokens)
     assert constraints.tolist() == [successor(TABLE, *case) for case in cases]
+
+
+def test_tokens_behind_a_loop_are_placed_where_it_ended() -> None:
+    """A row that has gone past its last position becomes padding; other tokens stay."""
+    staged = {
+        "row": torch.tensor([4, 5, 6, SCRATCH]),
+        "source": torch.tensor([4, 5, -1, SCRATCH]),
+        "position": torch.tensor([20, 30, 7, 0]),
+        "fresh": torch.tensor([20, 30, 7, 1]),
+        "sample_row": torch.tensor([4, 5, 6, SCRATCH]),
+        "sample_position": torch.tensor([0, 0, 8, 0]),
+    }
+    next_B = torch.tensor([31, 99, 20, 0])
+    place_behind(staged, next_B, torch.tensor([2, 0, NOT_BEHIND, NOT_BEHIND]), SCRATCH)
+    assert {name: field.tolist() for name, field in staged.items()} == {
+        "row": [4, SCRATCH, 6, SCRATCH],
+        "source": [4, SCRATCH, -1, SCRATCH],
+        "position": [20, 0, 7, 0],
+        "fresh": [20, 1, 7, 1],
+        "sample_row": [4, SCRATCH, 6, SCRATCH],
+        "sample_position": [21, 1, 8, 0],
+    }
 
 
 def test_the_host_ends_a_loop() -> None:

@@ -14,7 +14,7 @@ from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.runtime import kernel_backend, prefill_step
+from legato_engine.runtime import kernel_backend
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
@@ -166,7 +166,7 @@ def assembly(tmp_path):
     made.device.close()
 
 
-def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None):
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None, loops=False):
     """The same model on a `KernelBackend`, and its kernels; images uncropped for an `encoder`."""
     made = []
 
@@ -198,6 +198,7 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder
         max_running=config.max_running,
         buckets=buckets,
         adapters=assembly.bank,
+        loops=loops,
         max_prompts=max_prompts,
         max_images=max_images,
     )
@@ -252,16 +253,39 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
 
 
+def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
+    """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    alone, _ = with_kernels(assembly, buckets=(8, 16))
+    looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
+    assert not alone.runner.decodes_by_loops
+    assert looping.runner.decodes_by_loops
+    given = []
+    for each in (alone, looping):
+        run = Run(each, max_tokens=60)
+        run.submit("first", QueryTask(question="one"))
+        while run.sequences["first"].num_committed < 12:
+            run.scheduler.step()
+        run.submit("second", QueryTask(question="two, too"))
+        run.finish()
+        given.append(run.answers)
+    assert given[0] == given[1]
+    plans = [record.launch.plan for record in run.records]
+    assert any(plan.behind and plan.prefills for plan in plans)
+
+
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
-    either side of it.
+    either side of it, in passes of fixed shape or by torch alone.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly, max_prompts=3)
     shared_tokens = fused.runner.limits.tokens
     given = []
-    for most in (MAX_PASSES, 1):
+    for most, chunks in ((MAX_PASSES, True), (1, True), (1, False)):
         monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 8 * most)
+        if not chunks:
+            monkeypatch.setattr(fused.runner._backend, "_long", None)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
         run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
         run.finish()
@@ -269,11 +293,11 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
         num_tokens = 1 + len(run.sequences["long"].prompt)  # with BOS
         assert 2 * shared_tokens < num_tokens <= 8 * MAX_PASSES
         assert kernels.num_steps - before == (-(-num_tokens // 8) if most > 1 else 0)
-    assert given[0] == given[1]
+    assert given[0] == given[1] == given[2]
 
 
-@pytest.mark.parametrize(("question", "by_torch"), [("x", 0), ("x" * 60, 1)])
-def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, by_torch):
+@pytest.mark.parametrize(("question", "is_long"), [("x", 0), ("x" * 60, 1)])
+def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, is_long):
     """After a preemption an answer of more tokens than there are staged steps runs as steps, as it
     did when it was decoded; only a prompt too long for steps does not.
     """
@@ -282,13 +306,14 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, b
     monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 32)
     monkeypatch.setattr(kernel_backend, "MAX_PASSES", 2)
     long_prompts = []
-    run_long = prefill_step.PrefillStep.run_long_prompt
+    long = fused.runner._backend._long
+    run_long = long.run
 
-    def counted(step):
-        long_prompts.append(step)
-        run_long(step)
+    def counted(*given, **how):
+        long_prompts.append(given)
+        run_long(*given, **how)
 
-    monkeypatch.setattr(prefill_step.PrefillStep, "run_long_prompt", counted)
+    monkeypatch.setattr(long, "run", counted)
 
     def asked(preempted_at):
         run = Run(fused, max_tokens=70)
@@ -308,7 +333,7 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, b
     del long_prompts[:]
     before = kernels.num_steps
     assert asked(60) == plain
-    assert len(long_prompts) == 2 * by_torch, "for the request, and again after the preemption"
+    assert len(long_prompts) == 2 * is_long, "for the request, and again after the preemption"
     assert kernels.num_steps - before >= 69 + 60 // 8
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from legato_engine.scheduler.launch import Launch, ScheduledSequence
+from legato_engine.scheduler.launch import Launch, Plan, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -61,6 +61,7 @@ class ReadingRunner:
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
     right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
     `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
+    What is launched behind a loop runs when that has ended.
     """
 
     def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
@@ -74,6 +75,10 @@ class ReadingRunner:
         self._newest: dict[int, int] = {}  # row: its position
         self.num_accepted = self.num_rejected = self.num_together = 0
         self._steps = self._stop_at = self.num_looped = self.num_listed = 0
+        self._loop_slot: int | None = None  # of the one in flight
+        self._behind: Launch | None = None  # the launch after it
+        self._early: list[int] | None = None  # its constraints
+        self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
         self.loops_differ = False
@@ -86,7 +91,7 @@ class ReadingRunner:
         plan = launch.plan
         self.num_together += num_images(plan) > 1
         if plan.loops:
-            begun = 0
+            begun, self._loop_slot = 0, launch.slot
             for row in plan.rows:
                 assert row.slack == row.num_drafts == 0, "a loop starts where the host knows"
                 table, ids = self._tables[row.sequence.row], row.sequence.pages.ids
@@ -96,6 +101,17 @@ class ReadingRunner:
             assert begun <= pages_begun(len(plan.rows), PAGE), "more than a launch can stage"
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
             return
+        for row in plan.prefills:
+            if row.work.compute_pages:
+                assert row.sequence.inputs.image is not None, "its image is already released"
+        self._read[launch.slot] = []
+        if self._loop_slot is None:
+            self._forward(launch)
+        else:
+            self._behind, self._early = launch, None
+
+    def _forward(self, launch: Launch) -> None:
+        plan = launch.plan
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
@@ -103,6 +119,10 @@ class ReadingRunner:
         """Accept draft tokens and sample one more for each row."""
         if launch.plan.loops:
             self._constraints, self._outputs[launch.slot] = list(constraints), []
+            return
+        if launch is self._behind:
+            assert not launch.plan.constrained, "a constraint depends on the loop before it"
+            self._early = list(constraints)
             return
         read = self._read[launch.slot]
         self._outputs[launch.slot] = [
@@ -115,7 +135,20 @@ class ReadingRunner:
     def collect(self, launch: Launch) -> list[RowTokens]:
         """Return the tokens."""
         del self._read[launch.slot]
+        if launch.plan.loops:
+            behind, self._behind, self._loop_slot = self._behind, None, None
+            if behind is not None:
+                self._check_rows(launch.plan, behind.plan)
+                self._forward(behind)
+                if self._early is not None:
+                    self.sample(behind, self._early)
         return self._outputs.pop(launch.slot)
+
+    def _check_rows(self, loop: Plan, plan: Plan) -> None:
+        looped = [loop.rows[index].sequence for index in plan.behind]
+        decoded = [row.sequence for row in plan.decodes]
+        assert decoded == looped, "other rows than the loop's"
+        self.num_behind += len(looped)
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         """Run a step of a loop for rows that may have ended meanwhile."""
@@ -156,6 +189,10 @@ class ReadingRunner:
         """Run the newest token and its draft tokens, up to the sequence's end."""
         sequence, inputs = row.sequence, list[Input]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
+        if position == row.position + row.slack + 1 and not row.num_drafts:
+            assert sequence.finalized, "it has no page to go on"
+            self.num_ended += 1
+            return inputs
         assert 0 <= position - row.position <= row.slack, f"starts at {position}"
         if not known:  # a loop's pages are, from its beginning
             table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
@@ -193,7 +230,6 @@ class ReadingRunner:
         sequence, work = row.sequence, row.work
         self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
         if work.compute_pages:
-            assert sequence.inputs.image is not None, "its image is already released"
             broken = self._breaks()
             for position, written in enumerate(prefix_contents(sequence)):
                 page = self._slots(work.compute_pages[position // PAGE])

@@ -40,6 +40,8 @@ class Totals:
     switches: int = 0
     drafts: int = 0
     looped: int = 0  # steps of loops
+    behind: int = 0  # rows of launches behind loops
+    outrun: int = 0  # of them, those that had ended in the loop
     stuck: int = 0  # loops that gave up a step
     listed: int = 0  # of those, steps with a constraint that follows another
     accepted: int = 0
@@ -60,6 +62,8 @@ class Totals:
         self.switches += world.num_switches
         self.drafts += world.num_drafts
         self.looped += world.runner.num_looped
+        self.behind += world.runner.num_behind
+        self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
         self.listed += world.runner.num_listed
         self.accepted += world.runner.num_accepted

@@ -12,7 +12,7 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2
 from legato_engine import core
 from legato_engine.ipc.messages import Done
-from legato_service.convert import responses
+from legato_service.convert import skills
 from legato_service.convert.response_info import FINISH_REASONS, fill_info
 
 TEXT = st.text("ab é", max_size=4)
@@ -32,7 +32,7 @@ def several(each: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, 
 
 RESULTS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
     "query": (
-        responses.query,
+        skills.QUERY.answer,
         st.builds(
             core.QueryResult,
             answer=TEXT,
@@ -40,21 +40,21 @@ RESULTS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
             grounding=several(GROUNDING),
         ),
     ),
-    "caption": (responses.caption, st.builds(core.CaptionResult, caption=TEXT)),
+    "caption": (skills.CAPTION.answer, st.builds(core.CaptionResult, caption=TEXT)),
     "detect": (
-        responses.detect,
+        skills.DETECT.answer,
         st.builds(
             core.DetectResult, objects=several(st.builds(core.ObjectEvent, box=BOX, label=TEXT))
         ),
     ),
     "point": (
-        responses.point,
+        skills.POINT.answer,
         st.builds(
             core.PointResult, points=several(st.builds(core.PointEvent, point=POINT, label=TEXT))
         ),
     ),
     "segment": (
-        responses.segment,
+        skills.SEGMENT.answer,
         st.builds(
             core.SegmentResult,
             segments=several(
@@ -199,7 +199,7 @@ def test_times_are_sent_to_the_nanosecond(value: core.Timings) -> None:
         usage=usage,
         timings=value,
     )
-    sent = response_of(responses.caption, "r", "m", done, None).info.timings
+    sent = response_of(skills.CAPTION.answer, "r", "m", done, None).info.timings
     for name in PARTS:
         assert sent.HasField(name)
         part = getattr(sent, name)
@@ -218,7 +218,9 @@ def test_a_response_that_cannot_be_built_leaves_nothing_to_the_next() -> None:
     bad = Done(
         core.RequestKey("b"), plain.result, core.FinishReason.STOP, usage, timings, image, (token,)
     )
-    expected = response_of(responses.caption, "a", "model", plain, None)
+    expected = response_of(skills.CAPTION.answer, "a", "model", plain, None)
     with pytest.raises(ValueError, match="range"):
-        response_of(responses.caption, "b", "model", bad, media_pb2.FrameStamp(frame_id="secret"))
-    assert response_of(responses.caption, "a", "model", plain, None) == expected
+        response_of(
+            skills.CAPTION.answer, "b", "model", bad, media_pb2.FrameStamp(frame_id="secret")
+        )
+    assert response_of(skills.CAPTION.answer, "a", "model", plain, None) == expected

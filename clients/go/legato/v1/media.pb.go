@@ -560,14 +560,14 @@ func (*SharedImage_Layout) isSharedImage_Content() {}
 
 func (*SharedImage_MimeType) isSharedImage_Content() {}
 
-// Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` in a
-// session: a ROS node copies it into the header of what it publishes.
+// Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
+// in a session: a ROS node copies it into the header of what it publishes.
 type FrameStamp struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Coordinate frame or camera, as the caller names it.
 	FrameId string `protobuf:"bytes,1,opt,name=frame_id,json=frameId,proto3" json:"frame_id,omitempty"`
 	// When the picture was taken, on the caller's clock. A session measures `max_frame_age` from it where it
-	// is given.
+	// is given, and follows the objects of tracked tasks by it.
 	CaptureTime *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=capture_time,json=captureTime,proto3" json:"capture_time,omitempty"`
 	// The caller's frame counter. In a session it names the frame and must grow with every frame.
 	Sequence      uint64 `protobuf:"varint,3,opt,name=sequence,proto3" json:"sequence,omitempty"`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from legato.v1 import admin_pb2
 
-from legato_client._convert import responses
+from legato_client._convert import pieces
 from legato_client._values import admin
 
 
@@ -16,7 +16,7 @@ def load(response: admin_pb2.GetLoadResponse) -> admin.Load:
         waiting=response.waiting,
         sessions=response.sessions,
         kv_used_ratio=response.kv_used_ratio,
-        estimated_wait=None if wait is None else responses.seconds(wait),
+        estimated_wait=None if wait is None else pieces.seconds(wait),
         engine_state=response.engine_state,
         engine_step=response.engine_step,
         decode_steps=None if steps is None else _steps(steps),
@@ -33,7 +33,7 @@ def _engine(engine: admin_pb2.EngineLoad) -> admin.EngineLoad:
         running=engine.running,
         waiting=engine.waiting,
         kv_used_ratio=engine.kv_used_ratio,
-        estimated_wait=None if wait is None else responses.seconds(wait),
+        estimated_wait=None if wait is None else pieces.seconds(wait),
         step=engine.step,
         restarts=engine.restarts,
         decode_steps=None if steps is None else _steps(steps),

@@ -6,7 +6,7 @@ import datetime
 
 from legato.v1 import image_pb2, server_pb2
 
-from legato_client._convert.responses import seconds
+from legato_client._convert.pieces import seconds
 from legato_client._images.sources import HeldImage
 from legato_client._values import server
 

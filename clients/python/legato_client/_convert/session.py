@@ -5,7 +5,7 @@ from __future__ import annotations
 from legato.v1 import session_pb2
 
 from legato_client import _errors
-from legato_client._convert import responses
+from legato_client._convert import pieces, responses
 from legato_client._values import results, session
 
 
@@ -14,13 +14,13 @@ def terms(message: session_pb2.SessionOpened) -> session.SessionTerms:
         session_id=message.session_id,
         model=message.model,
         max_in_flight=message.max_in_flight,
-        heartbeat_interval=responses.seconds(message.heartbeat_interval),
+        heartbeat_interval=pieces.seconds(message.heartbeat_interval),
     )
 
 
 def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
-    stamp = responses.stamp(message.stamp)
-    image = responses.image_info(message.image) if message.HasField("image") else None
+    stamp = pieces.stamp(message.stamp)
+    image = pieces.image_info(message.image) if message.HasField("image") else None
     shared = results.ResponseInfo("", model, "unspecified", image=image, stamp=stamp)
     return session.FrameResult(
         stamp=stamp,
@@ -28,12 +28,12 @@ def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
         outcome=responses.outcome(message.result, shared),
         image=image,
         last_for_frame=message.last_for_frame,
-        age=responses.seconds(message.age) if message.HasField("age") else None,
+        age=pieces.seconds(message.age) if message.HasField("age") else None,
     )
 
 
 def dropped(message: session_pb2.FrameDropped) -> session.FrameDropped:
-    reason = responses.enum_word(session_pb2.DropReason.DESCRIPTOR, message.reason)
+    reason = pieces.enum_word(session_pb2.DropReason.DESCRIPTOR, message.reason)
     return session.FrameDropped(message.sequence, reason, message.dropped_total)
 
 
@@ -47,4 +47,4 @@ def delta(message: session_pb2.FrameDelta) -> session.FrameDelta | None:
 
 def go_away(message: session_pb2.SessionGoAway) -> session.GoAway:
     reason = _errors.from_status(message.reason) if message.reason.code else None
-    return session.GoAway(responses.seconds(message.time_left), reason)
+    return session.GoAway(pieces.seconds(message.time_left), reason)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from legato.v1 import image_pb2, media_pb2
 
-from legato_client._convert.requests import duration
+from legato_client._convert.pieces import duration
 
 CHUNK_BYTES = 256 * 1024
 _ROW_BYTES = {"rgb8": 3, "bgr8": 3, "rgba8": 4, "bgra8": 4, "mono8": 1, "nv12": 1, "yuyv": 2}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from legato.v1 import session_pb2
 
-from legato_client._convert import requests
+from legato_client._convert import pieces, requests
 from legato_client._errors import DeadlineExceeded
 from legato_client._values import tasks as _tasks
 from legato_client._values.session import FramePolicy
@@ -97,9 +97,9 @@ def plan(
         response_credits=answer_window,
     )
     if max_frame_age is not None:
-        opening.max_frame_age.CopyFrom(requests.duration(max_frame_age))
+        opening.max_frame_age.CopyFrom(pieces.duration(max_frame_age))
     if heartbeat_interval is not None:
-        opening.heartbeat_interval.CopyFrom(requests.duration(heartbeat_interval))
+        opening.heartbeat_interval.CopyFrom(pieces.duration(heartbeat_interval))
     return SessionPlan(opening, when_full, send_timeout, open_timeout, answer_window)
 
 

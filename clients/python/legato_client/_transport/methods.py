@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
 
-from legato_client._convert import admin, responses, server
+from legato_client._convert import admin, pieces, responses, server, skills
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -24,6 +25,10 @@ class Method(Generic[ResponseT, ValueT]):
     parse: Callable[[ResponseT], ValueT]
 
 
+def _answer(skill: skills.AnySkill, response: Any) -> Any:
+    return skill.read(response, pieces.info(response.info), "")
+
+
 _INFERENCE = "/legato.v1.InferenceService/"
 _ADMIN = "/legato.v1.AdminService/"
 _IMAGE = "/legato.v1.ImageService/"
@@ -31,11 +36,15 @@ _SERVER = "/legato.v1.ServerService/"
 
 SESSION_PATH = "/legato.v1.SessionService/Session"
 
-QUERY = Method(_INFERENCE + "Query", inference_pb2.QueryResponse, responses.query)
-CAPTION = Method(_INFERENCE + "Caption", inference_pb2.CaptionResponse, responses.caption)
-DETECT = Method(_INFERENCE + "Detect", inference_pb2.DetectResponse, responses.detect)
-POINT = Method(_INFERENCE + "Point", inference_pb2.PointResponse, responses.point)
-SEGMENT = Method(_INFERENCE + "Segment", inference_pb2.SegmentResponse, responses.segment)
+OF_SKILLS: Mapping[str, Method[Any, Any]] = {
+    skill.name: Method(
+        f"{_INFERENCE}{skill.name.capitalize()}",
+        skill.response,
+        functools.partial(_answer, skill),
+    )
+    for skill in skills.SKILLS
+}
+"""The call of each skill alone, by the skill's name."""
 RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
 GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event)
 PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, server.held_image)

@@ -91,6 +91,9 @@ class Outline:
         )
 
 
+Mark = Detection | PointedObject | Outline
+
+
 @dataclass(frozen=True, slots=True)
 class TokenAlternative:
     """A token that the model might have chosen; `text` is what it would have completed."""
@@ -210,8 +213,24 @@ class ResponseInfo:
     resumptions: int = 0
 
 
+class TaskResult:
+    """What any task gives."""
+
+    __slots__ = ()
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """What of it has a place in the image."""
+        return ()
+
+    @property
+    def text(self) -> str:
+        """What of it is words; empty where all of it has a place."""
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
-class QueryResult:
+class QueryResult(TaskResult):
     """The answer to a question."""
 
     answer: str
@@ -219,41 +238,61 @@ class QueryResult:
     info: ResponseInfo
     task_id: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.answer
+
 
 @dataclass(frozen=True, slots=True)
-class CaptionResult:
+class CaptionResult(TaskResult):
     """A description of the image."""
 
     caption: str
     info: ResponseInfo
     task_id: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.caption
+
 
 @dataclass(frozen=True, slots=True)
-class DetectResult:
+class DetectResult(TaskResult):
     """Every box found, in the order that was asked for."""
 
     objects: tuple[Detection, ...]
     info: ResponseInfo
     task_id: str = ""
 
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        return self.objects
+
 
 @dataclass(frozen=True, slots=True)
-class PointResult:
+class PointResult(TaskResult):
     """Every point found, in the order that was asked for."""
 
     points: tuple[PointedObject, ...]
     info: ResponseInfo
     task_id: str = ""
 
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        return self.points
+
 
 @dataclass(frozen=True, slots=True)
-class SegmentResult:
+class SegmentResult(TaskResult):
     """Every outline found."""
 
     segments: tuple[Outline, ...]
     info: ResponseInfo
     task_id: str = ""
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        return self.segments
 
 
 Result = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 from legato_client._errors import ClientTooOld, SharedMemoryRefused
 from legato_client._version import CONTRACT_REVISION
@@ -64,6 +66,14 @@ class ModelInfo:
     streaming_regions: bool
     max_context_tokens: int
     confidence: ConfidenceInfo | None = None
+
+
+def model_document(model: ModelInfo) -> dict[str, Any]:
+    """Its fields as JSON has them, the time in ISO 8601."""
+    document = dataclasses.asdict(model)
+    if model.confidence is not None and model.confidence.fitted_at is not None:
+        document["confidence"]["fitted_at"] = model.confidence.fitted_at.isoformat()
+    return document
 
 
 UNKNOWN = ServerInfo("", "", "", 0, 0, Limits(0, 0, 0, 0, 0, 0, 0, 0.0), ())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from legato_client._values.tasks import Task
-from legato_client.batch.lines import Line
+from legato_client.batch.lines import Line, places
 from legato_client.batch.output import replacing
 from legato_client.batch.tasks import object_of
 
@@ -39,7 +39,7 @@ def _document(lines: Iterable[Line], tasks: Mapping[str, Task]) -> dict[str, lis
         images.append({"id": len(images) + 1, "file_name": line["source"], **size, **moment})
         for name, noun in named.items():
             result = line["results"][name]
-            for found in (*result.get("objects", ()), *result.get("segments", ())):
+            for found in places(result):
                 annotations.append(
                     {
                         "id": len(annotations) + 1,

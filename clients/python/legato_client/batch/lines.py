@@ -11,18 +11,15 @@ from legato_client._errors import LegatoError
 from legato_client._values.results import (
     Box,
     Detection,
-    DetectResult,
+    Mark,
     Outline,
     Point,
     PointedObject,
-    PointResult,
     Result,
-    SegmentResult,
 )
 from legato_client.batch.sources import Key, Picture
 
 Line = dict[str, Any]
-Mark = Detection | PointedObject | Outline
 
 UNREADABLE = "UNREADABLE"
 """The code of a file that could not be read, where the others are gRPC's."""
@@ -75,12 +72,14 @@ def unreadable(picture: Picture, error: OSError | ValueError) -> Line:
 def marks(line: Mapping[str, Any]) -> Iterator[Mark]:
     """What of the results has a place in the picture."""
     for result in line.get("results", {}).values():
-        for found in result.get("objects", ()):
-            yield Detection(Box(**found["box"]), found["label"], found["confidence"])
-        for found in result.get("points", ()):
-            yield PointedObject(Point(**found["point"]), found["label"], found["confidence"])
-        for found in result.get("segments", ()):
-            yield Outline(found["path"], Box(**found["box"]), found["label"], found["confidence"])
+        yield from map(_mark, places(result))
+
+
+def places(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The objects, points or outlines of a task's result."""
+    for value in result.values():
+        if isinstance(value, list | tuple):
+            yield from value
 
 
 def texts(line: Mapping[str, Any]) -> Iterator[str]:
@@ -103,22 +102,31 @@ def _result(result: Result) -> dict[str, Any]:
     image = result.info.image
     if image is not None:
         size = image.width, image.height
-        match result:
-            case DetectResult(objects):
-                for found, box in zip(fields["objects"], objects, strict=True):
-                    found["box_pixels"] = box.to_pixels(*size)
-            case PointResult(points):
-                for found, point in zip(fields["points"], points, strict=True):
-                    found["point_pixels"] = point.to_pixels(*size)
-            case SegmentResult(segments):
-                for found, outline in zip(fields["segments"], segments, strict=True):
-                    found["box_pixels"] = outline.box.to_pixels(*size)
-                    found["polygons_pixels"] = _polygons(outline, *size)
-            case _:
-                pass
+        for found, mark in zip(places(fields), result.marks, strict=True):
+            found.update(_pixels(mark, *size))
     info = result.info
     about = {"finish_reason": info.finish_reason, "model": info.model}
     return {**fields, **about, "request_id": info.request_id}
+
+
+def _mark(found: Mapping[str, Any]) -> Mark:
+    label, confidence = found["label"], found["confidence"]
+    if "point" in found:
+        return PointedObject(Point(**found["point"]), label, confidence)
+    if "path" in found:
+        return Outline(found["path"], Box(**found["box"]), label, confidence)
+    return Detection(Box(**found["box"]), label, confidence)
+
+
+def _pixels(mark: Mark, width: int, height: int) -> dict[str, Any]:
+    match mark:
+        case Detection():
+            return {"box_pixels": mark.to_pixels(width, height)}
+        case PointedObject():
+            return {"point_pixels": mark.to_pixels(width, height)}
+        case Outline():
+            box = mark.box.to_pixels(width, height)
+            return {"box_pixels": box, "polygons_pixels": _polygons(mark, width, height)}
 
 
 def _polygons(outline: Outline, width: int, height: int) -> list[list[float]]:

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from legato_client._values.tasks import (
-    CaptionLength,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    Sampling,
-    SegmentTask,
-    Task,
-)
+from legato_client._convert import skills
+from legato_client._values.tasks import Sampling, Task
 
 MAX_TASKS = 32
 """As many as RunTasks takes."""
-
-_SKILLS = ("detect", "point", "segment", "caption", "query")
-_LENGTHS: tuple[CaptionLength, ...] = get_args(CaptionLength)
 
 
 def parse(
     name: str, sampling: Sampling, max_objects: int | None, min_confidence: float | None = None
 ) -> Task:
     """Raises ValueError for a skill that does not exist, and for a text that it cannot have."""
-    skill, _, text = name.partition(":")
-    text = text.strip()
-    if skill in _SKILLS and skill != "caption" and not text:
-        raise ValueError(f"{skill} needs a text: {skill}:TEXT")
-    match skill:
-        case "detect":
-            return DetectTask(text, max_objects, sampling, min_confidence=min_confidence)
-        case "point":
-            return PointTask(text, max_objects, sampling=sampling, min_confidence=min_confidence)
-        case "segment":
-            return SegmentTask(text, sampling=sampling)
-        case "query":
-            return QueryTask(text, sampling=sampling)
-        case "caption":
-            return CaptionTask(_length(text), sampling)
-        case _:
-            raise ValueError(f"a task is one of {', '.join(_SKILLS)}, not {skill!r}")
+    word, _, text = name.partition(":")
+    if word not in skills.BY_NAME:
+        raise ValueError(f"a task is one of {', '.join(skills.BY_NAME)}, not {word!r}")
+    limits: dict[str, Any] = {"max_objects": max_objects, "min_confidence": min_confidence}
+    task: Task = skills.BY_NAME[word].make(text, sampling, **limits)
+    return task
 
 
 def parse_all(
@@ -63,11 +41,26 @@ def parse_all(
 
 def object_of(task: Task) -> str | None:
     """What a task that gives boxes looks for."""
-    return task.object if isinstance(task, DetectTask | SegmentTask) else None
+    skill = skills.of(task)
+    return getattr(task, skill.subject) if skill.places == "boxes" else None
 
 
-def _length(text: str) -> CaptionLength:
-    length = next((each for each in _LENGTHS if each == (text or "normal")), None)
-    if length is None:
-        raise ValueError(f"a caption is one of {', '.join(_LENGTHS)}, not {text!r}")
-    return length
+def have_places(tasks: Iterable[Task]) -> bool:
+    """Whether the results of all lie in the image."""
+    return all(skills.of(task).places for task in tasks)
+
+
+def usage(*, places: bool = False) -> str:
+    """How tasks are written; with `places` only those whose results lie in the image."""
+    return listed([skill.usage for skill in skills.SKILLS if skill.places or not places])
+
+
+def names(*, boxes: bool = False) -> str:
+    """The skills whose results lie in the image, or only those that give boxes."""
+    kinds = ("boxes",) if boxes else ("boxes", "points")
+    return listed([skill.name for skill in skills.SKILLS if skill.places in kinds])
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with "or" before the last."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NUM_BINS = 10
 _LEAST = 1e-9  # a score's distance from 0 and 1 in its logit
 _STEPS = 100
 _FLATTEST = 1e-3  # 1 / temperature; scores keep their order
@@ -58,7 +59,7 @@ def log_loss(fitted: Fit, pairs: Pairs) -> float:
     return -math.fsum(math.log(c if right else 1 - c) for c, right in inside) / max(len(pairs), 1)
 
 
-def reliability(fitted: Fit, pairs: Pairs, num_bins: int = 10) -> list[Bin]:
+def reliability(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> list[Bin]:
     """Bins of equal width, without the empty ones."""
     members: list[list[tuple[float, bool]]] = [[] for _ in range(num_bins)]
     for score, right in pairs:
@@ -71,7 +72,7 @@ def reliability(fitted: Fit, pairs: Pairs, num_bins: int = 10) -> list[Bin]:
     ]
 
 
-def calibration_error(fitted: Fit, pairs: Pairs, num_bins: int = 10) -> float:
+def calibration_error(fitted: Fit, pairs: Pairs, num_bins: int = NUM_BINS) -> float:
     """ECE: the mean distance of confidence and share right over the bins, by their counts."""
     bins = reliability(fitted, pairs, num_bins)
     apart = math.fsum(each.count * abs(each.confidence - each.right) for each in bins)

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
 from legato_client._client import Client
-from legato_client._errors import LegatoError
-from legato_client._values.results import (
-    Box,
-    DetectResult,
-    Point,
-    PointResult,
-    Result,
-    SegmentResult,
-    Token,
-)
-from legato_client._values.tasks import DetectTask, Options, PointTask, SegmentTask, Task
+from legato_client._convert import skills
+from legato_client._convert.responses import TaskOutcome
+from legato_client._errors import Busy, LegatoError
+from legato_client._values.results import Box, Mark, Point, PointedObject, Result, Token
+from legato_client._values.tasks import Options, Task
 from legato_client.calibration.labelled import LabelledPicture
 
-SKILLS = ("detect", "point", "segment")
+SKILLS = tuple(skill.name for skill in skills.SKILLS if skill.places)
 MIN_IOU = 0.5
 """A box with this overlap is right."""
 
 _MAX_TASKS = 32  # of RunTasks
-_TOKENS = {"detect": 3, "point": 2, "segment": 3}  # of an object, or of an outline's box
-_TASKS: dict[str, Callable[[str], Task]] = {
-    "detect": DetectTask,
-    "point": PointTask,
-    "segment": SegmentTask,
-}
+_MAX_TRIES = 20  # of tasks that find the queue full
+_TOKENS = {"boxes": 3, "points": 2}  # of an object, or of an outline's box
+
+Certainties = tuple[tuple[float, float], ...]
 
 
 class NoCertainties(Exception):
@@ -40,26 +33,31 @@ class NoCertainties(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An object that was found; `score` is its confidence before any calibration."""
+    """An object that was found; `certainties` are existence and concentration of its tokens."""
 
     skill: str
     picture: int
     name: str
     place: Box | Point
-    score: float
+    certainties: Certainties
     right: bool
+
+    @property
+    def score(self) -> float:
+        """Its confidence before any calibration."""
+        return product(self.certainties)
 
 
 def score(
     client: Client,
     pictures: Iterable[LabelledPicture],
-    skills: Sequence[str],
+    words: Sequence[str],
     *,
     model: str = "",
     parallel: int,
     tell: Callable[[], None],
 ) -> list[Scored]:
-    """Ask about each picture's categories; `tell` is called after each picture.
+    """Ask skills about each picture's categories; `tell` is called after each picture.
 
     Raises:
         LegatoError: the server refuses, or a picture cannot be read by it.
@@ -69,7 +67,7 @@ def score(
     options = Options(model=model, top_logprobs=0)
 
     def of(picture: LabelledPicture) -> list[Scored]:
-        found = list(_of_picture(client, picture, skills, options))
+        found = list(_of_picture(client, picture, words, options))
         tell()
         return found
 
@@ -78,40 +76,69 @@ def score(
 
 
 def _of_picture(
-    client: Client, picture: LabelledPicture, skills: Sequence[str], options: Options
+    client: Client, picture: LabelledPicture, words: Sequence[str], options: Options
 ) -> Iterator[Scored]:
     asked = [
-        (skill, name)
-        for skill in skills
+        (skills.BY_NAME[word], name)
+        for word in words
         for name, boxes in picture.boxes.items()
-        if skill != "segment" or len(boxes) < 2  # it outlines one, and does not say which
+        # A skill that gives one object does not say which.
+        if skills.BY_NAME[word].takes("max_objects") or len(boxes) < 2
     ]
     image = picture.path.read_bytes()
     for first in range(0, len(asked), _MAX_TASKS):
         some = asked[first : first + _MAX_TASKS]
-        tasks = [_TASKS[skill](name) for skill, name in some]
-        outcomes = client.run_tasks(image, tasks, options=options)
-        for (skill, name), outcome in zip(some, outcomes, strict=True):
-            if isinstance(outcome, LegatoError):
-                raise outcome
-            places = _places(outcome)
-            scores = raw_scores(outcome.info.tokens, _TOKENS[skill])
-            if len(scores) < len(places):
+        results = _results(client, image, [skill.task(name) for skill, name in some], options)
+        for (skill, name), result in zip(some, results, strict=True):
+            places = [_place(mark) for mark in result.marks]
+            sure = certainties(result.info.tokens, _TOKENS[skill.places])
+            if len(sure) < len(places):
                 raise NoCertainties
-            rights = right_places(places, scores, picture.boxes[name])
-            for place, one, right in zip(places, scores, rights, strict=False):
-                yield Scored(skill, picture.number, name, place, one, right)
+            rights = right_places(places, [product(each) for each in sure], picture.boxes[name])
+            for place, one, right in zip(places, sure, rights, strict=False):
+                yield Scored(skill.name, picture.number, name, place, one, right)
 
 
-def raw_scores(tokens: Iterable[Token], tokens_per_object: int) -> list[float]:
-    """Of each whole object: the product of its tokens' certainties."""
+def _results(client: Client, image: bytes, tasks: Sequence[Task], options: Options) -> list[Result]:
+    """Of all tasks; those that found a full queue are asked again when the server says."""
+    results: dict[int, Result] = {}
+    busy: Busy | None = None
+    for _ in range(_MAX_TRIES):
+        left = [index for index in range(len(tasks)) if index not in results]
+        outcomes: Sequence[TaskOutcome]
+        try:
+            outcomes = client.run_tasks(image, [tasks[index] for index in left], options=options)
+        except Busy as error:
+            outcomes = [error] * len(left)
+        wait, busy = 0.0, None
+        for index, outcome in zip(left, outcomes, strict=True):
+            if isinstance(outcome, Busy) and outcome.retry_after is not None:
+                wait, busy = max(wait, outcome.retry_after), outcome
+            elif isinstance(outcome, LegatoError):
+                raise outcome
+            else:
+                results[index] = outcome
+        if busy is None:
+            return [results[index] for index in range(len(tasks))]
+        time.sleep(wait)
+    assert busy is not None, "it is why there was one more try"
+    raise busy
+
+
+def certainties(tokens: Iterable[Token], tokens_per_object: int) -> list[Certainties]:
+    """Of the tokens of each whole object."""
     sure = [
-        each.certainty.existence * each.certainty.concentration
+        (each.certainty.existence, each.certainty.concentration)
         for each in tokens
         if each.certainty is not None
     ]
     ends = range(tokens_per_object, len(sure) + 1, tokens_per_object)
-    return [math.prod(sure[end - tokens_per_object : end]) for end in ends]
+    return [tuple(sure[end - tokens_per_object : end]) for end in ends]
+
+
+def product(certainties: Certainties) -> float:
+    """The score of an object."""
+    return math.prod(exists * near for exists, near in certainties)
 
 
 def right_places(
@@ -128,16 +155,8 @@ def right_places(
     return right
 
 
-def _places(result: Result) -> list[Box | Point]:
-    match result:
-        case DetectResult(objects):
-            return [each.box for each in objects]
-        case PointResult(points):
-            return [each.point for each in points]
-        case SegmentResult(segments):
-            return [each.box for each in segments]
-        case _:
-            return []
+def _place(mark: Mark) -> Box | Point:
+    return mark.point if isinstance(mark, PointedObject) else mark.box
 
 
 def _fit(place: Box | Point, box: Box) -> float:

@@ -15,10 +15,8 @@ from legato_client.batch import tasks
 from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
-TASK_HELP = (
-    "detect:OBJECT, point:OBJECT, segment:OBJECT, caption[:short|normal|long] or query:QUESTION; "
-    "may be repeated"
-)
+TASK_HELP = f"{tasks.usage()}; may be repeated"
+PLACE_TASK_HELP = f"{tasks.usage(places=True)}; may be repeated"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of the names that a picture can be written to."""
 

@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
     add("source", type=Path, metavar="IN.mcap")
     add("--topic", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
     add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
-        help="detect:OBJECT, point:OBJECT or segment:OBJECT; may be repeated")  # fmt: skip
+        help=arguments.PLACE_TASK_HELP)  # fmt: skip
     add("--out", type=Path, required=True, metavar="OUT.mcap")
     add("--detections", default="/legato/detections", metavar="TOPIC",
         help="of the answers, default %(default)s")  # fmt: skip
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> Count:
-    from legato_client.ros import arrays, bag
+    from legato_client.ros import bag
 
     sampling, least = arguments.sampling_of(args), args.min_confidence
     asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
-    if not arrays.have_places(asked.values()):
-        raise bag.BagRefused("a bag has room for boxes and points: detect, point or segment")
+    if not tasks.have_places(asked.values()):
+        raise bag.BagRefused(f"a bag has room for boxes and points: {tasks.names()}")
     if args.out.exists() and args.out.samefile(args.source):
         raise bag.BagRefused(f"{args.out} is the bag itself: name another file")
     topics = bag.Topics(args.topic, args.detections, args.draw, tuple(args.copy))

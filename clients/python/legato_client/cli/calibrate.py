@@ -13,6 +13,8 @@ from typing import Any
 from legato_client import Client
 from legato_client.batch.output import replacing
 from legato_client.calibration import fit as fits
+from legato_client.calibration import objects
+from legato_client.calibration.judge import Judgement, judge
 from legato_client.calibration.labelled import (
     ANNOTATIONS,
     LabelledFolder,
@@ -30,6 +32,8 @@ FILE_NAME = "confidence.json"
 _FEWEST = 50
 """Objects, right and wrong ones together, that a fit needs."""
 
+_SAME_SET = "the errors are of the set that was fitted on: judge on another one with --test"
+
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -37,7 +41,8 @@ def add_command(commands: Any) -> None:
         help="fit a model's confidences to how often they are right",
         description="Ask about every picture of a labelled folder, compare the answers with its "
         "boxes, and write what makes the confidences shares of right objects. Servers read the "
-        "file beside the weights when they start.",
+        "file beside the weights when they start. With --test only fits that better the "
+        "confidences of other pictures are written.",
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="pictures")
@@ -46,6 +51,12 @@ def add_command(commands: Any) -> None:
         type=Path,
         metavar="FILE.json",
         help=f"boxes in COCO's form, default: {ANNOTATIONS} in the folder",
+    )
+    add(
+        "--test",
+        type=Path,
+        metavar="FOLDER",
+        help="other labelled pictures: a skill whose fit does not help there is left out",
     )
     add(
         "--weights",
@@ -60,6 +71,12 @@ def add_command(commands: Any) -> None:
         type=Path,
         metavar="FILE.json",
         help=f"default: {FILE_NAME} beside the weights, else here",
+    )
+    add(
+        "--objects",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write every object that was found, with its certainties and whether it is right",
     )
     add("--name", default="", help="of the set that was fitted on, default: the folder's")
     add("--skills", nargs="+", choices=SKILLS, default=["detect", "point"], metavar="SKILL")
@@ -79,31 +96,55 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    labels = _labels(args)
+    labels = _labels(args.folder, args)
+    held_out = _labels(args.test, args) if args.test else None
     with _client(args, terminal) as client:
         found = _score(args, client, labels, terminal)
+        tested = _score(args, client, held_out, terminal) if held_out else None
+    if args.objects:
+        sets = {"fit": found, "test": tested or []}
+        told = [line for name, some in sets.items() for line in objects.lines(name, some)]
+        _write(args.objects, "".join(f"{line}\n" for line in told))
     fitted = {skill: _fit(skill, found) for skill in args.skills}
+    judging = found if tested is None else tested
+    judged = {skill: judge(each, _of(skill, judging)) for skill, each in fitted.items()}
+    kept = [skill for skill in fitted if tested is None or judged[skill].better]
     path = args.output or _beside(args.weights) / FILE_NAME
+    _report(fitted, judged, kept, path if kept else None, terminal)
+    if not kept:
+        raise CommandError(
+            f"no fit betters the confidences of {args.test} by more than its error, so none is "
+            "written: label more pictures, or leave the scores as they are"
+        )
     document = {
         "fitted_on": f"{args.name or args.folder.resolve().name}, {len(labels.pictures)} pictures",
         "fitted_at": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "skills": {
-            skill: {"temperature": round(each.temperature, 4), "offset": round(each.offset, 4)}
-            for skill, each in fitted.items()
+            skill: {
+                "temperature": round(fitted[skill].temperature, 4),
+                "offset": round(fitted[skill].offset, 4),
+            }
+            for skill in kept
         },
     }
+    _write(path, json.dumps(document, indent=2) + "\n")
+    terminal.line(f"written {path}" + ("" if tested else f"; {_SAME_SET}"))
+
+
+def _write(path: Path, text: str) -> None:
     try:
         with replacing(path) as part:
-            part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
-    _report(found, fitted, path, terminal)
 
 
-def _labels(args: argparse.Namespace) -> LabelledFolder:
-    annotations = args.annotations or args.folder / ANNOTATIONS
+def _labels(folder: Path, args: argparse.Namespace) -> LabelledFolder:
+    annotations = folder / ANNOTATIONS
+    if folder is args.folder and args.annotations:
+        annotations = args.annotations
     try:
-        return read_labels(args.folder, annotations, absent=args.absent)
+        return read_labels(folder, annotations, absent=args.absent)
     except UnusableLabels as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
 
@@ -146,7 +187,7 @@ def _score(
 
 
 def _fit(skill: str, found: Sequence[Scored]) -> fits.Fit:
-    pairs = _pairs(skill, found)
+    pairs = [(each.score, each.right) for each in _of(skill, found)]
     if len(pairs) < _FEWEST:
         raise CommandError(
             f"{len(pairs)} objects were found by {skill}; a fit needs {_FEWEST}: label more "
@@ -155,34 +196,46 @@ def _fit(skill: str, found: Sequence[Scored]) -> fits.Fit:
     return fits.fit(pairs)
 
 
-def _pairs(skill: str, found: Sequence[Scored]) -> list[tuple[float, bool]]:
-    return [(each.score, each.right) for each in found if each.skill == skill]
+def _of(skill: str, found: Sequence[Scored]) -> list[Scored]:
+    return [each for each in found if each.skill == skill]
 
 
 def _report(
-    found: Sequence[Scored], fitted: dict[str, fits.Fit], path: Path, terminal: Terminal
+    fitted: dict[str, fits.Fit],
+    judged: dict[str, Judgement],
+    kept: Sequence[str],
+    path: Path | None,
+    terminal: Terminal,
 ) -> None:
-    rows: list[dict[str, Any]] = []
-    for skill, each in fitted.items():
-        pairs = _pairs(skill, found)
-        rows.append(
-            {
-                "skill": skill,
-                "objects": len(pairs),
-                "right": sum(right for _, right in pairs),
-                "temperature": each.temperature,
-                "offset": each.offset,
-                "ece_before": fits.calibration_error(fits.Fit(), pairs),
-                "ece_after": fits.calibration_error(each, pairs),
-            }
-        )
-    terminal.table(tuple(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
-    terminal.line(f"written {path}; the error is of the set that was fitted on: measure on another")
-    terminal.document({"output": str(path), "skills": rows})
+    """The errors of `judged`, and which skills are written."""
+    rows: list[dict[str, Any]] = [
+        {
+            "skill": skill,
+            "objects": each.objects,
+            "right": each.right,
+            "temperature": fitted[skill].temperature,
+            "offset": fitted[skill].offset,
+            "ece_before": each.ece_before,
+            "ece_before_error": each.ece_before_error,
+            "ece_after": each.ece_after,
+            "ece_after_error": each.ece_after_error,
+            "gain_error": each.gain_error,
+            "written": skill in kept,
+        }
+        for skill, each in judged.items()
+    ]
+    headers = ("skill", "objects", "right", "temperature", "offset", "ECE before", "after", "")
+    terminal.table(headers, [_cells(row) for row in rows])
+    terminal.document({"output": None if path is None else str(path), "skills": rows})
 
 
-def _cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(str(row[name]) for name in ("skill", "objects", "right")),
+        *(f"{row[name]:.3f}" for name in ("temperature", "offset")),
+        *(f"{row[name]:.4f} ± {row[f'{name}_error']:.4f}" for name in ("ece_before", "ece_after")),
+        "written" if row["written"] else "not better, left out",
+    ]
 
 
 def _beside(weights: Path | None) -> Path:

@@ -10,7 +10,7 @@ from legato_client import Client, Options, Result
 from legato_client._transport.channel import DEFAULT_TIMEOUT
 from legato_client.cli import arguments, forward, show, tasks
 from legato_client.cli.local_server import LocalServer
-from legato_client.cli.script import Script, sample_script, script_for
+from legato_client.cli.script import ASKED, Script, sample_script, script_for
 from legato_client.cli.terminal import Terminal
 
 
@@ -22,10 +22,11 @@ def add_command(commands: Any) -> None:
         "--output", type=arguments.picture, default=Path("demo.png"), metavar="FILE"
     )
     parser.add_argument("--image", type=Path, help="default: the sample of the tiny model")
-    parser.add_argument("--detect", action="append", metavar="NOUN", help="may be repeated")
-    parser.add_argument("--point", metavar="NOUN")
-    parser.add_argument("--segment", metavar="NOUN")
-    parser.add_argument("--query", metavar="QUESTION")
+    for skill in ASKED:
+        metavar = "NOUN" if skill.places else skill.subject.upper()
+        parser.add_argument(
+            f"--{skill.name}", action="append", metavar=metavar, help="may be repeated"
+        )
     parser.add_argument(
         "--start-timeout", type=float, default=300.0, metavar="SECONDS", help="default %(default)g"
     )
@@ -52,9 +53,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _script(args: argparse.Namespace) -> Script:
     script = script_for(args.image) if args.image else sample_script()
-    return script.with_changes(
-        detect=args.detect, point=args.point, segment=args.segment, query=args.query
-    )
+    return script.with_changes(**{skill.name: getattr(args, skill.name) for skill in ASKED})
 
 
 def _perform(target: str, script: Script, image: bytes, terminal: Terminal) -> list[Result]:

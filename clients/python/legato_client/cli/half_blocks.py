@@ -12,7 +12,8 @@ from rich.segment import Segment
 from rich.style import Style
 
 from legato_client import Detection, Outline, PointedObject
-from legato_client.draw import PALETTE, Mark
+from legato_client._values.results import Mark
+from legato_client.draw import PALETTE
 
 _LEAST = (24, 6)  # characters, below which nothing could be made out
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from legato_client._values.server import ModelInfo, model_document
 from legato_client.cli import arguments
 from legato_client.cli.terminal import Terminal
 
@@ -27,8 +28,11 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         f"capabilities: {', '.join(server.capabilities) or 'none'}"
     )
     terminal.table(
-        ("model", "tasks", "context"),
-        [(m.name, ", ".join(m.tasks), f"{m.max_context_tokens} tokens") for m in models],
+        ("model", "tasks", "context", "confidence"),
+        [
+            (m.name, ", ".join(m.tasks), f"{m.max_context_tokens} tokens", _confidence(m))
+            for m in models
+        ],
     )
     limits = dataclasses.asdict(server.limits)
     terminal.table(("limit", "value"), [(name, str(value)) for name, value in limits.items()])
@@ -36,6 +40,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         {
             "server": dataclasses.asdict(server),
             "connection": security.summary(),
-            "models": [dataclasses.asdict(model) for model in models],
+            "models": [model_document(model) for model in models],
         }
     )
+
+
+def _confidence(model: ModelInfo) -> str:
+    told = model.confidence
+    if told is None:
+        return "none"
+    if not told.calibrated_tasks:
+        return "uncalibrated"
+    return f"calibrated: {', '.join(told.calibrated_tasks)} ({told.fitted_on})"

@@ -11,17 +11,8 @@ from typing import Any
 from google.protobuf.message import Message
 from legato.v1 import media_pb2, session_pb2
 
-from legato_client import (
-    CaptionTask,
-    DetectTask,
-    Options,
-    PointTask,
-    QueryTask,
-    Sampling,
-    SegmentTask,
-    Task,
-)
-from legato_client._convert import requests
+from legato_client import Options, Sampling, Task
+from legato_client._convert import requests, skills
 from legato_client._images import sources
 from legato_client._transport import methods
 from legato_client._transport.channel import DEFAULT_TARGET
@@ -35,7 +26,6 @@ from legato_client.load.run import LoadFailed
 from legato_client.load.run import run as run_load
 from legato_client.load.schedule import ARRIVALS
 
-SKILLS = ("query", "caption", "detect", "point", "segment")
 _SIDE = 32  # pixels of the grey square shown without an image
 
 
@@ -99,33 +89,18 @@ def _request(
             stream_deltas=args.deltas,
         )
         return "", session_pb2.SessionRequest(open=opened)
-    if isinstance(task, QueryTask):
-        return methods.QUERY.path, requests.query(image, task, options)
-    assert image is not None, "every other skill was given an image"
-    match task:
-        case CaptionTask():
-            return methods.CAPTION.path, requests.caption(image, task, options)
-        case DetectTask():
-            return methods.DETECT.path, requests.detect(image, task, options)
-        case PointTask():
-            return methods.POINT.path, requests.point(image, task, options)
-        case SegmentTask():
-            return methods.SEGMENT.path, requests.segment(image, task, options)
+    return methods.OF_SKILLS[args.task].path, requests.question(image, task, options)
 
 
 def _task(args: argparse.Namespace) -> Task:
     sampling = Sampling(temperature=args.temperature, max_tokens=args.max_tokens)
-    match args.task:
-        case "query":
-            return QueryTask(args.text, sampling=sampling)
-        case "caption":
-            return CaptionTask(sampling=sampling)
-        case "detect":
-            return DetectTask(args.text, max_objects=args.max_objects, sampling=sampling)
-        case "point":
-            return PointTask(args.text, max_objects=args.max_objects, sampling=sampling)
-        case _:
-            return SegmentTask(args.text, sampling=sampling)
+    skill = skills.BY_NAME[args.task]
+    subject = "" if skill.choices else args.text
+    try:
+        task: Task = skill.make(subject, sampling, max_objects=args.max_objects)
+    except ValueError as error:
+        raise CommandError(f"--text: {error}", ExitCode.USAGE) from None
+    return task
 
 
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
@@ -188,7 +163,7 @@ def add_command(commands: Any) -> None:
     load.add_argument("--timeout", type=_positive, default=60.0, help="deadline of each, seconds")
     load.add_argument("--seed", type=int, default=0, help="of the arrivals")
     asked = parser.add_argument_group("what is asked, the same each time")
-    asked.add_argument("--task", choices=SKILLS, default="query")
+    asked.add_argument("--task", choices=tuple(skills.BY_NAME), default="query")
     asked.add_argument("--text", default="What is in the image?", help="question or object")
     asked.add_argument("--image", default="", help="a file; a grey square where one is needed")
     asked.add_argument("--max-tokens", type=arguments.count)

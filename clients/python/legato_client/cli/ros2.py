@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
     add("--type", choices=("raw", "compressed"),
         help="of the topic, default: compressed if its name ends in it")  # fmt: skip
     add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
-        help="detect:OBJECT, point:OBJECT or segment:OBJECT; may be repeated")  # fmt: skip
+        help=arguments.PLACE_TASK_HELP)  # fmt: skip
     add("--detections", default="/legato/detections", metavar="TOPIC", help="default %(default)s")
     add("--info", default="/legato/vision_info", metavar="TOPIC",
         help="vision_msgs/VisionInfo with the model, latched, default %(default)s")  # fmt: skip
@@ -57,15 +57,13 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     try:
         from cyclonedds.core import DDSException
-
-        from legato_client.ros import arrays
     except ModuleNotFoundError as error:
         problem = f"ROS 2 needs {error.name}: {install.hint('dds')}"
         raise CommandError(problem, ExitCode.USAGE) from None
     sampling, least = arguments.sampling_of(args), args.min_confidence
     asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
-    if not arrays.have_places(asked.values()):
-        problem = "the message has room for boxes and points: detect, point or segment"
+    if not tasks.have_places(asked.values()):
+        problem = f"the message has room for boxes and points: {tasks.names()}"
         raise CommandError(problem, ExitCode.USAGE)
     how = Asked(asked, False, args.max_age, args.model, args.adapter, args.name, args.track)
     try:

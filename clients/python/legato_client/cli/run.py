@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     asked = _tasks(args)
     if args.coco and not any(map(tasks.object_of, asked.values())):
-        raise RunRefused("--coco needs a task that gives boxes: detect or segment")
+        raise RunRefused(f"--coco needs a task that gives boxes: {tasks.names(boxes=True)}")
     start = time.monotonic()
     with Output(args.output, _settings(args)) as output:
         if args.retry_failed:

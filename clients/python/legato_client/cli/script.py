@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from legato_client import (
-    CaptionLength,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    Task,
-)
+from legato_client import CaptionLength, CaptionTask, Sampling, Task
+from legato_client._convert import skills
 from legato_client.cli import install
 from legato_client.cli.exits import CommandError, ExitCode
+
+ASKED = tuple(skill for skill in skills.SKILLS if skill is not skills.CAPTION)
+"""The skills that are asked about a subject."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,27 +24,13 @@ class Script:
 
     image: Path
     caption_length: CaptionLength | Literal[""] = "normal"
-    detect: tuple[str, ...] = ()
-    point: str = ""
-    segment: str = ""
-    query: str = ""
+    subjects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Of the other skills, what each is asked about."""
 
-    def with_changes(
-        self,
-        *,
-        detect: list[str] | None,
-        point: str | None,
-        segment: str | None,
-        query: str | None,
-    ) -> Script:
-        """None keeps a part."""
-        return dataclasses.replace(
-            self,
-            detect=self.detect if detect is None else tuple(detect),
-            point=self.point if point is None else point,
-            segment=self.segment if segment is None else segment,
-            query=self.query if query is None else query,
-        )
+    def with_changes(self, **given: list[str] | str | None) -> Script:
+        """None keeps what a skill is asked."""
+        changes = {name: _subjects(each) for name, each in given.items() if each is not None}
+        return dataclasses.replace(self, subjects={**self.subjects, **changes})
 
     def read_image(self) -> bytes:
         try:
@@ -61,14 +43,9 @@ class Script:
         """Each with its title."""
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
-        for noun in self.detect:
-            yield f"detect {noun}", DetectTask(noun)
-        if self.point:
-            yield f"point {self.point}", PointTask(self.point)
-        if self.segment:
-            yield f"segment {self.segment}", SegmentTask(self.segment)
-        if self.query:
-            yield f"query {self.query}", QueryTask(self.query)
+        for skill in ASKED:
+            for subject in self.subjects.get(skill.name, ()):
+                yield f"{skill.name} {subject}", skill.make(subject, Sampling())
 
 
 def script_for(image: Path) -> Script:
@@ -81,13 +58,15 @@ def script_for(image: Path) -> Script:
         return Script(
             image,
             caption_length=said.get("caption_length", ""),
-            detect=tuple(said.get("detect", ())),
-            point=said.get("point", ""),
-            segment=said.get("segment", ""),
-            query=said.get("query", ""),
+            subjects={skill.name: _subjects(said.get(skill.name, ())) for skill in ASKED},
         )
     except (ValueError, AttributeError, TypeError) as error:
         raise CommandError(f"{beside} is not a demo script: {error}") from error
+
+
+def _subjects(given: Iterable[str] | str) -> tuple[str, ...]:
+    """One or several; an empty one asks nothing."""
+    return tuple(filter(None, (given,) if isinstance(given, str) else given))
 
 
 def sample_script() -> Script:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from legato_client._convert import skills
 from legato_client._values.events import (
     Event,
     Finished,
@@ -13,18 +16,15 @@ from legato_client._values.events import (
 )
 from legato_client._values.results import (
     Box,
-    CaptionResult,
     Detection,
-    DetectResult,
     ImageInfo,
+    Mark,
     Outline,
     Point,
     PointedObject,
-    PointResult,
     QueryResult,
     ResponseInfo,
     Result,
-    SegmentResult,
 )
 from legato_client.cli.terminal import Terminal
 
@@ -37,6 +37,7 @@ class EventPrinter:
         self._image: ImageInfo | None = None
         self._inside_line = False
         self._reasoning = False
+        self._words = False
 
     def show(self, event: Event) -> None:
         match event:
@@ -60,12 +61,15 @@ class EventPrinter:
         if self._reasoning and not reasoning:
             self._end_line()
         self._reasoning = reasoning
+        self._words = self._words or not reasoning
         text = printable(event.text)
         self._write(self._terminal.dim(text) if reasoning else text)
 
     def _finished(self, result: Result) -> None:
         if _found_nothing(result):
             self._line("nothing found")
+        elif result.text and not self._words:  # words that do not stream
+            self._line(printable(result.text))
         self._line(self._terminal.dim(summary(result.info)))
 
     def _outline(self, event: OutlineDelta) -> None:
@@ -89,27 +93,14 @@ class EventPrinter:
 
 
 def show_result(terminal: Terminal, result: Result) -> None:
-    image = result.info.image
-    match result:
-        case _ if _found_nothing(result):
-            terminal.line("nothing found")
-        case QueryResult():
-            if result.reasoning is not None:
-                terminal.line(terminal.dim(printable(result.reasoning.text)))
-            terminal.line(printable(result.answer))
-        case CaptionResult():
-            terminal.line(printable(result.caption))
-        case DetectResult():
-            rows = [_row(found, box_text(found.box, image)) for found in result.objects]
-            _table(terminal, "box", rows)
-        case PointResult():
-            rows = [_row(found, point_text(found.point, image)) for found in result.points]
-            _table(terminal, "point", rows)
-        case SegmentResult():
-            rows = [_row(found, box_text(found.box, image)) for found in result.segments]
-            _table(terminal, "box", rows)
-            for outline in result.segments:
-                terminal.line(printable(outline.path))
+    if _found_nothing(result):
+        terminal.line("nothing found")
+    elif result.marks:
+        _table(terminal, result.marks, result.info.image)
+    else:
+        if isinstance(result, QueryResult) and result.reasoning is not None:
+            terminal.line(terminal.dim(printable(result.reasoning.text)))
+        terminal.line(printable(result.text))
     terminal.line(terminal.dim(summary(result.info)))
 
 
@@ -120,25 +111,11 @@ def printable(text: str) -> str:
 
 def text_of(result: Result) -> str:
     """Empty for an answer that is not text."""
-    match result:
-        case QueryResult():
-            return printable(result.answer)
-        case CaptionResult():
-            return printable(result.caption)
-        case _:
-            return ""
+    return printable(result.text)
 
 
 def _found_nothing(result: Result) -> bool:
-    match result:
-        case DetectResult():
-            return not result.objects
-        case PointResult():
-            return not result.points
-        case SegmentResult():
-            return not result.segments
-        case _:
-            return False
+    return bool(skills.of(result).places) and not result.marks
 
 
 def box_text(box: Box, image: ImageInfo | None) -> str:
@@ -166,13 +143,22 @@ def summary(info: ResponseInfo) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _row(found: Detection | PointedObject | Outline, place: str) -> tuple[str, str, str]:
+def _row(found: Mark, image: ImageInfo | None) -> tuple[str, str, str]:
+    if isinstance(found, PointedObject):
+        place = point_text(found.point, image)
+    else:
+        place = box_text(found.box, image)
     confidence = "" if found.confidence is None else f"{found.confidence:.2f}"
     return found.label, place, confidence
 
 
-def _table(terminal: Terminal, place: str, rows: list[tuple[str, str, str]]) -> None:
+def _table(terminal: Terminal, marks: Sequence[Mark], image: ImageInfo | None) -> None:
+    place = "point" if isinstance(marks[0], PointedObject) else "box"
+    rows = [_row(found, image) for found in marks]
     if any(confidence for _, _, confidence in rows):
         terminal.table(("object", place, "confidence"), rows)
     else:
         terminal.table(("object", place), [row[:2] for row in rows])
+    for found in marks:
+        if isinstance(found, Outline):
+            terminal.line(printable(found.path))

@@ -9,49 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from legato_client import (
-    CaptionTask,
-    Client,
-    DetectTask,
-    Event,
-    Finished,
-    Options,
-    PointTask,
-    QueryTask,
-    Result,
-    SegmentTask,
-    Task,
-)
+from legato_client import Client, Event, Finished, Options, Result, Task
+from legato_client._convert import skills
 from legato_client.cli import arguments, install, show
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    detect = commands.add_parser("detect", help="box every instance of an object")
-    _add_object(detect, count=True)
-    point = commands.add_parser("point", help="point at every instance of an object")
-    _add_object(point, count=True)
-    segment = commands.add_parser("segment", help="outline an object")
-    _add_object(segment, count=False)
-    caption = commands.add_parser("caption", help="describe the image")
-    caption.add_argument("image", help="a JPEG, PNG or WebP file, or - for standard input")
-    caption.add_argument("--length", choices=("short", "normal", "long"), default="normal")
-    query = commands.add_parser("query", help="answer a question, with or without an image")
-    query.add_argument("image", nargs="?", help="a file, or - for standard input")
-    query.add_argument("question")
-    query.add_argument("--reasoning", action="store_true", help="think first, and show it")
-    for name, parser in (
-        ("detect", detect),
-        ("point", point),
-        ("segment", segment),
-        ("caption", caption),
-        ("query", query),
-    ):
+    for skill in skills.SKILLS:
+        parser = commands.add_parser(skill.name, help=skill.help)
+        _add_fields(parser, skill)
         _add_output(parser)
         arguments.add_sampling_options(parser)
         arguments.add_server_options(parser)
-        parser.set_defaults(run=run, command=name)
+        parser.set_defaults(run=run, skill=skill)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -70,7 +42,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     if args.output is not None and image is not None:
         save(args.output, image, result)
         terminal.line(f"saved {args.output}")
-    terminal.document(document(args.command, result))
+    terminal.document(document(result))
 
 
 def ask(
@@ -92,37 +64,17 @@ def ask(
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    sampling = arguments.sampling_of(args)
-    match args.command:
-        case "detect":
-            return DetectTask(
-                args.object,
-                args.max_objects,
-                sampling,
-                min_confidence=args.min_confidence,
-                order=args.order,
-            )
-        case "point":
-            return PointTask(
-                args.object,
-                args.max_objects,
-                sampling=sampling,
-                min_confidence=args.min_confidence,
-                order=args.order,
-            )
-        case "segment":
-            return SegmentTask(args.object, sampling=sampling)
-        case "caption":
-            return CaptionTask(args.length, sampling)
-        case _:
-            return QueryTask(args.question, args.reasoning, sampling=sampling)
+    """An argument has the name of the task's field."""
+    given = {name: value for name, value in vars(args).items() if args.skill.takes(name)}
+    task: Task = args.skill.task(**given, sampling=arguments.sampling_of(args))
+    return task
 
 
-def document(command: str, result: Result) -> dict[str, Any]:
-    """The task's name beside the fields of the result."""
+def document(result: Result) -> dict[str, Any]:
+    """The skill's name beside the fields of the result."""
     fields = dataclasses.asdict(result)
     del fields["task_id"]
-    return {"task": command, **fields}
+    return {"task": skills.of(result).name, **fields}
 
 
 def save(path: Path, image: bytes, *results: Result) -> None:
@@ -138,12 +90,23 @@ def save(path: Path, image: bytes, *results: Result) -> None:
         raise CommandError(f"cannot write {path}: {error}") from error
 
 
-def _add_object(parser: argparse.ArgumentParser, *, count: bool) -> None:
+def _add_fields(parser: argparse.ArgumentParser, skill: skills.AnySkill) -> None:
+    """An argument for each field of the skill's task."""
+    if skill is skills.QUERY:
+        parser.add_argument("image", nargs="?", help="a file, or - for standard input")
+        parser.add_argument("question")
+        parser.add_argument("--reasoning", action="store_true", help="think first, and show it")
+        return
     parser.add_argument("image", help="a JPEG, PNG or WebP file, or - for standard input")
-    parser.add_argument("object", help='what to look for, such as "red cup"')
-    if count:
+    if skill.takes("length"):
+        parser.add_argument("--length", choices=skill.choices, default="normal")
+    if skill.takes("object"):
+        parser.add_argument("object", help='what to look for, such as "red cup"')
+    if skill.takes("max_objects"):
         parser.add_argument("--max-objects", type=arguments.count, metavar="N")
+    if skill.takes("min_confidence"):
         arguments.add_min_confidence(parser)
+    if skill.takes("order"):
         parser.add_argument(
             "--order",
             choices=("model", "confidence"),

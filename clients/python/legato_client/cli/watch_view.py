@@ -8,15 +8,9 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from legato_client import (
-    CaptionResult,
-    DetectResult,
-    LegatoError,
-    PointResult,
-    QueryResult,
-    Result,
-    SegmentResult,
-)
+from legato_client import Detection, LegatoError, PointedObject, Result
+from legato_client._convert import skills
+from legato_client._values.results import Mark
 from legato_client.cli.terminal import Terminal
 from legato_client.live.figures import Figures, Totals
 from legato_client.live.lane import Answered
@@ -132,23 +126,23 @@ def _cells(outcome: Result | LegatoError, size: tuple[int, int]) -> list[tuple[s
     match outcome:
         case LegatoError():
             return [(f"failed: {outcome}", "", "", "")]
-        case DetectResult(objects):
+        case _ if skills.of(outcome).places:
             return [
-                (each.label, _box(each.to_pixels(*size)), _number(each.confidence), each.track_id)
-                for each in objects
+                (mark.label, _place(mark, size), _number(mark.confidence), _track(mark))
+                for mark in outcome.marks
             ]
-        case SegmentResult(segments):
-            return [
-                (each.label, _box(each.box.to_pixels(*size)), _number(each.confidence), "")
-                for each in segments
-            ]
-        case PointResult(points):
-            return [
-                (each.label, "{}, {}".format(*each.to_pixels(*size)), _number(each.confidence), "")
-                for each in points
-            ]
-        case CaptionResult(text) | QueryResult(text):
-            return [(text, "", "", "")]
+        case _:
+            return [(outcome.text, "", "", "")]
+
+
+def _place(mark: Mark, size: tuple[int, int]) -> str:
+    if isinstance(mark, PointedObject):
+        return "{}, {}".format(*mark.to_pixels(*size))
+    return _box(mark.box.to_pixels(*size))
+
+
+def _track(mark: Mark) -> str:
+    return mark.track_id if isinstance(mark, Detection) else ""
 
 
 def _box(pixels: tuple[int, int, int, int]) -> str:

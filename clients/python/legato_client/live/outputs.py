@@ -8,6 +8,7 @@ from typing import IO, Protocol
 
 from legato_client import draw
 from legato_client._errors import LegatoError
+from legato_client._values.results import Mark
 from legato_client.batch import lines, video
 from legato_client.batch.sources import Key, Picture
 from legato_client.live.aside import Aside
@@ -102,9 +103,9 @@ def opened(
     raise ValueError(f"an output is -, or a file that ends in {' or '.join(MARKED)}: {name!r}")
 
 
-def marks(answered: Answered) -> list[draw.Mark]:
-    found: list[draw.Mark] = []
+def marks(answered: Answered) -> list[Mark]:
+    found: list[Mark] = []
     for outcome in answered.outcomes.values():
         if not isinstance(outcome, LegatoError):
-            found += draw.marks_of(outcome)
+            found += outcome.marks
     return found

@@ -10,13 +10,13 @@ from google.protobuf.message import Message
 from legato.v1 import inference_pb2, media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
-from legato_client._transport.methods import CAPTION, DETECT, GENERATE, POINT, QUERY, SEGMENT
+from legato_client._transport.methods import GENERATE, OF_SKILLS
 from legato_client.load.plan import Plan
 from legato_client.load.recorder import Watch
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
-    method.path: method.response for method in (QUERY, CAPTION, DETECT, POINT, SEGMENT)
+    method.path: method.response for method in OF_SKILLS.values()
 }
 _PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
 

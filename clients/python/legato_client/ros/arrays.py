@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from legato_client import ros2
 from legato_client._errors import LegatoError
 from legato_client._values.results import (
     Detection,
     DetectResult,
+    Outline,
     PointResult,
     Result,
-    SegmentResult,
 )
-from legato_client._values.tasks import DetectTask, PointTask, SegmentTask, Task
-
-
-def have_places(tasks: Iterable[Task]) -> bool:
-    """Whether all are tasks whose answers lie in the image; the message has no room for others."""
-    return all(isinstance(task, DetectTask | PointTask | SegmentTask) for task in tasks)
 
 
 def of(
@@ -42,7 +36,10 @@ def of(
 
 
 def _as_boxes(outcome: Result | LegatoError) -> Result | LegatoError:
-    if not isinstance(outcome, SegmentResult):
+    if isinstance(outcome, LegatoError):
         return outcome
-    boxes = tuple(Detection(each.box, each.label, each.confidence) for each in outcome.segments)
+    outlines = [mark for mark in outcome.marks if isinstance(mark, Outline)]
+    if not outlines:
+        return outcome
+    boxes = tuple(Detection(each.box, each.label, each.confidence) for each in outlines)
     return DetectResult(boxes, outcome.info)

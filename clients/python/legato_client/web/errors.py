@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from legato_client._convert import skills
 from legato_client._errors import (
     InternalError,
     InvalidArgument,
@@ -48,16 +49,7 @@ STATUSES: Mapping[str, int] = {
 REASONS: Mapping[str, int] = {"IMAGE_TOO_LARGE": HTTPStatus.REQUEST_ENTITY_TOO_LARGE}
 """Where the reason says more than the status."""
 
-_MESSAGES = (
-    "task.",
-    "query.",
-    "caption.",
-    "detect.",
-    "point.",
-    "segment.",
-    "sampling.",
-    "options.",
-)
+_MESSAGES = ("task.", *(f"{name}." for name in skills.BY_NAME), "sampling.", "options.")
 
 _KINDS: tuple[tuple[type[LegatoError], str], ...] = (
     (Unauthenticated, "authentication_error"),

@@ -46,7 +46,7 @@ def rotate_and_cache(
     qkv_CT3HE: torch.Tensor,
     cos_PR: torch.Tensor,
     sin_PR: torch.Tensor,
-    start: int,
+    start: int | torch.Tensor,
     pages_CM: torch.Tensor,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
@@ -54,6 +54,8 @@ def rotate_and_cache(
 ) -> None:
     """Rotate queries and keys in place; write keys and values from position `start` on.
 
+    `start` may be int64 [2] on the device: then it holds the number of tokens, too, and later ones
+    are padding, which stays as it is. Within a graph it must not change.
     `pages_CM` is int64 with contiguous rows. The bits are those of `reference.rotate` and, with
     e4m3 caches, of `pages.quantise`; keys and values then become, in place, what is read back.
     """
@@ -61,8 +63,9 @@ def rotate_and_cache(
     page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
     kernel = _compiled(num_heads, page_size, kv_bytes, qkv_CT3HE.device).rotate_and_cache
     threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
-    tensors = qkv_CT3HE, cos_PR, sin_PR, pages_CM, k_NHSE, v_NHSE, scale_2
-    _launch(kernel, threads, (*tensors, start, count, pages_CM.stride(0)), num_sequences)
+    place, known = (None, start) if isinstance(start, int) else (start, 0)
+    tensors = qkv_CT3HE, cos_PR, sin_PR, pages_CM, k_NHSE, v_NHSE, scale_2, place
+    _launch(kernel, threads, (*tensors, known, count, pages_CM.stride(0)), num_sequences)
 
 
 def can_add(*terms: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.header import defines
 from legato_engine.resident.program import WORDS, Program, build_program
+from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import (
     BLOCK,
     GROUP,
@@ -37,14 +38,13 @@ if TYPE_CHECKING:
 SOURCE = "step.cu"
 PATIENCE_MS = 1000
 """How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
-MOST_ROWS = 8
-"""Of a launch of the engine: builds for more are slower than captured steps, and once in some
-hundred launches their bits differ (docs/resident.md).
-"""
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
+UNDER_WAY = {1: 3, 2: 3, 4: 3}
+"""Stages that are being copied at once: the fastest on an H100 (docs/log/decode-kernels.md)."""
+MOST_ROWS = 8 * max(RING_STAGES)
+"""Of a launch."""
 
-_TILES = MOST_ROWS // 8
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
 _THREADS = 32 * WARPS + 128
@@ -132,7 +132,9 @@ class ResidentBuild:
         self.count = max(map(len, program.workers))
         self._grid = (sizes.num_workers, 1, 1)
         body = _shared_bytes(sizes, program.ring_stages, tokens)
-        constants = defines(sizes, program.ring_stages, tiles) | {"SHARED": body}
+        fault = ring_problem(program.ring_stages, UNDER_WAY[tiles])
+        assert fault is None, fault
+        constants = defines(sizes, program.ring_stages, UNDER_WAY[tiles], tiles) | {"SHARED": body}
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
@@ -188,6 +190,7 @@ class ResidentBuild:
             *(self.count, len(weights.out_bias), weights.stream_stages, cache.k_LNHSE.shape[1]),
             *(rows.page_table_RM.shape[1], num_rows, num_steps, rows.ring_SB.stride(0)),
             self.patience_ms if patience_ms is None else patience_ms,
+            0,
         )
         self._kernel.launch(self._grid, _THREADS, (*pointers, *numbers), cooperative=True)
 
@@ -200,7 +203,7 @@ class ResidentBuild:
 
 
 class ResidentDecoder:
-    """A `kernels.resident.ResidentSteps`; steps share scratch memory and must not overlap."""
+    """A `kernels.resident.ResidentSteps`; launches must not overlap."""
 
     def __init__(
         self,
@@ -215,15 +218,25 @@ class ResidentDecoder:
     ) -> None:
         """Compile for up to `max_rows` rows, at most `MOST_ROWS`."""
         self.max_rows = min(max_rows, MOST_ROWS)
-        self.program = build_program(sizes, RING_STAGES[_TILES])
+        programs = {
+            tiles: build_program(sizes, stages)
+            for tiles, stages in RING_STAGES.items()
+            if 8 * tiles < 2 * self.max_rows or tiles == 1
+        }
+        self.program = programs[1]  # the others' differ in the ring alone
         weights = ResidentWeights(self.program, layers, head, head_norm)
-        self.build = ResidentBuild(self.program, weights, embedding, cache, _TILES)
+        self.builds = [
+            ResidentBuild(program, weights, embedding, cache, tiles)
+            for tiles, program in programs.items()
+        ]
+        """For 8, 16 and 32 rows."""
 
     def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
-        self.build.run(rows, num_rows, num_steps)
+        build = next(each for each in self.builds if num_rows <= each.tokens)
+        build.run(rows, num_rows, num_steps)
 
     def fault(self) -> str | None:
-        return self.build.fault()
+        return next(filter(None, (build.fault() for build in self.builds)), None)
 
 
 def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:

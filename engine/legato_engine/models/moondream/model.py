@@ -30,7 +30,7 @@ from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.speculative.proposer import Proposer
 
@@ -77,6 +77,7 @@ class MoondreamModel:
             images=self if encodes else None,
             drafts=self,
             refiners=self,
+            chunks=self if self._config.text.moe is None else None,
         )
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
@@ -99,6 +100,9 @@ class MoondreamModel:
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         return self._network.text.prefill(x_TD, span, kv)
+
+    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        return self._network.text.chunk(x_TD, chunk, kv)
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         self._network.text.cache_span(x_TD, span, kv)

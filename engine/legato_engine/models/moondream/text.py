@@ -24,6 +24,8 @@ from legato_engine.layers.rope import Rope
 from legato_engine.layers.tau import Tau
 from legato_engine.models.moondream.config import TextConfig
 from legato_engine.models.paged_attention import (
+    chunk_attention,
+    chunk_metadata,
     span_attention,
     span_metadata,
     stacked_attention,
@@ -31,7 +33,7 @@ from legato_engine.models.paged_attention import (
     step_attention,
     step_metadata,
 )
-from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 
 # The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,7 +55,7 @@ class TextBlock(nn.Module):
     def forward(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
         attend: Attend,
@@ -69,7 +71,7 @@ class TextBlock(nn.Module):
     def cache(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
@@ -83,7 +85,7 @@ class TextBlock(nn.Module):
     def _write(
         self,
         normed: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
@@ -154,6 +156,12 @@ class Text(nn.Module):
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
+    def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
+        """Like `prefill`, of fixed shape; can be captured without experts."""
+        where, attend = chunk_metadata(chunk, self.rope), chunk_attention(chunk, kv)
+        positions_T, count = chunk.positions_T, len(self.blocks)
+        return _sum(self._blocks(count, x_TD, where, positions_T, kv, attend, chunk.adapters))
+
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write keys and values; skip the rest of the last block."""
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
@@ -202,7 +210,7 @@ class Text(nn.Module):
         self,
         count: int,
         x: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,

@@ -116,7 +116,7 @@ __device__ __forceinline__ void attend_cached(
       else if (here[i].count)
         here[i].add<false>(track, weight);
     }
-    for (int i = 0; i < stages; i++) ring.release();
+    for (int i = 0; i < stages; i++) ring.release(a, __float_as_uint(track.out.x));
   }
 }
 

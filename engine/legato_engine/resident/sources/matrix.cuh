@@ -28,6 +28,8 @@ struct Fragment {
 #pragma unroll
     for (int i = 0; i < 4; i++) of[i] = from[i * 32];
   }
+  // A word that depends on all reads.
+  __device__ __forceinline__ u32 read() const { return of[0].x | of[1].x | of[2].x | of[3].x; }
 };
 
 // Sums of a block, in two chains that are added at the end.
@@ -72,7 +74,7 @@ struct Reader {
   Fragment next;
   __device__ __forceinline__ void begin(const Arguments& a, Place& at, Ring& ring) {
     next.load(ring.get(a, at));
-    ring.release();
+    ring.release(a, next.read());
   }
   // `more`: there is a stage after this one.
   __device__ __forceinline__ void multiply(
@@ -80,7 +82,7 @@ struct Reader {
     const Fragment mine = next;
     if (more) next.load(ring.get(a, at));
     if (active()) sums.add(mine, in);
-    if (more) ring.release();
+    if (more) ring.release(a, next.read());
   }
 };
 
@@ -95,51 +97,52 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
   return all;
 }
 
-// Whether the residual stream stays in registers from its norm on. More tiles of it would be spilled while other
-// instructions run, so that it is read again.
-constexpr bool KEPT = TILES == 1;
+// Chunks of a stream that registers hold at once. All of four tiles would be spilled, which costs more than to read
+// them again for every block.
+constexpr int AT_ONCE = TILES < 4 ? CHUNKS : 1;
 
-// The residual stream of the tokens, as a warp holds it.
-struct Held {
-  Inputs chunks[CHUNKS];
-  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int source) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
+// A chunk of the residual stream of the tokens, as a warp holds it.
+__device__ __forceinline__ void load_chunk(
+    const Arguments& a, const Shared& shared, int source, int chunk, Inputs& to) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
+  for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
+    for (int half = 0; half < 2; half++) {
+      const int token = tile * 8 + g, input = chunk * CHUNK + warp * GROUP + half * 32 + t * 8;
+      const bool live = token < a.rows && active();
+      const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
+                                                : x + (live ? token * DIM : 0);
+      to.of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
+    }
+}
+
+// Sums of the tokens and of their squares.
+struct Moments {
+  float4 sums[TILES][2] = {}, squares[TILES][2] = {};
+  // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
+  __device__ __forceinline__ void add(const Inputs& in) {
+    constexpr u32 ONES = 0x3f803f80u;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int token = tile * 8 + g;
-          const int input = c * CHUNK + warp * GROUP + half * 32 + t * 8;
-          const bool live = token < a.rows && active();
-          const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
-                                                    : x + (live ? token * DIM : 0);
-          chunks[c].of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
-        }
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4& x = in.of[tile][half];
+        mma(sums[tile][half], ONES, 0u, ONES, 0u, x.x, x.y);
+        mma(squares[tile][half], x.x, 0u, x.y, 0u, x.x, x.y);
+        mma(sums[tile][half], ONES, 0u, ONES, 0u, x.z, x.w);
+        mma(squares[tile][half], x.z, 0u, x.w, 0u, x.z, x.w);
+      }
   }
-  // The warp's part of the moments.
-  __device__ __forceinline__ void sum(Shared& shared) const {
+  __device__ __forceinline__ void store(Shared& shared) const {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
-      constexpr u32 ONES = 0x3f803f80u;
-      float4 sums[2] = {}, squares[2] = {};
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint4& x = chunks[c].of[tile][half];
-          mma(sums[half], ONES, 0u, ONES, 0u, x.x, x.y);
-          mma(squares[half], x.x, 0u, x.y, 0u, x.x, x.y);
-          mma(sums[half], ONES, 0u, ONES, 0u, x.z, x.w);
-          mma(squares[half], x.z, 0u, x.w, 0u, x.z, x.w);
-        }
+      const float4 *sum = sums[tile], *square = squares[tile];
       if (g / 2 == t)
-        shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sums[0].y + sums[1].y, squares[0].y + squares[1].y}
-                                                   : float2{sums[0].x + sums[1].x, squares[0].x + squares[1].x};
+        shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sum[0].y + sum[1].y, square[0].y + square[1].y}
+                                                   : float2{sum[0].x + sum[1].x, square[0].x + square[1].x};
     }
   }
 };
@@ -162,28 +165,42 @@ __device__ __forceinline__ float normed(float sum, float2 moments, float2 folded
 
 // Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
 __device__ __forceinline__ void multiply_blocks(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, int blocks) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks) {
+  constexpr bool ALL = AT_ONCE == CHUNKS;
+  Inputs in[AT_ONCE];
+  if (ALL) {
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, source, c, in[c]);
+  }
   Reader reader;
   reader.begin(a, at, ring);
   for (int block = 0; block < blocks; block++) {
     Sums sums;
     sums.clear();
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-      reader.multiply(a, at, ring, sums, held.chunks[c], c + 1 < CHUNKS || block + 1 < blocks);
+#pragma unroll AT_ONCE
+    for (int c = 0; c < CHUNKS; c++) {
+      if (!ALL) load_chunk(a, shared, source, c, in[0]);
+      reader.multiply(a, at, ring, sums, in[ALL ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
+    }
     sums.store(shared, block);
   }
 }
 
-__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, Held& kept, const Instruction& it) {
-  Held here;
-  Held& held = KEPT ? kept : here;
-  held.load(a, shared, it.src);
-  held.sum(shared);
+__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, const Instruction& it) {
+  Moments all;
+#pragma unroll
+  for (int first = 0; first < CHUNKS; first += AT_ONCE) {
+    Inputs in[AT_ONCE];
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, it.src, first + c, in[c]);
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; c++) all.add(in[c]);
+  }
+  all.store(shared);
 }
 
 __device__ __forceinline__ void run_fc1(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
   constexpr int RATIO = FF / DIM;
@@ -193,9 +210,7 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  Held here;
-  if (!KEPT) here.load(a, shared, it.src);
-  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, it.num_blocks);
+  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -216,7 +231,7 @@ __device__ __forceinline__ void run_fc1(
 }
 
 __device__ __forceinline__ void run_qkv(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   constexpr int MORE = (3 * TILES + WARPS - 1) / WARPS, HALF = ROTARY_DIM / 2;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int head = it.block / SPLITS, quarter = it.block % SPLITS;
@@ -243,9 +258,7 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  Held here;
-  if (!KEPT) here.load(a, shared, it.src);
-  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, 3);
+  multiply_blocks(a, at, shared, ring, it.src, 3);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {

@@ -43,16 +43,13 @@ __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shar
 }
 
 __device__ __forceinline__ void run_head(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int token = lane; token < TOKENS; token += 32) shared.best[warp][token] = uint2{0u, ~0u};
   __syncwarp();
-  Held here;
-  if (!KEPT) here.load(a, shared, it.src);
-  const Held& held = KEPT ? kept : here;
   for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
     const int blocks = min(BLOCKS_AT_ONCE, it.num_blocks - first);
-    multiply_blocks(a, at, shared, ring, held, blocks);
+    multiply_blocks(a, at, shared, ring, it.src, blocks);
     workers_sync();
     for (int i = warp; i < blocks * TILES; i += WARPS) {
       const int row = (it.block + (first + i / TILES) * WORKERS) * BLOCK + lane / 4;

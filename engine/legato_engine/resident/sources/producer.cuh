@@ -9,8 +9,10 @@
 struct Turn {
   const int own;
   int next = 0;
+  u32 stages = 0;  // of both, the one at hand included
   __device__ __forceinline__ bool mine() {
     const bool is = next == own;
+    stages++;
     if (++next == PRODUCERS) next = 0;
     return is;
   }
@@ -26,14 +28,24 @@ __device__ __forceinline__ void finish_copies(Shared& shared) {
       while (!barrier_done(shared.full + slot, begun - 1)) {}
 }
 
-// The next stage, when it is free. A producer that waits beyond the last step's end is done, which is as good as dead.
-__device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, u32 bytes) {
-  u64* barrier = ring.shared.empty + ring.slot;
-  const u32 phase = ring.phase ^ 1;
+// A producer's wait for a stage: `kind` as in `Waited`. One that waits beyond the last step's end is done, which is as
+// good as dead.
+__device__ __forceinline__ void wait_stage(
+    const Arguments& a, Place& at, const Shared& shared, const u64* barriers, int slot, u32 phase, int kind) {
   u64 deadline = 0;
-  for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++) {
-    at.dead = is_over(ring.shared);
-    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{2, ring.slot, phase, 0});
+  for (u32 polls = 1; !at.dead && !barrier_done(barriers + slot, phase); polls++) {
+    at.dead = is_over(shared);
+    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
+  }
+}
+
+// The next stage, when it is free and fewer than UNDER_WAY others are being copied. With more of them under way none
+// comes sooner, and what the workers wait for, activations and counters, queues behind them in the memory system.
+__device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, const Turn& turn, u32 bytes) {
+  wait_stage(a, at, ring.shared, ring.shared.empty, ring.slot, ring.phase ^ 1, 2);
+  if (turn.stages > UNDER_WAY) {
+    const bool wraps = ring.slot < UNDER_WAY;
+    wait_stage(a, at, ring.shared, ring.shared.full, ring.slot - UNDER_WAY + (wraps ? RING : 0), ring.phase ^ wraps, 1);
   }
   dawdle(9);
   if (!at.dead) {
@@ -48,7 +60,7 @@ __device__ __forceinline__ void produce_weights(
     u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
     if (turn.mine() && threadIdx.x % 32 == 0) {
-      unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
+      unsigned char* stage = acquire(a, at, ring, turn, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
     }
     ring.next();
@@ -68,7 +80,7 @@ __device__ __forceinline__ void produce_unit(
     const bool mine = lane / 2 < STAGE_PAGES && which < own;
     const int filled = mine ? min(PAGE, position - (unit.quarter + SPLITS * which) * PAGE) : 0;
     const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
-    if (lane == 0) acquire(a, at, ring, total);
+    if (lane == 0) acquire(a, at, ring, turn, total);
     at.dead = __shfl_sync(~0u, at.dead, 0);
     if (mine && !at.dead) {
       const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];

@@ -7,6 +7,7 @@ constexpr int ROTARY_DIM = 32;
 constexpr int SPLITS = 4;
 constexpr int GROUP = 64;
 constexpr int WARPS = 8;
+constexpr int PRODUCERS = 2;
 constexpr int MAX_ROWS = 32;
 constexpr int PAGE = 16;
 constexpr int PAGE_BYTES = 4096;

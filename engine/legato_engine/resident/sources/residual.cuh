@@ -19,6 +19,23 @@ __device__ __forceinline__ void merge_heads(const Arguments& a, bf16 (*merged)[H
   for (int c = 0; c < CHUNKS; c++) *reinterpret_cast<u32*>(&merged[c][2 * lane]) = merged_pair(quarters[c]);
 }
 
+// A chunk of the tokens' heads: those of rows that one worker has whole, then those that this warp merged.
+__device__ __forceinline__ void load_heads(
+    const Arguments& a, bf16 (*merged)[CHUNKS][HEAD_DIM], int whole, int chunk, Inputs& to) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int token = tile * 8 + g, input = half * 32 + t * 8;
+      uint4 value = {0, 0, 0, 0};
+      if (active() && token < whole) value = load_fresh(a.heads + token * DIM + chunk * CHUNK + warp * GROUP + input);
+      if (active() && token >= whole && token < a.rows)
+        value = *reinterpret_cast<const uint4*>(&merged[token - whole][chunk][input]);
+      to.of[tile][half] = value;
+    }
+}
+
 __device__ __forceinline__ void run_out(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -42,25 +59,16 @@ __device__ __forceinline__ void run_out(
   if (active())
     for (int token = whole; token < a.rows; token++) merge_heads(a, merged[token - whole], token);
   __syncwarp();
-  Inputs in[CHUNKS];
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int token = tile * 8 + g, input = half * 32 + t * 8;
-        const bf16* heads = a.heads + token * DIM + c * CHUNK + warp * GROUP + input;
-        uint4 value = {0, 0, 0, 0};
-        if (active() && token < whole) value = load_fresh(heads);
-        if (active() && token >= whole && token < a.rows)
-          value = *reinterpret_cast<const uint4*>(&merged[token - whole][c][input]);
-        in[c].of[tile][half] = value;
-      }
   Reader reader;
-  reader.begin(a, at, ring);
+#pragma unroll 1
+  for (int first = 0; first < CHUNKS; first += AT_ONCE) {
+    Inputs in[AT_ONCE];
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) reader.multiply(a, at, ring, sums, in[c], c + 1 < CHUNKS);
+    for (int i = 0; i < AT_ONCE; i++) load_heads(a, merged, whole, first + i, in[i]);
+    if (first == 0) reader.begin(a, at, ring);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);
+  }
   __syncwarp();
   sums.store(shared, 0);
   workers_sync();

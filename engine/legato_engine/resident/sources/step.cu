@@ -13,7 +13,6 @@ __device__ __forceinline__ void note_time(const Arguments& a, const Place& at, i
 __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Ring ring{shared};
   Place at;
-  Held held;
   Sums sums;
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
@@ -24,14 +23,14 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
-        case OP_NORM: run_norm(a, shared, held, it); break;
-        case OP_FC1: run_fc1(a, at, shared, ring, held, it); break;
-        case OP_QKV: run_qkv(a, at, shared, ring, held, it); break;
+        case OP_NORM: run_norm(a, shared, it); break;
+        case OP_FC1: run_fc1(a, at, shared, ring, it); break;
+        case OP_QKV: run_qkv(a, at, shared, ring, it); break;
         case OP_FC2: run_fc2(a, at, ring, sums, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
         case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
         case OP_LISTEN: run_listen(a, it); break;
-        case OP_HEAD: run_head(a, at, shared, ring, held, it); break;
+        case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
         case OP_COMMIT: run_commit(a, at, shared); break;
       }
@@ -55,14 +54,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
     float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
-    int num_steps, int ring_stride, int patience_ms) {
+    int num_steps, int ring_stride, int patience_ms, int zero) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, logits, trace, profile, count, layers, stream_stages,
-                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms};
+                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
       barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS), shared.begun[i] = 0;

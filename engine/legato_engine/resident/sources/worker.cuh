@@ -1,14 +1,14 @@
 // A worker of the resident kernel: its arguments, its shared memory, its ring, and its waits.
 //
 // Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
-// RING stages of the ring, TILES groups of 8 tokens, SHARED bytes. B tokens, one per row, of at most TOKENS.
+// RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
+// B tokens, one per row, of at most TOKENS.
 #pragma once
 #include "common.cuh"
 #include "program.cuh"
 #include "sample.cuh"
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
-constexpr int PRODUCERS = 2;
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
@@ -53,6 +53,7 @@ struct Arguments {
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
   int count, layers, stream_stages, layer_pages, row_pages, rows, steps, ring_stride, patience_ms;
+  u32 zero;  // which the compiler does not know
 };
 
 constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
@@ -157,7 +158,7 @@ __device__ __forceinline__ void wait_counter(const Arguments& a, const Shared& s
   dawdle(6);
 }
 
-__device__ __forceinline__ bool barrier_done(u64* barrier, u32 phase) {
+__device__ __forceinline__ bool barrier_done(const u64* barrier, u32 phase) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
@@ -198,8 +199,10 @@ struct Ring {
     wait_barrier(a, at, shared.full + slot, phase, 1, slot);
     return shared.ring[slot];
   }
-  __device__ __forceinline__ void release() {
-    __syncwarp();
+  // `read` depends on all that the lane read of the stage. A lane that has issued its reads may arrive before they are
+  // done, and the copy engine overwrites what they have not reached: so the arrival waits for their values.
+  __device__ __forceinline__ void release(const Arguments& a, u32 read) {
+    __syncwarp(~(read & a.zero));
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty + slot);
     next();
   }

@@ -292,8 +292,8 @@ Global___SharedImage: _TypeAlias = SharedImage  # noqa: Y015
 
 @_typing.final
 class FrameStamp(_message.Message):
-    """Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` in a
-    session: a ROS node copies it into the header of what it publishes.
+    """Where and when a picture was taken. Echoed verbatim and never interpreted, except `sequence` and `capture_time`
+    in a session: a ROS node copies it into the header of what it publishes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -308,7 +308,7 @@ class FrameStamp(_message.Message):
     @_builtins.property
     def capture_time(self) -> _timestamp_pb2.Timestamp:
         """When the picture was taken, on the caller's clock. A session measures `max_frame_age` from it where it
-        is given.
+        is given, and follows the objects of tracked tasks by it.
         """
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 from legato_client import Box, Point
 from legato_client._values.results import Token, TokenCertainty
 from legato_client.calibration.labelled import UnusableLabels, read_labels
-from legato_client.calibration.scored import raw_scores, right_places
+from legato_client.calibration.scored import certainties, product, right_places
 
 COCO = {
     "images": [
@@ -51,7 +51,9 @@ def test_scores_of_whole_objects():
     """The product of an object's tokens; the end and a part of an object have none."""
     sure = [TokenCertainty(0.5, 0.8), TokenCertainty(1.0, 0.5), TokenCertainty(1.0, 1.0)]
     tokens = [Token(5, "", certainty=each) for each in (*sure, *sure, sure[0])]
-    assert raw_scores([*tokens, Token(0, "")], 3) == pytest.approx([0.2, 0.2])
+    found = certainties([*tokens, Token(0, "")], 3)
+    assert found == [((0.5, 0.8), (1.0, 0.5), (1.0, 1.0))] * 2
+    assert [product(each) for each in found] == pytest.approx([0.2, 0.2])
 
 
 def test_a_true_box_is_found_once():

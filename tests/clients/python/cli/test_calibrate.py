@@ -7,9 +7,10 @@ import json
 import pytest
 from grpc import StatusCode
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
+from legato_client.calibration import objects
 from legato_client.calibration.fit import Fit
 
-from tests.clients.python.failures import failure
+from tests.clients.python.failures import failure, retry_info
 
 PICTURES = 30
 
@@ -33,12 +34,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def answers(shift):
-    """For each picture a sure right box and an unsure wrong one of either animal."""
+def answers(shift, *, in_place=True):
+    """For each picture a sure cat, in its place if `in_place`, and an unsure dog elsewhere."""
     for _ in range(PICTURES):
         response = inference_pb2.RunTasksResponse()
         for sure in (0.9, 0.6):
-            left = 0.2 if sure > 0.8 else 0.2 + shift
+            left = 0.2 if in_place and sure == 0.9 else 0.2 + shift
             box = geometry_pb2.Box(x_min=left, y_min=0.2, x_max=left + 0.6, y_max=0.8)
             found = geometry_pb2.DetectedObject(box=box, label="?")
             response.results.add(detect=task_pb2.DetectResult(objects=[found]))
@@ -69,6 +70,48 @@ def test_a_fit_is_written(legato, folder, server):
     assert {task.detect.object for task in asked.tasks} == {"cat", "dog"}
     assert asked.options.top_logprobs == 0
     assert asked.options.HasField("top_logprobs")
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_only_a_fit_that_helps_elsewhere_is_written(legato, folder, server, helps):
+    """What `--test` shows decides; the objects of both folders are kept as they were found."""
+    server.script["RunTasks"].extend([*answers(0.5, in_place=helps), *answers(0.5)])
+    output, kept = folder / "confidence.json", folder / "objects.jsonl"
+    code, out, err = legato(
+        "calibrate", str(folder), "--test", str(folder), "--skills", "detect", "--output",
+        str(output), "--objects", str(kept), "--parallel", "1", "--json",
+    )  # fmt: skip
+    assert code == (0 if helps else 1)
+    assert output.exists() is helps
+    if helps:
+        (row,) = json.loads(out)["skills"]
+        assert row["written"]
+        assert row["ece_after"] + 2 * row["gain_error"] < row["ece_before"]
+    else:
+        assert "no fit betters the confidences" in err
+    found = {name: objects.read(kept, name) for name in ("fit", "test")}
+    assert [len(some) for some in found.values()] == [2 * PICTURES, 2 * PICTURES]
+    assert sum(each.right for each in found["test"]) == PICTURES
+    sure = found["fit"][0]
+    assert [near for _, near in sure.certainties] == [1.0] * 3
+    assert sure.score == pytest.approx(0.9)
+
+
+def test_a_full_queue_is_asked_again(legato, folder, server):
+    """Tasks that were refused for it are asked once more, and only those."""
+    first, *rest = answers(0.5)
+    late = inference_pb2.RunTasksResponse(results=first.results[1:], tokens=first.tokens[1:])
+    refusal = failure(StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_info(0.001)).status()
+    first.results[1].error.CopyFrom(refusal)
+    del first.tokens[1].tokens[:]
+    server.script["RunTasks"].extend([first, late, *rest])
+    output = folder / "confidence.json"
+    code, *_ = legato(
+        "calibrate", str(folder), "--skills", "detect", "--output", str(output), "--parallel", "1"
+    )
+    assert code == 0
+    assert server.count("RunTasks") == PICTURES + 1
+    assert Fit(**json.loads(output.read_text())["skills"]["detect"])(0.9) > 0.9
 
 
 def test_too_few_objects(legato, folder, server):

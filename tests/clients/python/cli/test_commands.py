@@ -215,13 +215,16 @@ def test_usage_errors(legato, picture, server, words):
 
 
 def test_info(legato):
-    """`info` shows the version and every model, and as JSON the whole account."""
+    """`info` shows the version and every model, and as JSON the whole account; so calibrations."""
     _, out, _ = legato("info")
     assert "legato 1.2.3" in out
     assert "second" in out
+    assert "calibrated: detect (my kitchen, 400 pictures)" in out
     document = json.loads(legato("info", "--json")[1])
     assert document["server"]["version"] == "1.2.3"
-    assert [model["name"] for model in document["models"]] == ["first", "second"]
+    first, second = document["models"]
+    assert (first["name"], first["confidence"]) == ("first", None)
+    assert second["confidence"]["fitted_at"] == "2026-11-25T00:00:00+00:00"
 
 
 def test_help_documents_exit_codes(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shutil
 import subprocess
 
@@ -46,3 +48,54 @@ def test_bash_completes(capsys):
     assert "--max-objects" in complete(script, "legato", "detect", "--max")
     assert "--max-running" in complete(script, "legato", "serve", "--max-r")
     assert complete(script, "legato", "serve", "--kv-dtype", "mo") == {"model"}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes(capsys):
+    """As bash."""
+    assert main(["completion", "fish"]) == 0
+    script = capsys.readouterr().out
+
+    def offered(typed: str) -> set[str]:
+        program = f"{script}\ncomplete --do-complete '{typed}'"
+        command = ["fish", "--no-config", "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {line.split("\t")[0] for line in done.stdout.splitlines()}
+
+    assert "detect" in offered("legato det")
+    assert "--max-objects" in offered("legato detect --max")
+    assert "--max-running" in offered("legato serve --max-r")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_completes(capsys, tmp_path):
+    """As bash, from a file `_legato` in a folder of `$fpath`, at the Tab key of a terminal."""
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / "_legato").write_text(capsys.readouterr().out)
+    ours, shells = pty.openpty()
+    environment = {**os.environ, "TERM": "dumb"}  # nothing but what is typed and completed
+    with subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        stdin=shells,
+        stdout=shells,
+        stderr=shells,
+        env=environment,
+        start_new_session=True,
+    ) as shell:
+        os.close(shells)
+        try:
+            begin = f"PS1=; fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -D"
+            type_in(ours, f"{begin}; echo rea''dy\n", until="ready")
+            type_in(ours, "legato detec\t", until="legato detect ")
+            type_in(ours, "\x15legato serve --max-ru\t", until="--max-running")
+        finally:
+            shell.kill()
+            os.close(ours)
+
+
+def type_in(terminal: int, keys: str, *, until: str) -> None:
+    """Press keys, and read what the terminal shows until it holds a text."""
+    os.write(terminal, keys.encode())
+    shown = ""
+    while until not in shown:
+        shown += os.read(terminal, 4096).decode("utf-8", "replace")

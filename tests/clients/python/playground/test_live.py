@@ -55,6 +55,23 @@ def test_frames_are_answered_and_counted(session):
     assert ended["stats"] == {"sent": 2, "answered": 2, "dropped": 0, "skipped": 0}
 
 
+def test_objects_are_followed_and_filtered(session):
+    """A tracked task names its objects from frame to frame; unsure ones are left out."""
+    task = {"task_id": "dog", "detect": {"object": "dog", "min_confidence": 0.5, "tracking": {}}}
+    session.send(json.dumps({"tasks": [task]}))
+    assert receive(session)["type"] == "opened"
+    seen = []
+    for sequence in (1, 2):
+        session.send(frame(sequence))
+        objects = until_told(session, "result")["outcome"]["objects"]
+        assert [each["confidence"] for each in objects] == [0.75, 0.9375]
+        seen.append([each["track_id"] for each in objects])
+    assert seen[0] == seen[1]
+    assert len(set(seen[0]) - {""}) == 2
+    session.send('{"finish": true}')
+    until_told(session, "ended")
+
+
 def test_the_newest_frame_wins(session):
     """While a frame is worked on for a second, others replace each other or are left out."""
     long = {"query": {"question": "why?"}, "sampling": {"max_tokens": 500}}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 
 import httpx
 import pytest
 from legato.v1 import error_pb2
 from legato_client import Client, DetectTask, LegatoError, Options, PointTask
+from legato_client._values.server import ConfidenceInfo, ModelInfo, model_document
 from legato_client.web.playground import answers, bodies
 from legato_client.web.playground.snippets import code
 from legato_client.web.playground.snippets.connection import Connection
@@ -40,6 +43,16 @@ def test_the_server_is_described(page, server):
     assert [model["name"] for model in told["models"]] == ["null"]
     assert "detect" in told["models"][0]["tasks"]
     assert told["max_picture_bytes"] == bodies.MAX_PICTURE_BYTES
+
+
+def test_a_calibrated_model_is_described():
+    """Its date too is something that JSON has."""
+    fitted_at = datetime.datetime(2026, 11, 25, tzinfo=datetime.UTC)
+    sure = ConfidenceInfo(("detect",), ("detect",), "my kitchen", fitted_at)
+    model = ModelInfo("m", (), ("detect",), True, 2048, sure)
+    assert json.loads(json.dumps(model_document(model)))["confidence"]["fitted_at"] == (
+        "2026-11-25T00:00:00+00:00"
+    )
 
 
 @pytest.mark.parametrize(("skill", "kind"), [("detect", "object"), ("point", "point")])

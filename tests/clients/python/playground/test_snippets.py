@@ -51,6 +51,18 @@ def test_the_command_sends_the_request(task, tmp_path):
     assert json_format.Parse(sent, inference_pb2.GenerateRequest()) == expected
 
 
+def test_filters_orders_and_alternatives_are_in_the_programs():
+    """In each language, as that language writes them."""
+    task = DetectTask("cup", min_confidence=0.35, order="confidence")
+    made = code(Connection("127.0.0.1:50051"), "street.jpg", task, Options(top_logprobs=3))
+    assert 'DetectTask("cup", min_confidence=0.35, order="confidence")' in made.python
+    assert "Options(top_logprobs=3)" in made.python
+    assert "legato.WithMinConfidence(0.35), legato.WithOrder(legato.OrderConfidence)" in made.go
+    assert "legato.WithAlternatives(3)" in made.go
+    assert '"min_confidence": 0.35, "order": "OBJECT_ORDER_CONFIDENCE"' in made.grpcurl
+    assert '"top_logprobs": 3' in made.grpcurl
+
+
 def run_shell(command: str, folder: Path) -> str:
     """The standard input of the command's grpcurl."""
     script = f"grpcurl() {{ cat; }}\n{command}"

@@ -200,6 +200,13 @@ def test_tokens_that_the_task_cannot_have_are_refused(assembly):
         of = ended if field.endswith(f"[{len(ids)}]") else request
         error = refusal_of(world, checkpoint(of, told[:-1], **changes), has_image)
         assert error.metadata["field"] == field
+    for name, short in (
+        ("values", {"payloads": ((0.5, 0.5),)}),
+        ("logprobs", {"logprobs": (-0.5,)}),
+        ("certainties", {"certainties": ((0.5, 0.5),)}),
+    ):
+        error = refusal_of(world, checkpoint(request, told[:-1], **short), has_image)
+        assert error.metadata["field"] == f"resume_from.{name}", "told of one token only"
     query, _ = CASES["query"]
     text = run(world, query, False)[:-1]
     ids = checkpoint(query, text).resumed.token_ids

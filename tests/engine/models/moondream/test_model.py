@@ -9,7 +9,7 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
-from legato_engine.models.paged_cache import DecodeBatch, PrefillSpan
+from legato_engine.models.paged_cache import Chunk, DecodeBatch, PrefillSpan
 
 from tests.engine.models.paged_session import PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream
@@ -300,6 +300,28 @@ def test_images_in_one_pass_have_the_bytes_of_one_by_one(either_model):
         ours, theirs = (getattr(each.kv, name).float() for each in (together, apart))
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
         assert not torch.equal(ours[-1, 1], ours[-1, 3])
+
+
+def test_passes_of_one_shape_compute_what_a_prefill_does(tiny_model):
+    """The last of them is padded; other pages, and positions that nothing has written, are NaN."""
+    chunked, whole = PagedSession(tiny_model), PagedSession(tiny_model)
+    generator = torch.Generator().manual_seed(3)
+    x_TD = torch.randn(27, tiny_model.width, generator=generator)
+    pages_M = torch.arange(1, 4)
+    expected_TD = tiny_model.prefill(x_TD, PrefillSpan(0, pages_M, bidirectional=False), whole.kv)
+    table_M = torch.tensor([1, 2, 3, 0])
+    parts = []
+    for start in (0, 8, 16, 24):
+        count = min(8, len(x_TD) - start)
+        real_T = torch.arange(8) < count
+        positions_T = torch.where(real_T, start + torch.arange(8), 0)
+        page_T = torch.where(real_T, table_M[positions_T // 16], 0)
+        chunk = Chunk(torch.tensor([start, count]), positions_T, page_T, table_M)
+        hidden_TD = tiny_model.prefill_chunk(x_TD[positions_T], chunk, chunked.kv)
+        parts.append(hidden_TD[:count])
+    torch.testing.assert_close(torch.cat(parts), expected_TD, rtol=1e-4, atol=1e-4)
+    ours, theirs = chunked.kv.k_LNHSE[:, 1:3], whole.kv.k_LNHSE[:, 1:3]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_caching_writes_what_a_prefill_writes(either_model):

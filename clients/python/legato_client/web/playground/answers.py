@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from legato_client._convert import skills
 from legato_client._errors import (
     InvalidArgument,
     LegatoError,
@@ -26,16 +27,7 @@ from legato_client._values.events import (
     TextDelta,
     TokensDelta,
 )
-from legato_client._values.results import (
-    CaptionResult,
-    Detection,
-    DetectResult,
-    PointedObject,
-    PointResult,
-    QueryResult,
-    Result,
-    SegmentResult,
-)
+from legato_client._values.results import Detection, PointedObject, Result
 
 Json = dict[str, Any]
 
@@ -48,13 +40,6 @@ _EVENTS: dict[type[Event], str] = {
     PointedObject: "point",
     OutlineDelta: "outline",
     TokensDelta: "tokens",
-}
-_SKILLS: dict[type[Result], str] = {
-    QueryResult: "query",
-    CaptionResult: "caption",
-    DetectResult: "detect",
-    PointResult: "point",
-    SegmentResult: "segment",
 }
 
 _REMEDIES = {
@@ -101,7 +86,7 @@ def event(value: Event) -> Json:
 
 
 def result(value: Result) -> Json:
-    return {"type": _SKILLS[type(value)], **dataclasses.asdict(value)}
+    return {"type": skills.of(value).name, **dataclasses.asdict(value)}
 
 
 def failure(error: LegatoError) -> Json:

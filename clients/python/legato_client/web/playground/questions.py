@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from legato_client._async_client import AsyncClient
 from legato_client._errors import LegatoError
 from legato_client._images.sources import CachedImage
+from legato_client._values.server import model_document
 from legato_client._values.tasks import Options, Task
 from legato_client.web.errors import status_of
 from legato_client.web.playground import answers, bodies, tasks
@@ -46,7 +47,7 @@ async def describe(request: Request, connection: Connection) -> Response:
         {
             "server": {"name": info.name, "version": info.version, "target": connection.target},
             "limits": dataclasses.asdict(info.limits),
-            "models": [dataclasses.asdict(model) for model in models],
+            "models": [model_document(model) for model in models],
             "max_picture_bytes": bodies.MAX_PICTURE_BYTES,
         }
     )

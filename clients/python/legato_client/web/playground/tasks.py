@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 
+from legato_client._convert import skills
 from legato_client._errors import FieldViolation, InvalidArgument
 from legato_client._values.results import Box, Point
 from legato_client._values.tasks import (
     CaptionLength,
-    CaptionTask,
-    DetectTask,
     Message,
     ObjectOrder,
     Options,
-    PointTask,
-    QueryTask,
     Role,
     Sampling,
-    SegmentTask,
     SpatialRef,
     Task,
+    Tracking,
 )
+from legato_client.batch.tasks import listed
 
 NumberT = TypeVar("NumberT", int, float)
 WordT = TypeVar("WordT")
@@ -65,60 +63,34 @@ def read_task(value: object) -> Task:
 
 
 def read_options(value: object) -> Options:
-    """The model, the adapter and the id of `legato.v1.RequestOptions`; raises InvalidArgument."""
+    """The fields of `legato.v1.RequestOptions` that the page sets; raises InvalidArgument."""
     if not isinstance(value, dict):
         raise invalid("options", "must be an object")
     message = _parsed("options", value, inference_pb2.RequestOptions())
-    return Options(request_id=message.request_id, model=message.model, adapter=message.adapter)
+    return Options(
+        request_id=message.request_id,
+        model=message.model,
+        adapter=message.adapter,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+    )
 
 
 def task_of(message: task_pb2.Task) -> Task:
     """Raises InvalidArgument for a task without a skill, or with an unknown word."""
-    sampling, task_id = _sampling(message.sampling), message.task_id
-    match message.WhichOneof("kind"):
-        case "query":
-            query = message.query
-            return QueryTask(
-                question=query.question,
-                reasoning=query.reasoning,
-                spatial_refs=_places(query.spatial_refs),
-                sampling=sampling,
-                task_id=task_id,
-                messages=tuple(map(_message, query.messages)),
-            )
-        case "caption":
-            length = _known(_LENGTHS, message.caption.length, "task.caption.length")
-            return CaptionTask(length, sampling, task_id)
-        case "detect":
-            detect = message.detect
-            return DetectTask(
-                detect.object,
-                detect.max_objects if detect.HasField("max_objects") else None,
-                sampling,
-                task_id,
-                _min_confidence(detect),
-                _known(_ORDERS, detect.order, "task.detect.order"),
-            )
-        case "point":
-            point = message.point
-            return PointTask(
-                point.object,
-                point.max_objects if point.HasField("max_objects") else None,
-                _places(point.spatial_refs),
-                sampling,
-                task_id,
-                _min_confidence(point),
-                _known(_ORDERS, point.order, "task.point.order"),
-            )
-        case "segment":
-            segment = message.segment
-            return SegmentTask(segment.object, _places(segment.spatial_refs), sampling, task_id)
-        case _:
-            raise invalid("task", "names no skill: query, caption, detect, point or segment")
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise invalid("task", f"names no skill: {listed(tuple(skills.BY_NAME))}")
+    skill, own = skills.BY_NAME[kind], getattr(message, kind)
+    read = {name: reader for name, reader in _FIELDS.items() if skill.takes(name)}
+    given = {name: reader(own, f"task.{kind}.{name}") for name, reader in read.items()}
+    task: Task = skill.task(**given, sampling=_sampling(message.sampling), task_id=message.task_id)
+    return task
 
 
-def _min_confidence(message: task_pb2.DetectTask | task_pb2.PointTask) -> float | None:
-    return _number(message.min_confidence) if message.HasField("min_confidence") else None
+def _tracking(message: task_pb2.Tracking) -> Tracking:
+    if not message.HasField("max_unseen"):
+        return Tracking()
+    return Tracking(message.max_unseen.ToNanoseconds() / 1e9)
 
 
 def _parsed(field: str, value: Mapping[str, Any], message: Any) -> Any:
@@ -165,3 +137,20 @@ def _known(words: Mapping[int, WordT], number: int, field: str) -> WordT:
     if number not in words:
         raise invalid(field, "has no such value")
     return words[number]
+
+
+_FIELDS: Mapping[str, Callable[[Any, str], Any]] = {
+    "question": lambda own, _: own.question,
+    "object": lambda own, _: own.object,
+    "reasoning": lambda own, _: own.reasoning,
+    "length": lambda own, field: _known(_LENGTHS, own.length, field),
+    "order": lambda own, field: _known(_ORDERS, own.order, field),
+    "max_objects": lambda own, _: own.max_objects if own.HasField("max_objects") else None,
+    "min_confidence": lambda own, _: (
+        _number(own.min_confidence) if own.HasField("min_confidence") else None
+    ),
+    "tracking": lambda own, _: _tracking(own.tracking) if own.HasField("tracking") else None,
+    "spatial_refs": lambda own, _: _places(own.spatial_refs),
+    "messages": lambda own, _: tuple(map(_message, own.messages)),
+}
+"""How a field of a task is read, whichever skill has it."""

@@ -66,11 +66,11 @@ class Layer {
   }
 
   /** A finished outline in place of its pieces. */
-  whole(index, segment) {
-    if (!this.outlines.has(index)) this.outline(index, { box: segment.box }, labelOf(segment));
+  whole(index, finished) {
+    if (!this.outlines.has(index)) this.outline(index, { box: finished.box }, labelOf(finished));
     const outline = this.outlines.get(index);
-    outline.path = segment.path;
-    outline.shape.setAttribute("d", segment.path);
+    outline.path = finished.path;
+    outline.shape.setAttribute("d", finished.path);
   }
 
   label(x, y, text, place = y < 0.06 ? "inside" : "above") {
@@ -98,8 +98,8 @@ const rectangle = (box, kind) =>
     x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min,
   });
 
-/** A label with the model's certainty, where it gives one. */
-export function labelOf({ label, confidence }) {
-  return confidence === null || confidence === undefined
-    ? label : `${label} ${(confidence * 100).toFixed(0)}%`;
+/** A label with the track in a session, and the model's certainty where it gives one. */
+export function labelOf({ label, confidence, track_id: track }) {
+  const sure = confidence === null || confidence === undefined ? "" : ` ${(confidence * 100).toFixed(0)}%`;
+  return `${label}${track ? ` #${track}` : ""}${sure}`;
 }

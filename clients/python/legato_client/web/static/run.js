@@ -4,6 +4,7 @@ import { generate, told } from "./api.js";
 import { showCode } from "./code.js";
 import { el, failureView, ms } from "./dom.js";
 import { labelOf } from "./overlay.js";
+import { tokensView } from "./tokens.js";
 
 const MOST_LISTED = 200; // found objects in a card; all are drawn
 
@@ -116,13 +117,29 @@ export class Run {
 
   takeObject(object) {
     this.layer?.box(object.box, labelOf(object));
+    this.listObject(object);
+  }
+
+  listObject(object) {
     const { x_min, y_min, x_max, y_max } = object.box;
     this.list(object, `${place(x_min, y_min)} to ${place(x_max, y_max)}`);
   }
 
   takePoint(object) {
     this.layer?.point(object.point, labelOf(object));
+    this.listPoint(object);
+  }
+
+  listPoint(object) {
     this.list(object, place(object.point.x, object.point.y));
+  }
+
+  /** In the order of the result; while it was decoded they came as the model found them. */
+  listAgain(result) {
+    this.found.replaceChildren();
+    this.count = 0;
+    for (const object of result.objects ?? []) this.listObject(object);
+    for (const object of result.points ?? []) this.listPoint(object);
   }
 
   takeOutline(delta) {
@@ -139,8 +156,12 @@ export class Run {
   }
 
   finish(result) {
-    for (const [index, segment] of (result.segments ?? []).entries()) this.layer?.whole(index, segment);
-    const info = result.info, nothing = ["detect", "point", "segment"].includes(result.type) && this.count === 0;
+    const lists = Object.values(result).filter(Array.isArray); // of what has a place in the picture
+    const outlines = lists.flat().filter((found) => "path" in found);
+    for (const [index, outline] of outlines.entries()) this.layer?.whole(index, outline);
+    if (Object.values(this.task)[0]?.order) this.listAgain(result);
+    if (this.options.top_logprobs !== undefined && result.info.tokens.length) this.times.before(tokensView(result.info.tokens));
+    const info = result.info, nothing = lists.length > 0 && this.count === 0;
     const cut = { length: "cut at the most tokens", max_objects: "most objects reached", cancelled: "stopped by an operator" };
     this.set(cut[info.finish_reason] ?? (nothing ? "nothing found" : this.count ? `${this.count} found` : "done"));
     this.showTimes("total", info);

@@ -7,6 +7,7 @@ import { AgeChart, Figures } from "./session-view.js";
 import { labelOf, Overlay } from "./overlay.js";
 import { Live } from "./session-socket.js";
 import { NOUNS } from "./scene.js";
+import { numeric } from "./tasks.js";
 
 const WIDTH = 480; // pixels of a frame that is sent
 const QUALITY = 0.8; // of its JPEG file
@@ -31,6 +32,8 @@ class SessionTab {
     this.kind = el("select", {}, option("scene", "Bundled scene"), option("file", "Video file"), option("camera", "Webcam"));
     this.file = el("input", { type: "file", accept: "video/*", ariaLabel: "Video file", hidden: true });
     this.nouns = el("input", { value: NOUNS.join(", "), autocomplete: "off" });
+    this.least = el("input", { inputMode: "decimal", placeholder: "any", autocomplete: "off" });
+    this.tracks = el("input", { type: "checkbox", checked: true });
     this.policy = el("select", {}, option("latest_wins", "newest frame wins"), option("preempt", "newest frame stops older work"), option("every_frame", "every frame"));
     this.age = el("input", { value: "2", inputMode: "decimal", autocomplete: "off" });
     this.rate = el("input", { type: "range", min: 1, max: 30, value: 30, ariaLabel: "Frames a second" });
@@ -42,6 +45,8 @@ class SessionTab {
       el("div", { className: "grid" },
         el("label", {}, "Clip", this.kind), this.file,
         el("label", {}, "Detect, separated by commas", this.nouns),
+        el("label", {}, "Least confidence, 0 to 1", this.least),
+        el("label", { className: "check" }, this.tracks, "follow objects from frame to frame"),
         el("label", {}, "When frames come faster than answers", this.policy),
         el("label", {}, "Oldest frame answered, seconds", this.age),
         el("label", {}, "Frames a second", el("span", { className: "range" }, this.rate, this.rateText))),
@@ -96,14 +101,16 @@ class SessionTab {
 
   tasks() {
     const nouns = this.nouns.value.split(",").map((noun) => noun.trim()).filter(Boolean);
-    return [...new Set(nouns)].map((noun) => ({ task_id: noun, detect: { object: noun } }));
+    const least = this.least.value.trim();
+    const wanted = { ...(least ? { min_confidence: numeric(least) } : {}), ...(this.tracks.checked ? { tracking: {} } : {}) };
+    return [...new Set(nouns)].map((noun) => ({ task_id: noun, detect: { object: noun, ...wanted } }));
   }
 
   opening() {
     const age = this.age.value.trim();
     return {
       tasks: this.tasks(), policy: this.policy.value,
-      ...(age ? { max_frame_age: Number.isNaN(Number(age)) ? age : Number(age) } : {}),
+      ...(age ? { max_frame_age: numeric(age) } : {}),
     };
   }
 

@@ -8,11 +8,11 @@ const LENGTHS = [["short", "short"], ["normal", "normal"], ["long", "long"]];
 export const SKILLS = {
   detect: {
     title: "Detect", asks: "object", placeholder: "dog", example: "dog",
-    kind: ({ text, most }) => ({ detect: { object: text, ...bound(most) } }), most: true,
+    kind: ({ text, wanted }) => ({ detect: { object: text, ...wanted } }), lists: true,
   },
   point: {
-    title: "Point", asks: "object", placeholder: "red apple", example: "apple", places: true, most: true,
-    kind: ({ text, most, refs }) => ({ point: { object: text, ...bound(most), ...refs } }),
+    title: "Point", asks: "object", placeholder: "red apple", example: "apple", places: true, lists: true,
+    kind: ({ text, wanted, refs }) => ({ point: { object: text, ...wanted, ...refs } }),
   },
   segment: {
     title: "Segment", asks: "object", placeholder: "tree", example: "tree", places: true,
@@ -33,7 +33,14 @@ export const SKILLS = {
   },
 };
 
-const bound = (most) => (most ? { max_objects: Number(most) } : {});
+/** Which objects a list has, and in which order. What is no number is passed on: the process says what is wrong. */
+const listed = (most, least, surest) => ({
+  ...(most ? { max_objects: numeric(most) } : {}),
+  ...(least ? { min_confidence: numeric(least) } : {}),
+  ...(surest ? { order: "OBJECT_ORDER_CONFIDENCE" } : {}),
+});
+
+export const numeric = (text) => (Number.isNaN(Number(text)) ? text : Number(text));
 
 /** "x y" or "left top right bottom" in fractions, as the contract's places. */
 export function refsOf(text) {
@@ -75,13 +82,15 @@ export class TaskRow {
     else this.text.value = text || skill.example || "";
     this.most = el("input", { ariaLabel: "Most objects", inputMode: "numeric", placeholder: "most", className: "short", autocomplete: "off" });
     this.place = el("input", { ariaLabel: "Place, two or four numbers from 0 to 1", placeholder: skill.needs ? "click the eye" : "place", className: "place", autocomplete: "off" });
-    const box = el("input", { type: "checkbox" });
-    this.thinks = box;
+    this.least = el("input", { ariaLabel: "Least confidence, 0 to 1", inputMode: "decimal", placeholder: "sure", className: "short", autocomplete: "off" });
+    this.surest = el("input", { type: "checkbox" });
+    this.thinks = el("input", { type: "checkbox" });
     this.inputs.replaceChildren(...[
       skill.asks === "nothing" ? null : this.text,
-      skill.most ? this.most : null,
+      ...(skill.lists ? [this.most, this.least] : []),
       skill.places ? this.place : null,
-      skill.thinks ? el("label", { className: "check" }, box, "think first") : null,
+      skill.lists ? el("label", { className: "check" }, this.surest, "surest first") : null,
+      skill.thinks ? el("label", { className: "check" }, this.thinks, "think first") : null,
     ].filter(Boolean));
   }
 
@@ -113,7 +122,7 @@ export class TaskRow {
     const skill = SKILLS[this.skill.value];
     const kind = skill.kind({
       text: this.text.value.trim(),
-      most: this.most.value.trim(),
+      wanted: listed(this.most.value.trim(), this.least.value.trim(), this.surest.checked),
       refs: skill.places ? refsOf(this.place.value) : {},
       thinks: this.thinks.checked,
     });
@@ -129,10 +138,14 @@ export function samplingOf() {
   };
   return Object.fromEntries(Object.entries(typed)
     .filter(([, value]) => value.trim())
-    .map(([name, value]) => [name, Number.isNaN(Number(value)) ? value : Number(value)]));
+    .map(([name, value]) => [name, numeric(value)]));
 }
 
 export function optionsOf() {
-  const options = { model: byId("model").value, adapter: byId("adapter").value.trim() };
-  return Object.fromEntries(Object.entries(options).filter(([, value]) => value));
+  const options = {
+    model: byId("model").value, adapter: byId("adapter").value.trim(), top_logprobs: byId("alternatives").value.trim(),
+  };
+  return Object.fromEntries(Object.entries(options)
+    .filter(([, value]) => value)
+    .map(([name, value]) => [name, name === "top_logprobs" ? numeric(value) : value]));
 }

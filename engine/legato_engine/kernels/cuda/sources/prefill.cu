@@ -68,16 +68,17 @@ typedef uint4 Kept;
 __device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
 #endif
 
-// Token t of `count` has position start + t. Each sequence is a row of blocks, its pages `apart` from the preceding
-// one's. e4m3 is in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a head's query,
+// Token t of `count` has position start + t; with a `place` start and the number of tokens, up to `count`, are there,
+// and nothing since the launches before this graph has written them. Each sequence is a row of blocks, its pages `apart`
+// from the preceding one's. e4m3 is in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a head's query,
 // key and value; at four blocks per multiprocessor its registers hold all three loads in flight.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
-                     const float* scales, int start, int count, int apart) {
+                     const float* scales, const i64* place, int start, int count, int apart) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
   const int lane = index % LANES, head = index / LANES % HEADS, token = index / (LANES * HEADS);
-  const int position = start + token;
-  const bool real = token < count, turns = real && lane < TURNED;
+  const int position = (place ? (int)place[0] : start) + token;
+  const bool real = token < count && (!place || token < place[1]), turns = real && lane < TURNED;
   Angles angles = {};
   if (turns) angles.load(cosines, sines, position, lane);
   after_previous();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from legato_client._convert import skills
 from legato_client._values.results import Point
 from legato_client._values.tasks import (
     CaptionTask,
@@ -73,20 +74,15 @@ def _dial(connection: Connection) -> Iterator[str]:
 
 
 def _task(task: Task) -> str:
-    arguments: list[str] = []
+    skill = skills.of(task)
+    name = f"{skill.name.capitalize()}Task"
     match task:
         case QueryTask() if task.messages:
             name, first = "ChatTask", _messages(task.messages)
-        case QueryTask():
-            name, first = "QueryTask", _string(task.question)
         case CaptionTask():
-            name, first = "CaptionTask", f"legato.{_LENGTHS[task.length]}"
-        case DetectTask():
-            name, first = "DetectTask", _string(task.object)
-        case PointTask():
-            name, first = "PointTask", _string(task.object)
+            first = f"legato.{_LENGTHS[task.length]}"
         case _:
-            name, first = "SegmentTask", _string(task.object)
+            first = _string(getattr(task, skill.subject))
     arguments = [first, *_task_options(task)]
     return f"legato.{name}({', '.join(arguments)})"
 
@@ -113,8 +109,8 @@ def _task_options(task: Task) -> Iterator[str]:
             yield "legato.WithOrder(legato.OrderConfidence)"
     if isinstance(task, QueryTask) and task.reasoning:
         yield "legato.WithReasoning()"
-    if not isinstance(task, CaptionTask | DetectTask) and task.spatial_refs:
-        yield f"legato.WithRefs({', '.join(map(_place, task.spatial_refs))})"
+    if refs := getattr(task, "spatial_refs", ()):
+        yield f"legato.WithRefs({', '.join(map(_place, refs))})"
     yield from _sampling(task.sampling)
     if task.task_id:
         yield f"legato.WithTaskID({_string(task.task_id)})"
@@ -143,6 +139,8 @@ def _sampling(sampling: Sampling) -> Iterator[str]:
 
 
 def _call_options(options: Options) -> Iterator[str]:
+    if options.top_logprobs is not None:
+        yield f"legato.WithAlternatives({options.top_logprobs})"
     if options.model:
         yield f"legato.WithModel({_string(options.model)})"
     if options.adapter:

@@ -1,0 +1,88 @@
+"""Fields that tasks of several skills have, checked; `path` is as in `requests`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from legato.v1 import geometry_pb2, inference_pb2, task_pb2
+from legato_engine import core
+from legato_engine.errors import InvalidField, PromptTooLong
+
+MAX_REFS = 64
+
+Listing: TypeAlias = (
+    task_pb2.DetectTask
+    | inference_pb2.DetectRequest
+    | task_pb2.PointTask
+    | inference_pb2.PointRequest
+)
+
+_ORDERS = {
+    task_pb2.OBJECT_ORDER_UNSPECIFIED: core.ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_MODEL: core.ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_CONFIDENCE: core.ObjectOrder.CONFIDENCE,
+}
+
+
+def text(value: str, field: str, limit: int) -> str:
+    if not value.strip():
+        raise InvalidField("must not be empty", field=field)
+    if len(value) > limit:
+        raise PromptTooLong(
+            f"{len(value)} characters, the limit is {limit}",
+            field=field,
+            limit=limit,
+            actual=len(value),
+        )
+    return value
+
+
+def max_objects(message: Listing, path: str) -> int | None:
+    if not message.HasField("max_objects"):
+        return None
+    if message.max_objects < 1:
+        raise InvalidField("must be at least 1", field=f"{path}max_objects")
+    return message.max_objects
+
+
+def min_confidence(message: Listing, path: str) -> float:
+    if not 0 <= message.min_confidence <= 1:  # refuses NaN too
+        raise InvalidField("must be in [0, 1]", field=f"{path}min_confidence")
+    return message.min_confidence
+
+
+def order(message: Listing, path: str) -> core.ObjectOrder:
+    if message.order not in _ORDERS:
+        raise InvalidField(f"{message.order} is not an order of objects", field=f"{path}order")
+    return _ORDERS[message.order]
+
+
+def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+    if not messages:
+        return ()
+    if len(messages) > MAX_REFS:
+        raise InvalidField(f"at most {MAX_REFS} spatial references", field=f"{path}spatial_refs")
+    return tuple(
+        _ref(message, f"{path}spatial_refs[{index}]") for index, message in enumerate(messages)
+    )
+
+
+def _ref(message: geometry_pb2.SpatialRef, field: str) -> core.SpatialRef:
+    kind = message.WhichOneof("ref")
+    if kind is None:
+        raise InvalidField("a spatial reference is a point or a box", field=field)
+    if kind == "point":
+        x, y = message.point.x, message.point.y
+        _check_coordinates((x, y), f"{field}.point")
+        return core.Point(x=x, y=y)
+    box = message.box
+    _check_coordinates((box.x_min, box.y_min, box.x_max, box.y_max), f"{field}.box")
+    if box.x_min > box.x_max or box.y_min > box.y_max:
+        raise InvalidField("min is greater than max", field=f"{field}.box")
+    return core.Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
+
+
+def _check_coordinates(values: tuple[float, ...], field: str) -> None:
+    if not all(0 <= value <= 1 for value in values):  # refuses NaN too
+        raise InvalidField("coordinates are finite and in [0, 1]", field=field)

@@ -1,0 +1,190 @@
+"""The skills: how the messages of each become a task, and a result becomes its messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2, task_pb2
+from legato_engine import core
+from legato_engine.errors import InvalidField
+
+from legato_service.convert import chat, fields, pieces
+
+MAX_QUESTION = 32_768  # characters
+MAX_OBJECT = 1_024
+
+_LENGTHS = {
+    task_pb2.CAPTION_LENGTH_UNSPECIFIED: core.CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_SHORT: core.CaptionLength.SHORT,
+    task_pb2.CAPTION_LENGTH_NORMAL: core.CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_LONG: core.CaptionLength.LONG,
+}
+
+ResultT = TypeVar("ResultT", bound=core.TaskResult)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skill(Generic[ResultT, ResponseT]):
+    """The conversions of one skill, named as in `core`.
+
+    `task` takes the task's message or the request of the skill's own call, and the path of its
+    fields; `fill` fills the result's message or the response of that call. Both have the fields
+    that this module reads and writes.
+    """
+
+    name: str
+    task: Callable[[Any, str], core.TaskSpec]
+    result: type[ResultT]
+    response: Callable[[], ResponseT]
+    fill: Callable[[Any, ResultT], None]
+
+    def answer(self, result: ResultT) -> ResponseT:
+        """Without its info."""
+        response = self.response()
+        self.fill(response, result)
+        return response
+
+
+# ---------------------------------------------------------------- query
+
+Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
+
+
+def _query(message: Query, path: str) -> core.QueryTask:
+    refs = fields.refs(message.spatial_refs, path)
+    if not message.messages:
+        question = fields.text(message.question, f"{path}question", MAX_QUESTION)
+        return core.QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
+    if message.question:
+        raise InvalidField("a question or messages, not both", field=f"{path}question")
+    conversation = chat.conversation(message.messages, f"{path}messages")
+    return core.QueryTask(
+        question=conversation.question,
+        reasoning=message.reasoning,
+        spatial_refs=refs,
+        system=conversation.system,
+        history=conversation.history,
+        shows_image=conversation.shows_image,
+    )
+
+
+def _fill_query(
+    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: core.QueryResult
+) -> None:
+    message.answer = result.answer
+    if result.reasoning is not None:
+        message.reasoning.text = result.reasoning
+        message.reasoning.grounding.extend(map(pieces.grounding, result.grounding))
+
+
+QUERY = Skill("query", _query, core.QueryResult, inference_pb2.QueryResponse, _fill_query)
+
+
+# ---------------------------------------------------------------- caption
+
+Caption: TypeAlias = task_pb2.CaptionTask | inference_pb2.CaptionRequest
+
+
+def _caption(message: Caption, path: str) -> core.CaptionTask:
+    if message.length not in _LENGTHS:
+        raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
+    return core.CaptionTask(length=_LENGTHS[message.length])
+
+
+def _fill_caption(
+    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: core.CaptionResult
+) -> None:
+    message.caption = result.caption
+
+
+CAPTION = Skill(
+    "caption", _caption, core.CaptionResult, inference_pb2.CaptionResponse, _fill_caption
+)
+
+
+# ---------------------------------------------------------------- detect
+
+Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
+
+
+def _detect(message: Detect, path: str) -> core.DetectTask:
+    return core.DetectTask(
+        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=fields.max_objects(message, path),
+        min_confidence=fields.min_confidence(message, path),
+        order=fields.order(message, path),
+    )
+
+
+def _fill_detect(
+    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: core.DetectResult
+) -> None:
+    objects = message.objects
+    for value in result.objects:
+        pieces.fill_object(objects.add(), value)
+
+
+DETECT = Skill("detect", _detect, core.DetectResult, inference_pb2.DetectResponse, _fill_detect)
+
+
+# ---------------------------------------------------------------- point
+
+Point: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
+
+
+def _point(message: Point, path: str) -> core.PointTask:
+    return core.PointTask(
+        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=fields.max_objects(message, path),
+        spatial_refs=fields.refs(message.spatial_refs, path),
+        min_confidence=fields.min_confidence(message, path),
+        order=fields.order(message, path),
+    )
+
+
+def _fill_point(
+    message: task_pb2.PointResult | inference_pb2.PointResponse, result: core.PointResult
+) -> None:
+    points = message.points
+    for value in result.points:
+        pieces.fill_pointed(points.add(), value)
+
+
+POINT = Skill("point", _point, core.PointResult, inference_pb2.PointResponse, _fill_point)
+
+
+# ---------------------------------------------------------------- segment
+
+Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
+
+
+def _segment(message: Segment, path: str) -> core.SegmentTask:
+    return core.SegmentTask(
+        object=fields.text(message.object, f"{path}object", MAX_OBJECT),
+        spatial_refs=fields.refs(message.spatial_refs, path),
+    )
+
+
+def _fill_segment(
+    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: core.SegmentResult
+) -> None:
+    message.segments.extend(map(pieces.outline, result.segments))
+
+
+SEGMENT = Skill(
+    "segment", _segment, core.SegmentResult, inference_pb2.SegmentResponse, _fill_segment
+)
+
+
+# ---------------------------------------------------------------- the table
+
+AnySkill: TypeAlias = Skill[Any, Any]
+
+SKILLS: tuple[AnySkill, ...] = (QUERY, CAPTION, DETECT, POINT, SEGMENT)
+BY_NAME: Mapping[str, AnySkill] = {skill.name: skill for skill in SKILLS}
+"""By the field of the contract's Task and TaskResult."""
+BY_RESULT: Mapping[type, AnySkill] = {skill.result: skill for skill in SKILLS}

@@ -1,0 +1,154 @@
+"""What is launched behind a loop, while only the device knows how far that is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Plan
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.sequence import Sequence
+
+from tests.engine.scheduler.reading_runner import PAGE, ReadingRunner, alone
+from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
+
+LIMITS = BatchLimits(3, tokens=40, sampled=6)
+
+
+class Late(random.Random):
+    """A device that goes on for as many steps as it may after it was told to end a loop."""
+
+    def randint(self, a: int, b: int) -> int:
+        """The most."""
+        return b
+
+
+class Keeping(ReadingRunner):
+    """Keeps the plans."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__(lambda: False, draw)
+        self.plans: list[Plan] = []
+
+    def forward(self, launch: Launch) -> None:
+        """As it is."""
+        self.plans.append(launch.plan)
+        super().forward(launch)
+
+
+class Looping:
+    """A scheduler that decodes by loops."""
+
+    def __init__(self, draw: random.Random, num_pages: int = 60) -> None:
+        self.runner = Keeping(draw)
+        self.manager = KVCacheManager(num_pages, PAGE, 4)
+        self.scheduler = Scheduler(
+            self.runner,
+            self.manager,
+            Pipeline(2),
+            FakeClock(),
+            FakeSink(),
+            limits=LIMITS,
+            loops=self.runner,
+        )
+        self.sequences: list[Sequence] = []
+
+    def submit(self, max_tokens: int, *, constrained: bool = False) -> FakeTask:
+        """A request that has all of its tokens; constraints follow the table."""
+        for seed in range(1000):
+            task = FakeTask(
+                seed=seed,
+                max_tokens=max_tokens,
+                constrained=constrained,
+                follows_table=constrained,
+            )
+            sequence = make_sequence(len(self.sequences), task, prefix_key="")
+            if len(alone(sequence)) == max_tokens:
+                self.scheduler.submit(sequence)
+                self.sequences.append(sequence)
+                return task
+        raise AssertionError("every answer stops early")
+
+    def until(self, task: FakeTask, num_tokens: int) -> None:
+        """Step until it has so many."""
+        while len(task.tokens) < num_tokens:
+            self.scheduler.step()
+
+    def drain(self) -> None:
+        """All answers are what they are alone, and nothing is in use."""
+        self.scheduler.drain()
+        self.manager.check()
+        for sequence in self.sequences:
+            assert isinstance(sequence.task, FakeTask)
+            assert sequence.task.tokens == alone(sequence)
+        assert self.scheduler.load().pages_used == 0
+
+    def behind(self) -> list[tuple[LaunchKind, list[int], int]]:
+        """Kind, decoding sequences and number of prompts of each launch behind a loop."""
+        return [
+            (plan.kind, [row.sequence.seq_id for row in plan.decodes], len(plan.prefills))
+            for plan in self.runner.plans
+            if plan.behind
+        ]
+
+
+@pytest.mark.parametrize("draw", [Late(), random.Random(0)])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
+    draw: random.Random, constrained: bool
+) -> None:
+    """One launch has both, and the rows go on where the loop left them."""
+    world = Looping(draw)
+    first = world.submit(40, constrained=constrained)
+    world.until(first, 10)
+    world.submit(5)
+    world.drain()
+    assert world.behind()[0] == (LaunchKind.PREFILL, [0], 1)
+
+
+def test_a_row_that_ends_in_its_loop_is_padding_behind_it() -> None:
+    """Its answer ends while the device does not know yet of the prompt that ends the loop."""
+    world = Looping(Late())
+    first = world.submit(12)
+    world.until(first, 10)
+    world.submit(5)
+    world.drain()
+    assert world.behind()[0] == (LaunchKind.PREFILL, [0], 1)
+    assert world.runner.num_ended == 1
+    again = world.submit(12)  # what is cached of the first answer is what it read
+    world.drain()
+    assert again.tokens == first.tokens
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_rows_go_on_behind_the_end_of_another(constrained: bool) -> None:
+    """The loop is as long as the shortest answer; no row waits for the host at its end."""
+    world = Looping(random.Random(0))
+    world.submit(9)
+    world.submit(30, constrained=constrained)
+    world.drain()
+    assert (LaunchKind.DECODE, [1], 0) in world.behind()
+    assert world.runner.num_ended == 0
+
+
+def test_nothing_is_launched_behind_a_lone_answer() -> None:
+    """It ends with its loop."""
+    world = Looping(random.Random(0))
+    world.submit(30)
+    world.drain()
+    assert world.behind() == []
+    assert sum(plan.loops for plan in world.runner.plans) == 1
+
+
+def test_a_prompt_waits_alone_where_loops_differ() -> None:
+    """Rows that may loop always do, so none decodes beside a prompt."""
+    world = Looping(random.Random(0))
+    world.runner.loops_differ, world.runner.stuck = True, Late()
+    world.runner.stuck.random = lambda: 1.0  # type: ignore[method-assign]  # it never gives up
+    first = world.submit(40)
+    world.until(first, 10)
+    world.submit(5)
+    world.drain()
+    assert world.behind() == []

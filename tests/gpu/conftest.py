@@ -1,0 +1,20 @@
+"""What tests on a GPU share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_its_own() -> Iterator[None]:
+    """Give back what a module's models and pools took, for the next one; the first fixture of a
+    module ends last.
+    """
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
