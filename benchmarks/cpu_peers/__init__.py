@@ -140,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     cores = set(sorted(os.sched_getaffinity(0))[: options.cores])
     load = os.getloadavg()[0]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes outlive a pipe's end
     with contextlib.ExitStack() as stack:
         running, absent = _started(options, cores, stack)
         rounds = _rounds(running, options)
