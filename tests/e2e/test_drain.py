@@ -50,8 +50,15 @@ def test_a_drain_cuts_at_its_grace(tmp_path):
         assert not exists(engine)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("ended_by", ["grace", "second signal"])
+@pytest.mark.parametrize(
+    ("ended_by", "processes"),
+    [
+        ("grace", "2"),
+        ("second signal", "1"),
+        pytest.param("grace", "1", marks=pytest.mark.slow),
+        pytest.param("second signal", "2", marks=pytest.mark.slow),
+    ],
+)
 def test_calls_that_a_drain_cuts_are_told_so(tmp_path, ended_by, processes):
     """Streams and unary calls of every process end with DRAINING and a time to retry after."""
     grace = "0.5" if ended_by == "grace" else "60"

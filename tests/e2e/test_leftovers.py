@@ -33,7 +33,7 @@ def owned(pid, folder):
     return [*locks, *folder.glob(f"legato-{pid}-*")]
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_killed_server_leaves_nothing_for_good(tmp_path, own_temporary, processes):
     """Its blobs and sockets are there until another one starts; a live server's stay."""
     folders = [tmp_path / name for name in ("live", "killed", "next")]

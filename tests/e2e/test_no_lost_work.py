@@ -187,11 +187,8 @@ def _refused(stub, request):
 # ---------------------------------------------------------------- many kills
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param((), marks=pytest.mark.slow), ("--processes", "2")],
-    ids=["one", "two"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--processes", "2")], ids=["one", "two"])
 async def test_kills_under_load(tmp_path, options):
     """Nearly all calls end with the right answer and none with a wrong one; nothing stays."""
     with Server(tmp_path, *SLOW, *options, program=QUICK) as server, leaving_nothing(server):

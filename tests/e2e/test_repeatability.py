@@ -56,6 +56,7 @@ async def test_company_changes_nothing(server, alone, shuffle):
     assert await ask_all(server.address, [job for job, _ in bag]) == [said for _, said in bag]
 
 
+@pytest.mark.slow
 async def test_the_blocking_loop_answers_the_same(tmp_path, alone):
     """`--pipeline-depth 1` gives the answers of the pipelined server, alone and in company."""
     with Server(tmp_path, "--pipeline-depth", "1") as blocking:

@@ -180,6 +180,7 @@ async def test_decode_steps_are_in_the_heartbeat():
         assert isinstance([r async for r in client.submit(ask("b"))][-1], Done)
 
 
+@pytest.mark.slow
 async def test_a_fault_in_a_step_is_fatal():
     """An exception in a step ends the process, not the service; its request is poisoned at last."""
     async with running(command=(sys.executable, "-c", FAILING)) as client:
