@@ -103,6 +103,6 @@ def test_pictures(url):
     body = {"image_url": data_url(image_bytes()), "object": "cat"}
     token = {"X-Moondream-Auth": ROBOT.text}
     found = post(url, "/v1/detect", body, token).json["objects"]
-    assert sorted(found[0]) == ["x_max", "x_min", "y_max", "y_min"]
+    assert sorted(found[0]) == ["confidence", "x_max", "x_min", "y_max", "y_min"]
     refused = post(url, "/v1/detect", {**body, "image_url": DATA_URL}, token)
     assert (refused.status, refused.error["code"]) == (400, "image_undecodable")
