@@ -9,27 +9,34 @@ from benchmarks.record import table
 from benchmarks.records import Records, Row, sources
 
 _LENGTH = 256  # tokens of the answer that launches are counted for
-NAMES = {"blocking": "blocking loop", "graph": "two launches in flight", "loop": "decode loop"}
+NAMES = {
+    "blocking": "blocking loop",
+    "graph": "two launches in flight",
+    "loop": "decode loop",
+    "resident": "resident kernel",
+}
+_LAUNCHES = "h200/loops_resident"  # one run of all paths
 _ADAPTING = ("fixed:3", "seed", "budget")
 _CHANGES = ("mixed", "changing", "under pressure")
 
 
 def counts(records: Records) -> dict[str, Row]:
-    """Launches and waits of one answer by decode path; they are the same on every device."""
-    row = records.row("loops_tiny_cpu", streams=1)
+    """Launches and waits of one answer by decode path."""
+    row = records.row(_LAUNCHES, streams=1)
     return {name: row[name] for name in NAMES}
 
 
 def launches(records: Records) -> str:
     """Launches and waits of an answer, the step, and the host's CPU."""
-    step = records.row("h200/loops", streams=1)
-    blocking = records.row("h200/decode", task="query", streams=1)["blocking"]["period"]
-    times = {"blocking": f"{blocking:.3f}"}
-    times |= {path: f"{step[path]['ms']:.3f}" for path in ("graph", "loop")}
-    host = {path: f"{step[path]['host_us']:.0f}" for path in ("graph", "loop")}
     rows = [
-        [words, each["launches"], each["waits"], times[name], host.get(name, "-")]
-        for (name, words), each in zip(NAMES.items(), counts(records).values(), strict=True)
+        [
+            NAMES[name],
+            each["launches"],
+            each["waits"],
+            f"{each['ms']:.3f}",
+            f"{each['host_us']:.0f}",
+        ]
+        for name, each in counts(records).items()
     ]
     heads = (
         f"one answer of {_LENGTH} tokens, after its second",
@@ -38,12 +45,7 @@ def launches(records: Records) -> str:
         "step, ms",
         "host CPU a token, us",
     )
-    labels = {
-        "loops_tiny_cpu": "counts:",
-        "h200/loops": "steps and host CPU:",
-        "h200/decode": "the blocking step:",
-    }
-    return table(heads, rows) + sources(records, *labels, labels=labels)
+    return table(heads, rows) + sources(records, _LAUNCHES)
 
 
 def decode_paths(records: Records) -> str:
