@@ -71,6 +71,7 @@ def refused_once(
     assert "engine_lost" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_tokenizer_is_said_once(tmp_path: Path) -> None:
     """The line names the file."""
     (tmp_path / "bad.json").write_text("[]")
@@ -78,6 +79,7 @@ def test_a_bad_tokenizer_is_said_once(tmp_path: Path) -> None:
     refused_once(tmp_path, ("--tokenizer", "bad.json"), "tokenizer", reason)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_said_once(tmp_path: Path) -> None:
     """The line names the tensor and the file."""
     folder = tmp_path / "damaged"

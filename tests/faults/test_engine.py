@@ -22,7 +22,7 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize(
     "fault",
     [
-        "engine.forward=raise@50",
+        pytest.param("engine.forward=raise@50", marks=pytest.mark.slow),
         pytest.param("engine.sample=raise@50", marks=pytest.mark.slow),
         pytest.param("engine.plan=raise@60", marks=pytest.mark.slow),
         pytest.param("engine.launch=exit@50", marks=pytest.mark.slow),

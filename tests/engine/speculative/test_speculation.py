@@ -169,7 +169,7 @@ def knowing(assembly, run, *rates):
     return OracleProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 @pytest.mark.parametrize("setting", ["fixed:1", "fixed:8", "seed", "budget"])
 def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
@@ -236,7 +236,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     assert (run.num_decodes, run.total("accepted")) == (36, 0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_the_budget_ends_inside_a_block(assembly, max_tokens, depth):
     """However a block crosses the last token, exactly so many are read and no more."""
