@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import pages, reference, reference_experts
-from legato_engine.kernels.cuda import fused_attention, gemm, grouped, prefill
+from legato_engine.kernels.cuda import fused_attention, gemm, grouped, prefill, token_rows
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
@@ -134,6 +134,8 @@ def linear_onto(
 
     The sum reuses the storage of `to`, which the caller must not read again.
     """
+    if bias is None and token_rows.can_add_product(to, x, weight):
+        return to.addmm_(x, weight.t()), None
     if bias is None or not to.is_contiguous() or not gemm.can_multiply(x, weight, bias, to):
         return to, linear(x, weight, bias)
     to_TO = to.flatten(0, -2)
@@ -187,6 +189,10 @@ def rotate_and_cache(
             prefill.rotate_and_cache(qkv_CP3HE, *rotation, k_NHSE, v_NHSE, scale_2)
             return q_THE, k_THE, v_THE
         where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
+    if token_rows.can_rotate(qkv_TGE, where.cos_T1R, k_NHSE):
+        angles, places = (where.cos_T1R, where.sin_T1R), (where.page_T, where.slot_T)
+        token_rows.rotate_and_cache(qkv_TGE, angles, places, k_NHSE, v_NHSE)
+        return q_THE, k_THE, v_THE
     turned_TGE = reference.rotate(qkv_TGE[:, :-num_kv], where.cos_T1R, where.sin_T1R)
     q_THE, k_THE = torch.split(turned_TGE, [num_heads, num_kv], dim=1)
     k_scale, v_scale = pages.units(scale_2)
@@ -204,6 +210,14 @@ def _write_and_read(
     stored_THE = pages.quantise(new_THE, scale)
     write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
     return pages.dequantise(stored_THE, scale, new_THE.dtype)
+
+
+def gate(both_T2F: torch.Tensor) -> torch.Tensor:
+    """Silu of the first half times the second, [..., F], rounded once or twice."""
+    if token_rows.can_gate(both_T2F):
+        return token_rows.gate(both_T2F)
+    gate_TF, up_TF = both_T2F.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
 
 
 def write_kv(
@@ -284,9 +298,14 @@ def step_attention(
 ) -> Callable[[torch.Tensor, LayerCache], torch.Tensor]:
     """`decode_attention` of all layers of a step; on the CPU the host reads the tables once."""
     if positions_B.device.type != "cpu":
-        return lambda q_BHE, cache: reference.decode_attention_padded(
-            q_BHE, cache, positions_B, page_table_BM
-        )
+        rows = token_rows.RowAttention(positions_B, page_table_BM)
+
+        def attend(q_BHE: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+            if token_rows.can_attend(page_table_BM, cache, q_BHE):
+                return rows(q_BHE, cache)
+            return reference.decode_attention_padded(q_BHE, cache, positions_B, page_table_BM)
+
+        return attend
     contexts = reference.contexts(positions_B, page_table_BM, page_size)
     return lambda q_BHE, cache: reference.decode_attention_rows(q_BHE, cache, contexts)
 

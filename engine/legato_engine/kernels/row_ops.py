@@ -1,4 +1,4 @@
-"""Layer norms of residual sums, and quantisation to e4m3, row by row.
+"""Norms of residual sums, and quantisation to e4m3, row by row.
 
 Sums are rounded once, to their terms' dtype. Norms and gelus are float32, rounded to that dtype
 unless they are quantised. A quantised row is divided by its scale, amax / 448.
@@ -41,6 +41,16 @@ def add3_norm(
     if z.shape != y.shape or (kernels := norm_kernels.kernels_for(x, y, norm, z)) is None:
         return reference_rows.add_norm(x + y, z, norm)
     return kernels.add3_norm(x, y, z, norm)
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.RMSNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `add_norm`, with y of the shape of x."""
+    if norm.eps is None or (kernels := norm_kernels.kernels_for(x, y, norm)) is None:
+        x = x if y is None else x + y
+        return x, norm(x)
+    return kernels.add_rms_norm(x, y, norm)
 
 
 def add_norm_quantised(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from legato_engine.kernels import ops
 from legato_engine.layers.linear import Linear, PackedLinear
 
 
@@ -18,7 +18,7 @@ class GatedMLP(nn.Module):
         self.gate_up = PackedLinear(dim, parts, bias=False)
         self.down_proj = Linear(inner_dim, dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+    def onto(self, to: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the MLP of x to `to`, whose storage may be reused."""
+        total, rest = self.down_proj.onto(to, ops.gate(self.gate_up(x)))
+        return total if rest is None else total + rest

@@ -89,10 +89,12 @@ def test_heads_share_keys_and_values_in_groups(plan):
 
 
 def test_the_gate_is_a_silu():
-    """down(silu(gate) * up)."""
+    """x + down(silu(gate) * up)."""
     mlp = randomised(GatedMLP(DIM, 40))
     x_TD = torch.randn(COUNT, DIM)
     gate, up = (x_TD.double() @ part.double().T for part in mlp.gate_up.weight.split(40))
     inner = gate / (1 + (-gate).exp()) * up
     expected_TD = inner @ mlp.down_proj.weight.double().T
-    torch.testing.assert_close(mlp(x_TD).double(), expected_TD, rtol=1e-5, atol=1e-5)
+    to_TD = torch.randn(COUNT, DIM)
+    expected_TD += to_TD.double()
+    torch.testing.assert_close(mlp.onto(to_TD, x_TD).double(), expected_TD, rtol=1e-5, atol=1e-5)

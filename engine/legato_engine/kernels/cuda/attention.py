@@ -1,7 +1,7 @@
 """Attention of a step's tokens to paged keys and values (bf16 or e4m3), as one kernel.
 
-Consecutive tokens of one row form groups that read their keys and values once. A token's bits are
-the same in any group and batch.
+Consecutive tokens of one row form groups that read their keys and values once, and so do the query
+heads of a key head. A token's bits are the same in any group and batch.
 
 Shape legend as in `decoder`, but F stride of the output.
 """
@@ -22,6 +22,8 @@ TILE = 16
 """Positions of a tensor core product; a page holds a multiple."""
 MAX_CONTEXT = 32768
 """The most positions that have been tested."""
+MAX_TOKENS = 32
+"""The most tokens of a launch, each counted once for every query head of a key head."""
 SPLITS = (1, 2, 4)
 """Numbers of thread blocks per head of a group that the kernel is compiled for."""
 
@@ -51,13 +53,19 @@ class StepPositions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """Constants of the kernel; `out_stride` is F, `kv_bytes` 2 (bf16) or 1 (e4m3)."""
+    """Constants of the kernel; `out_stride` is F, `kv_bytes` 2 (bf16) or 1 (e4m3).
+
+    `num_heads` are of keys and values; each serves `share` successive heads of the queries.
+    `in_stride` is from one token's queries to the next one's; 0: they have no others between.
+    """
 
     num_heads: int
     page_size: int
     max_pages: int
     out_stride: int
     kv_bytes: int = 2
+    share: int = 1
+    in_stride: int = 0
 
 
 class Attention:
@@ -78,13 +86,15 @@ class Attention:
         out_BF: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Fill the first D columns of the outputs of at most 32 tokens.
+        """Fill the first D columns of the outputs of at most `MAX_TOKENS // share` tokens.
 
         `positions` is read before the preceding kernel has ended. `scale_2`: float32 units of keys
         and of values in e4m3.
         """
-        batch, heads = positions.row_B.shape[0], self._sizes.num_heads
-        groups = min(batch, positions.num_groups)
+        heads, share = self._sizes.num_heads, self._sizes.share
+        batch = positions.row_B.shape[0] * share
+        assert batch <= MAX_TOKENS, f"{batch} tokens"
+        groups = min(batch, positions.num_groups * -(-share // GROUP))
         splits = splits_for(groups * heads)
         # The next kernel begins once all thread blocks run, so there are no more than needed.
         grid = heads * groups if splits > 1 else skinny_gemm.even_grid(heads * batch)
@@ -123,11 +133,12 @@ def shared_bytes(splits: int, stages: int, batch: int) -> int:
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
     return {
-        "DIM": sizes.num_heads * HEAD_DIM,
+        "DIM": sizes.in_stride or sizes.num_heads * sizes.share * HEAD_DIM,
         "MIXED": sizes.out_stride,
         "HEADS": sizes.num_heads,
         "PAGE": sizes.page_size,
         "PAGES": sizes.max_pages,
         "SPLITS": splits,
         "KV_BYTES": sizes.kv_bytes,
+        "SHARE": sizes.share,
     }

@@ -1,4 +1,4 @@
-"""A residual sum and its layer norm in one launch, for rows of bf16."""
+"""A residual sum and its norm in one launch, for rows of bf16."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class NormKernels:
         self._module = RowModule(SOURCE, dim)
         self._plain = self._module.kernel("add_norm")
         self._plain3 = self._module.kernel("add3_norm")
+        self._rms = self._module.kernel("add_rms_norm")
         has_e4m3 = torch.cuda.get_device_capability() >= quantise.FIRST_WITH_E4M3
         self._quantised = self._module.kernel("add_norm_quantise") if has_e4m3 else None
 
@@ -47,6 +48,15 @@ class NormKernels:
         self._module.launch(self._plain3, operands, self._rows(y), overlap=True)
         return y, normed
 
+    def add_rms_norm(
+        self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the sum to x."""
+        normed = torch.empty_like(x)
+        operands = (x, y, norm.weight, norm.eps, normed)
+        self._module.launch(self._rms, operands, self._rows(x), overlap=True)
+        return x, normed
+
     def add_norm_quantised(
         self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, Quantised]:
@@ -62,12 +72,15 @@ class NormKernels:
 
 
 def kernels_for(
-    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, *more: torch.Tensor
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm: nn.LayerNorm | nn.RMSNorm,
+    *more: torch.Tensor,
 ) -> NormKernels | None:
     terms = more if y is None else (y, *more)
     if not quantise.fits(x) or (y is not None and y.shape not in (x.shape, (1, *x.shape[1:]))):
         return None
-    operands = (x, *terms, norm.weight, norm.bias)
+    operands = (x, *terms, *norm.parameters())
     if any(each.dtype != x.dtype or not each.is_contiguous() for each in operands):
         return None
     return _compiled(x.shape[-1], x.device) if quantise.aligned(*operands) else None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from legato_engine.kernels import ops, packed_weights
+from legato_engine.kernels import ops, packed_weights, row_ops
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.layers.gated_mlp import GatedMLP
@@ -44,9 +44,11 @@ class GatedBlock(nn.Module):
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), where, cache, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        """The storage of x may be reused."""
+        _, normed = row_ops.add_rms_norm(x, None, self.input_layernorm)
+        heads = self.self_attn(normed, where, cache, attend)
+        x, normed = row_ops.add_rms_norm(x, heads, self.post_attention_layernorm)
+        return self.mlp.onto(x, normed)
 
 
 class DecoderNetwork(nn.Module):

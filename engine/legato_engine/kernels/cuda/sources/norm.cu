@@ -1,5 +1,5 @@
-// x [count, DIM] becomes x + y, rounded once; the result is its layer norm, as bf16 or as e4m3 with a float32 scale
-// per row. y [terms, DIM] repeats over x, or is null.
+// x [count, DIM] becomes x + y, rounded once; the result is its layer norm or RMS norm, as bf16 or as e4m3 with a float32
+// scale per row. y [terms, DIM] repeats over x, or is null.
 #include "row_ops.cuh"
 
 __device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, const bf16* y, int terms,
@@ -21,6 +21,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
   if (index >= count) return;
   Row row;
   add_and_normalise(row, index, x, y, terms, weight, bias, epsilon);
+  row.store(out + (i64)index * DIM);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    add_rms_norm(bf16* x, const bf16* y, const bf16* weight, float epsilon, bf16* out, int count) {
+  __shared__ float shared[WARPS];
+  const int index = row_index();
+  if (index >= count) return;
+  Row row;
+  inputs_ready();
+  row.lane = row_lane();
+  if (y)
+    row.load_sum(x + (i64)index * DIM, y + (i64)index * DIM);
+  else
+    row.load(x + (i64)index * DIM);
+  const float inverse = rsqrtf(row_sum(row.sum([](float x) { return x * x; }), shared) / DIM + epsilon);
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    if (!row.has(i)) continue;
+    float w[WIDTH];
+    row.read(weight, i, w);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) row.values[i][j] *= inverse * w[j];
+  }
   row.store(out + (i64)index * DIM);
 }
 

@@ -1,6 +1,7 @@
 // Attention of a step's tokens to paged keys and values, which tokens of one row read once.
 //
-// PAGE is a multiple of 16, MIXED the stride of the output, SPLITS thread blocks (a cluster) of a group's head.
+// PAGE is a multiple of 16, DIM and MIXED the strides of queries and output, SPLITS thread blocks (a cluster) of a group's head. HEADS are
+// of keys and values; each serves SHARE successive heads of a query, which are SHARE successive tokens to this kernel.
 //
 // A group is up to 8 successive tokens of one row. Tensor cores take tiles of 16 positions: S^T = K Q^T with
 // positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are columns, which never mix. So a token has
@@ -17,7 +18,7 @@ constexpr int TURNS = 4;  // tracks of a line
 constexpr int MOST = 8;   // tokens of a group
 constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
 constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
-static_assert(PAGE % TILE == 0 && HEADS * HEAD == DIM, "unsupported sizes");
+static_assert(PAGE % TILE == 0 && HEADS * SHARE * HEAD <= DIM, "unsupported sizes");
 constexpr int KNOWN = 32 / STEP_TILES;  // steps whose pages a warp knows
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
 
@@ -40,9 +41,9 @@ struct Batch {
   int order;  // of the lane's group, from 1
   __device__ Batch(const i64* rows, const i64* position, const i64* fresh, int tokens) {
     const int lane = threadIdx.x % 32;
-    last = lane < tokens ? (int)position[lane] : 0;
-    old = lane < tokens ? (int)fresh[lane] : 1;
-    const int named = lane < tokens ? (int)rows[lane] : -1;
+    last = lane < tokens ? (int)position[lane / SHARE] : 0;
+    old = lane < tokens ? (int)fresh[lane / SHARE] : 1;
+    const int named = lane < tokens ? (int)rows[lane / SHARE] : -1;
     real = old <= last;
     row = real ? named : -1;
     const int before = __shfl_up_sync(~0u, row, 1);
@@ -86,6 +87,11 @@ struct Batch {
   }
 };
 
+// Where a token's head begins in rows of `stride`.
+__device__ __forceinline__ i64 place(int token, int head, int stride) {
+  return (i64)(token / SHARE) * stride + (head * SHARE + token % SHARE) * HEAD;
+}
+
 // `bytes` of 16, and zeros; `barrier_arrive_copied` arrives after them.
 __device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
@@ -98,7 +104,7 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
 
 // q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`; table [rows, PAGES]; out [B,
 // MIXED]. `fresh` [B]: the step writes keys and values from this position on; beyond the token's own it marks
-// padding, whose output is zeros. At most 32 tokens.
+// padding, whose output is zeros. `tokens` is B * SHARE, at most 32.
 extern "C" __global__ void __launch_bounds__(
     WARPS * 32, SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW)) ? 2 : 1) attend(
     const bf16* q, const Element* keys, const Element* values, const float* scales, const i64* rows,
@@ -187,13 +193,13 @@ extern "C" __global__ void __launch_bounds__(
   const u32 padding = __ballot_sync(~0u, lane < tokens && !batch.real);
   for (u32 left = warp == 0 ? padding : 0u; left; left &= left - 1)
     for (int head = blockIdx.x; head < HEADS; head += gridDim.x)
-      *reinterpret_cast<u32*>(out + (i64)(__ffs(left) - 1) * MIXED + head * HEAD + lane * 2) = 0u;
+      *reinterpret_cast<u32*>(out + place(__ffs(left) - 1, head, MIXED) + lane * 2) = 0u;
 
   auto group_of = [&](int index) { return batch.group(min(index, batch.pairs - 1) / HEADS); };
   auto load_query = [&](int index, const Group& group) {
     Query query = {};
     if (index < batch.pairs && g < group.size) {
-      const bf16* from = q + (i64)(group.first + g) * DIM + index % HEADS * HEAD + t * 16;
+      const bf16* from = q + place(group.first + g, index % HEADS, DIM) + t * 16;
       query.low = as_cached(load_fresh(from));
       query.high = as_cached(load_fresh(from + 8));
     }
@@ -268,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(
         value.x = __fmaf_rn(weight, lines[i].out.x, value.x);
         value.y = __fmaf_rn(weight, lines[i].out.y, value.y);
       }
-      bf16* target = out + (i64)(group.first + token) * MIXED + index % HEADS * HEAD + lane * 2;
+      bf16* target = out + place(group.first + token, index % HEADS, MIXED) + lane * 2;
       *reinterpret_cast<u32*>(target) = pack(value.x / total * value_unit, value.y / total * value_unit);
     }
     group = later;

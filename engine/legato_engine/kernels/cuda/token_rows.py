@@ -1,0 +1,171 @@
+"""A text decoder's operations between products, for a step's or a prompt's tokens.
+
+Shape legend as in `kernels.ops`, but G heads of queries, keys and values, F inner width.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from legato_engine.kernels.cuda.attention import (
+    HEAD_DIM,
+    MAX_CONTEXT,
+    MAX_TOKENS,
+    TILE,
+    Attention,
+    AttentionSizes,
+    StepPositions,
+)
+from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.layer_cache import LayerCache
+
+SOURCE = "token_rows.cu"
+
+_THREADS = 256
+_VALUES_PER_LOAD = 8
+_ALIGNMENT = 16  # bytes of an access
+_MIN_CAPABILITY = (9, 0)  # that the attention kernel needs
+_MAX_ROWS = 65535  # of a grid
+_STAGES = 2  # steps of a warp's ring
+
+
+def defines(num_heads: int, num_kv: int, head_dim: int, half: int, page: int) -> dict[str, int]:
+    """`half` is the number of rotated pairs of a head."""
+    return {"HEADS": num_heads, "KV_HEADS": num_kv, "HEAD": head_dim, "HALF": half, "PAGE": page}
+
+
+def can_rotate(qkv_TGE: torch.Tensor, cos_T1R: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
+    """Whether `rotate_and_cache` takes such tensors; values and sines are like keys and cosines."""
+    return (
+        _is_plain(qkv_TGE)
+        and _is_plain(k_NHSE)
+        and qkv_TGE.shape[-1] % _VALUES_PER_LOAD == 0
+        and cos_T1R.shape[-1] % _VALUES_PER_LOAD == 0
+        and cos_T1R.dtype is torch.float32
+        and cos_T1R.is_contiguous()
+    )
+
+
+def rotate_and_cache(
+    qkv_TGE: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    places: tuple[torch.Tensor, torch.Tensor],
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
+) -> None:
+    """Rotate queries and keys in place by cosines and sines [T, 1, R/2]; write keys and values.
+
+    `places`: the tokens' pages and slots, int64. The bits are those of `reference.rotate`.
+    """
+    num_kv, page_size = k_NHSE.shape[1:3]
+    num_heads = qkv_TGE.shape[1] - 2 * num_kv
+    sizes = num_heads, num_kv, qkv_TGE.shape[2], angles[0].shape[-1], page_size
+    kernel = _rotation(sizes, qkv_TGE.device)
+    operands = (qkv_TGE, *angles, *places, k_NHSE, v_NHSE)
+    kernel.launch((len(qkv_TGE), 1, 1), _THREADS, operands, overlap=True)
+
+
+def can_add_product(to_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether a library adds a product to `to` without copies."""
+    plain = _is_plain(to_TO) and _is_plain(x_TI) and _is_plain(weight_OI)
+    return plain and to_TO.dim() == x_TI.dim() == weight_OI.dim()
+
+
+def can_gate(both_T2F: torch.Tensor) -> bool:
+    return (
+        _is_plain(both_T2F)
+        and both_T2F.dim() == 2  # noqa: PLR2004 - rows and columns
+        and len(both_T2F) <= _MAX_ROWS
+        and both_T2F.shape[-1] % (2 * _VALUES_PER_LOAD) == 0
+    )
+
+
+def gate(both_T2F: torch.Tensor) -> torch.Tensor:
+    """Silu of the first half times the second, [T, F], rounded once."""
+    rows, width = both_T2F.shape
+    out_TF = both_T2F.new_empty(rows, width // 2)
+    loads = width // 2 // _VALUES_PER_LOAD
+    grid = (-(-loads // _THREADS), rows, 1)
+    _gate(both_T2F.device).launch(grid, _THREADS, (both_T2F, out_TF, loads), overlap=True)
+    return out_TF
+
+
+def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tensor) -> bool:
+    """Whether `RowAttention` takes such rows."""
+    k_NHSE = cache.k_NHSE
+    num_kv, page_size, head_dim = k_NHSE.shape[1:]
+    return (
+        _is_plain(q_BHE[0])
+        and q_BHE.stride(0) % _VALUES_PER_LOAD == 0
+        and _is_plain(k_NHSE)
+        and head_dim == HEAD_DIM
+        and page_size % TILE == 0
+        and page_table_BM.shape[1] * page_size <= MAX_CONTEXT
+        and q_BHE.shape[1] // num_kv <= MAX_TOKENS
+        and torch.cuda.get_device_capability(q_BHE.device) >= _MIN_CAPABILITY
+    )
+
+
+class RowAttention:
+    """Attention of one token per row, as the kernel takes it; of all layers of a step.
+
+    Can be captured.
+    """
+
+    def __init__(self, positions_B: torch.Tensor, page_table_BM: torch.Tensor) -> None:
+        row_B = torch.arange(len(positions_B), device=positions_B.device)
+        # A row on the scratch page is padding. Others may read what the step before wrote as late
+        # as what this one writes.
+        fresh_B = torch.where(page_table_BM[:, 0] == 0, positions_B + 1, 0)
+        self._positions = row_B, positions_B, fresh_B
+        self._table_BM = page_table_BM.contiguous()
+
+    def __call__(self, q_BHE: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        num_kv, page_size = cache.k_NHSE.shape[1:3]
+        num_heads, share = q_BHE.shape[1], q_BHE.shape[1] // num_kv
+        sizes = AttentionSizes(
+            num_heads=num_kv,
+            page_size=page_size,
+            max_pages=self._table_BM.shape[1],
+            out_stride=num_heads * HEAD_DIM,
+            share=share,
+            in_stride=q_BHE.stride(0),
+        )
+        kernel = _attention(sizes, q_BHE.device)
+        out_BHE = q_BHE.new_empty(q_BHE.shape)
+        most = MAX_TOKENS // share
+        for first in range(0, len(q_BHE), most):
+            part = slice(first, first + most)
+            row_B, position_B, fresh_B = (each[part] for each in self._positions)
+            positions = StepPositions(row_B, position_B, fresh_B, self._table_BM, len(row_B))
+            kernel.launch(q_BHE[part], cache.k_NHSE, cache.v_NHSE, positions, out_BHE[part])
+        return out_BHE
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return (
+        x.device.type == "cuda"
+        and x.dtype is torch.bfloat16
+        and x.is_contiguous()
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
+
+
+@functools.cache
+def _rotation(sizes: tuple[int, int, int, int, int], device: torch.device) -> Kernel:
+    with torch.cuda.device(device):
+        return Module(SOURCE, defines(*sizes)).kernel("rotate_and_cache")
+
+
+@functools.cache
+def _gate(device: torch.device) -> Kernel:
+    with torch.cuda.device(device):
+        return Module(SOURCE, {}).kernel("gate")
+
+
+@functools.cache
+def _attention(sizes: AttentionSizes, device: torch.device) -> Attention:
+    with torch.cuda.device(device):
+        return Attention(sizes, _STAGES, _STAGES)
