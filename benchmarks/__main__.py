@@ -47,6 +47,7 @@ BENCHMARKS = (
     "serve",
     "speculation",
     "telemetry",
+    "text_step",
     "tracking",
 )
 
