@@ -76,7 +76,13 @@ def legato(config: DecoderConfig, streams: int, position: int, device: CudaDevic
         hidden_BD = model.decode(model.embed(token_B, payload_B2), batch, kv)
         logits_BV.copy_(model.logits(hidden_BD))
 
-    return device.capture(step)
+    replay = device.capture(step)
+
+    def run() -> Step:
+        replay()
+        return step  # whose tensors the graph reads
+
+    return run
 
 
 def transformers_step(config: DecoderConfig, streams: int, position: int) -> Step:
