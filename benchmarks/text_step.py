@@ -180,11 +180,12 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.models.split(","):
         for streams in map(int, options.streams.split(",")):
             place = MODELS[name], streams, options.position
-            with torch.inference_mode():
-                steps = {"legato": legato(*place, device)}
-            if not options.alone:
+            steps: dict[str, Step] = {}
+            if not options.alone:  # first: its compiler frees the memory that libraries work in
                 with torch.no_grad():
                     steps["transformers"] = transformers_step(*place)
+            with torch.inference_mode():
+                steps["legato"] = legato(*place, device)
             with torch.no_grad():
                 found = times(steps, device.compute.stream, options.rounds)
             floor = floor_ms(*place)

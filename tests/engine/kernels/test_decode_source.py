@@ -10,8 +10,14 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from legato_engine.kernels.cuda import compiler, layer_boundary, skinny_gemm
-from legato_engine.kernels.cuda.attention import MAX_CONTEXT, SPLITS, attend_defines
+from legato_engine.kernels.cuda import compiler, layer_boundary, skinny_gemm, token_rows
+from legato_engine.kernels.cuda.attention import (
+    HEAD_DIM,
+    MAX_CONTEXT,
+    SPLITS,
+    AttentionSizes,
+    attend_defines,
+)
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
 from legato_engine.kernels.cuda.head import head_defines
@@ -198,6 +204,34 @@ def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arc
         compiler.compile_source("paged_attention.cu", attend_defines(sizes, splits), arch)
     )
     assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("num_heads", "share"), [(3, 3), (8, 4)])
+def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, share, arch):
+    """As text models have them, within the rows of all heads."""
+    sizes = AttentionSizes(
+        num_heads=num_heads,
+        page_size=PAGE,
+        max_pages=MAX_CONTEXT // PAGE,
+        out_stride=num_heads * share * HEAD_DIM,
+        share=share,
+        in_stride=num_heads * (share + 2) * HEAD_DIM,
+    )
+    for splits in SPLITS:
+        defines = attend_defines(sizes, splits)
+        found = usages(compiler.compile_source("paged_attention.cu", defines, arch))
+        assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("heads", "head_dim", "half"), [((9, 3), 64, 32), ((32, 32), 80, 16)])
+def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
+    """With whole and with partly rotated heads."""
+    defines = token_rows.defines(*heads, head_dim, half, PAGE)
+    found = usages(compiler.compile_source(token_rows.SOURCE, defines, arch))
+    assert set(found) == {"rotate_and_cache", "gate"}
+    assert all(u.stack == 0 for u in found.values())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
