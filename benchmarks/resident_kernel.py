@@ -165,6 +165,11 @@ class ResidentKernel:
         assert done == steps, f"{done} steps of {steps}"
         return self._ring[:steps, :rows].to(DEVICE)
 
+    def allow_only(self, token: int) -> None:
+        """Every row's next tokens are this one."""
+        self._free.fill_(-torch.inf)
+        self._free[:, token] = 0.0
+
     def values(self, steps: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and certainties [S, B, 2] of a launch that has ended."""
         shape = (steps, -1, 2)
