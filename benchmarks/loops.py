@@ -353,11 +353,10 @@ def main(argv: Sequence[str]) -> int:
     def lists(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
         return lists_of(assembly, streams, objects, depth)
 
-    rows = [
-        _row(assemblies, streams, arguments.repeats, run, what)
-        for what, run in (("answers", answers), ("lists", lists))
-        for streams in arguments.streams
-    ]
+    rows, list_rows = (
+        [_row(assemblies, streams, arguments.repeats, run) for streams in arguments.streams]
+        for run in (answers, lists)
+    )
     waits = {
         path: joins(assembly, 1, arguments.joins, arguments.context)
         for path, assembly in assemblies.items()
@@ -376,6 +375,7 @@ def main(argv: Sequence[str]) -> int:
     figures = {
         "model": msgspec.to_builtins(graph.info),
         "rows": rows,
+        "lists": list_rows,
         "join_ms": waits,
         "loads": loads,
         "random": totals,
@@ -384,7 +384,13 @@ def main(argv: Sequence[str]) -> int:
         *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
         "same tokens",
     )
-    lines = [_cells(row, name) for row in rows for name in STEPS if name in row]
+    lines = [
+        (what, *_cells(row, name))
+        for what, of in (("answers", rows), ("lists", list_rows))
+        for row in of
+        for name in STEPS
+        if name in row
+    ]
     join = [
         (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
         for path, taken in waits.items()
@@ -405,7 +411,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     record.write(arguments.name, "Decode loops", figures, tables)
     different = any(each["different"] for each in totals.values())
-    return 1 if different or not all(row["identical"] for row in rows) else 0
+    return 1 if different or not all(row["identical"] for row in (*rows, *list_rows)) else 0
 
 
 def _row(
@@ -413,7 +419,6 @@ def _row(
     streams: int,
     repeats: int,
     run_once: Callable[[Assembly, int, int], dict[str, Any]],
-    what: str,
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
     runs: dict[str, list[dict[str, Any]]] = {
@@ -431,7 +436,6 @@ def _row(
         name: taken[0]["tokens"] if name == "resident" else tokens for name, taken in runs.items()
     }
     row: dict[str, Any] = {
-        "what": what,
         "streams": streams,
         "identical": all(
             run["tokens"] == own[name] for name, taken in runs.items() for run in taken
@@ -466,7 +470,7 @@ def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
 def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
     of = row[path]
     times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
-    return row["what"], row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
+    return row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
