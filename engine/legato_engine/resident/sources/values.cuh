@@ -93,20 +93,21 @@ struct Past {
 // Sums of a block of a map with COUNT chunks of WIDTH inputs; `load(chunk, inputs)` has the tokens'.
 template <int WIDTH, int COUNT, class Load>
 __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sums& sums, Load load) {
-  constexpr int AT_ONCE = COUNT < 4 ? COUNT : 4;
+  constexpr int AT_ONCE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+  constexpr bool TOGETHER = TILES < 4;  // as many inputs as registers hold
   if (threadIdx.x / 32 * GROUP >= WIDTH) return;
 #pragma unroll 1
   for (int first = 0; first < COUNT; first += AT_ONCE) {
     Past past[AT_ONCE];
+    Inputs in[TOGETHER ? AT_ONCE : 1];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if (first + i < COUNT) past[i].load(block + (i64)(first + i) * (BLOCK * WIDTH), policy);
+    for (int i = 0; i < AT_ONCE; i++) past[i].load(block + (i64)(first + i) * (BLOCK * WIDTH), policy);
+#pragma unroll
+    for (int i = 0; TOGETHER && i < AT_ONCE; i++) load(first + i, in[i]);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      if (first + i >= COUNT) break;
-      Inputs in;
-      load(first + i, in);
-      past[i].add_to(sums, in);
+      if (!TOGETHER) load(first + i, in[0]);
+      past[i].add_to(sums, in[TOGETHER ? i : 0]);
     }
   }
 }
