@@ -127,21 +127,30 @@ def lists(assembly: Assembly, kinds: list[int]) -> list[list[tuple[object, ...]]
     return [values_of(*each) for each in zip(sequences, tasks, strict=True)]
 
 
-def test_lists_are_those_of_captured_steps(graph: Assembly, resident: Assembly) -> None:
-    """Tokens and bins, but for near ties, since sums run in another order; certainties within that.
-
-    Where two lists first differ, only their values do, or the graph was in doubt which token comes.
+def test_lists_part_from_captured_steps_where_the_model_is_in_doubt(
+    graph: Assembly, resident: Assembly
+) -> None:
+    """Sums run in another order. Where two lists first differ, either the graph's probabilities of
+    a list's end and of its going on are near each other, or values are near, or its values spread
+    over many bins; up to there certainties are the same but for rounding.
     """
-    kinds = [kind for kind in range(60) if kind % 5 < 2]  # detections and points
-    pairs = list(zip(lists(graph, kinds), lists(resident, kinds), strict=True))
-    same = 0
-    for plain, ours in pairs:
-        alike = [theirs[:2] == mine[:2] for theirs, mine in zip(plain, ours, strict=False)]
-        first = alike.index(False) if False in alike else len(alike)
-        same += plain[:first] == [] or (first == len(alike) and len(plain) == len(ours))
-        for theirs, mine in zip(plain[:first], ours[:first], strict=True):
-            assert theirs[2] == pytest.approx(mine[2], abs=0.1)
-    assert same > 0.7 * len(pairs), [(plain[:4], ours[:4]) for plain, ours in pairs]
+    kinds = [kind for kind in range(100) if kind % 5 < 2]  # detections and points
+    num_same = 0
+    for plain, ours in zip(lists(graph, kinds), lists(resident, kinds), strict=True):
+        both = list(zip(plain, ours, strict=False))
+        parted = next((i for i, (one, two) in enumerate(both) if one[:2] != two[:2]), None)
+        for one, two in both[:parted]:
+            assert one[2] == pytest.approx(two[2], abs=0.06)
+        if parted is None:
+            num_same += 1
+            assert len(plain) == len(ours)
+            continue
+        (token, payload, certainty), (other, value, others) = both[parted]
+        if token != other:  # the end has a certainty of one
+            assert min(certainty[0], others[0]) == pytest.approx(0.5, abs=0.15)
+        elif certainty[1] > 0.9:
+            assert payload == pytest.approx(value, abs=1 / 16)
+    assert num_same > len(kinds) / 4
 
 
 @pytest.mark.parametrize("step", [0, 7])
