@@ -16,14 +16,16 @@ alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.bench.workload import Workload, fixed_length
@@ -103,7 +105,42 @@ def steps_of(
 ) -> dict[str, Any]:
     """One run of equal answers."""
     workload = Workload(assembly, kind="query", count=streams, length=length, context=context)
-    sequences = workload.sequences()
+    return timed_steps(assembly, workload.sequences(), depth)
+
+
+def lists_of(assembly: Assembly, streams: int, num_objects: int, depth: int = 2) -> dict[str, Any]:
+    """One run of lists of as many objects about a known image, which cannot end before."""
+    image = picture(assembly)
+    with endless_lists(assembly):
+        sequences = []
+        for index in range(streams):
+            request = Request(
+                request_id=RequestKey(f"list-{index}"),
+                task=DetectTask(object=f"thing {index}", max_objects=num_objects),
+                image=CachedImage(image_id="picture"),
+                sampling=SamplingParams(max_tokens=3 * num_objects + 1),
+            )
+            sequences.append(make_sequence(assembly.frontend, request, image))
+        return timed_steps(assembly, sequences, depth)
+
+
+@contextlib.contextmanager
+def endless_lists(assembly: Assembly) -> Iterator[None]:
+    """Where a coordinate may come, the end of the list may not."""
+    constraints_CV = assembly.runner._resources.constraints_CV
+    before_CV = constraints_CV.clone()
+    for index, constraint in enumerate(assembly.frontend.constraints):
+        allowed = constraint.allowed or ()
+        if len(allowed) == 2:  # a coordinate or the end
+            end = min(allowed)
+            constraints_CV[index, end] = -torch.inf
+    yield
+    constraints_CV.copy_(before_CV)
+
+
+def timed_steps(assembly: Assembly, sequences: list[EngineSequence], depth: int) -> dict[str, Any]:
+    """Milliseconds of a step of all sequences, and what the host had to do."""
+    streams = len(sequences)
     tasks = recorded(sequences)
     run = Decodes(assembly, at_once=streams, depth=depth)
     for sequence in sequences:
@@ -119,7 +156,7 @@ def steps_of(
     num_steps = min(len(task.times) for task in tasks) - 2
     return {
         "ms": (end - begin) / num_steps * _MS,
-        "host_us": cpu * 1e6 / (length - have) / streams,
+        "host_us": cpu * 1e6 / (len(tasks[0].tokens) - have) / streams,
         "launches": run.launches - launches,
         "waits": run.waits - waits,
         "tokens": [task.tokens for task in tasks],
@@ -308,7 +345,18 @@ def main(argv: Sequence[str]) -> int:
     if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
         del assemblies["resident"]
     assemblies = {"graph": graph, **assemblies}
-    rows = [_row(assemblies, streams, arguments) for streams in arguments.streams]
+    context, objects = arguments.context, arguments.length // 3
+
+    def answers(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
+        return steps_of(assembly, streams, arguments.length, context, depth)
+
+    def lists(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
+        return lists_of(assembly, streams, objects, depth)
+
+    rows, list_rows = (
+        [_row(assemblies, streams, arguments.repeats, run) for streams in arguments.streams]
+        for run in (answers, lists)
+    )
     waits = {
         path: joins(assembly, 1, arguments.joins, arguments.context)
         for path, assembly in assemblies.items()
@@ -319,7 +367,7 @@ def main(argv: Sequence[str]) -> int:
         for callers in arguments.streams
     ]
     totals = {
-        path: randomly(assembly, arguments.steps, seed=1, skills=path == "loop")
+        path: randomly(assembly, arguments.steps, seed=1)
         for path, assembly in assemblies.items()
         if path != "graph"
     }
@@ -327,12 +375,22 @@ def main(argv: Sequence[str]) -> int:
     figures = {
         "model": msgspec.to_builtins(graph.info),
         "rows": rows,
+        "lists": list_rows,
         "join_ms": waits,
         "loads": loads,
         "random": totals,
     }
-    heads = ("streams", "path", "step ms", "host us a token", "launches", "waits", "same tokens")
-    lines = [_cells(row, name) for row in rows for name in STEPS if name in row]
+    heads = (
+        *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
+        "same tokens",
+    )
+    lines = [
+        (what, *_cells(row, name))
+        for what, of in (("answers", rows), ("lists", list_rows))
+        for row in of
+        for name in STEPS
+        if name in row
+    ]
     join = [
         (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
         for path, taken in waits.items()
@@ -353,11 +411,14 @@ def main(argv: Sequence[str]) -> int:
     ]
     record.write(arguments.name, "Decode loops", figures, tables)
     different = any(each["different"] for each in totals.values())
-    return 1 if different or not all(row["identical"] for row in rows) else 0
+    return 1 if different or not all(row["identical"] for row in (*rows, *list_rows)) else 0
 
 
 def _row(
-    assemblies: dict[str, Assembly], streams: int, arguments: argparse.Namespace
+    assemblies: dict[str, Assembly],
+    streams: int,
+    repeats: int,
+    run_once: Callable[[Assembly, int, int], dict[str, Any]],
 ) -> dict[str, Any]:
     """Medians over runs in turns."""
     runs: dict[str, list[dict[str, Any]]] = {
@@ -366,11 +427,10 @@ def _row(
         if path in assemblies
         and (path != "resident" or streams <= assemblies[path].runner.resident_rows)
     }
-    for repeat in range(arguments.repeats + 1):
+    for repeat in range(repeats + 1):
         for name in list(runs) if repeat % 2 else reversed(runs):
             path, depth = STEPS[name]
-            sizes = streams, arguments.length, arguments.context
-            runs[name].append(steps_of(assemblies[path], *sizes, depth=depth))
+            runs[name].append(run_once(assemblies[path], streams, depth))
     tokens = runs["graph"][0]["tokens"]
     own = {
         name: taken[0]["tokens"] if name == "resident" else tokens for name, taken in runs.items()

@@ -17,7 +17,7 @@ from legato_engine.resident.sizes import MOONDREAM2, ModelSizes
 
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model, forward
-from benchmarks.resident_times import time_graph, time_steps
+from benchmarks.resident_times import time_graph, time_steps, time_under_way, time_values
 
 POSITIONS = 1024
 REPEATS = 400
@@ -34,7 +34,10 @@ def main(options: list[str] | None = None) -> int:
     started = time.monotonic()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    parts = (check_layer, check_model, check_watchdog, check_repeats, time_steps, time_graph)
+    parts = (
+        *(check_layer, check_model, check_watchdog, check_repeats),
+        *(time_steps, time_values, time_under_way, time_graph),
+    )
     chosen = arguments.parts or [part.__name__ for part in parts]
     for part in (part for part in parts if part.__name__ in chosen):
         left = arguments.seconds - (time.monotonic() - started)

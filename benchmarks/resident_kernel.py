@@ -13,6 +13,8 @@ from legato_engine.kernels.cuda.resident import (
     ResidentBuild,
     ResidentWeights,
 )
+from legato_engine.kernels.cuda.resident_values import value_dims
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.decode_loop import ANY
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.kernels.resident import ResidentRows
@@ -61,12 +63,19 @@ class ResidentKernel:
         program: Program | None = None,
         weights: ResidentWeights | None = None,
         *,
+        values: TwoLayerValues | None = None,
+        under_way: int = 0,
         delays: bool = False,
     ) -> None:
-        """`program` other than the model's own: for faults that are planted."""
+        """`program` other than the model's own: for faults that are planted. With `values` tokens
+        may have some; `under_way` as a build has it.
+        """
         self.sizes, self.tiles = model.sizes, tiles
-        self._model, self._delays = model, delays
-        self.program = program or build_program(model.sizes, RING_STAGES[tiles])
+        self._model, self._delays, self._under_way = model, delays, under_way
+        self._values = values
+        if values is not None:
+            self.sizes = dataclasses.replace(model.sizes, values=value_dims(values))
+        self.program = program or build_program(self.sizes, RING_STAGES[tiles])
         layers = [
             DecoderLayer(
                 Affine(*layer.norm),
@@ -79,7 +88,8 @@ class ResidentKernel:
         head = _affine(model.head)
         self.weights = weights or ResidentWeights(self.program, layers, head, Affine(*model.norm))
         self.rules = Rules.greedy()
-        self._ring = torch.full((MAX_STEPS, MAX_ROWS), -2, dtype=torch.int64).pin_memory()
+        # Of each step tokens, values, certainties and log-probabilities, one after the other.
+        self._ring = torch.full((MAX_STEPS, 4 * MAX_ROWS), -2, dtype=torch.int64).pin_memory()
         self._words = torch.zeros(2, dtype=torch.int64).pin_memory()
         self._builds: dict[int, ResidentBuild] = {}
         self.build: ResidentBuild
@@ -92,14 +102,18 @@ class ResidentKernel:
         positions: torch.Tensor,
         steps: int,
         *,
+        payload: torch.Tensor | None = None,
+        logprobs: bool = False,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
         profile: torch.Tensor | None = None,
         patience_ms: int | None = None,
     ) -> None:
-        """Enqueue `steps` steps."""
+        """Enqueue `steps` steps; `payload` [B, 2] has the values of the first tokens."""
         count = len(tokens)
         self.rules.token_R[:count] = tokens
+        if payload is not None:
+            self.rules.payload_R2[:count] = payload
         self._words.zero_()
         rows = ResidentRows(
             row_B=torch.arange(count, device=DEVICE),
@@ -110,7 +124,10 @@ class ResidentKernel:
             page_table_RM=cache.pages.long(),
             constraints_CV=self._free,
             successor_C2=torch.tensor([[ANY, 0]], device=DEVICE),
-            ring_SB=self._ring,
+            ring_SB=self._ring[:, :MAX_ROWS],
+            payload_SB2=self._field(1, 2),
+            certainty_SB2=self._field(2, 2),
+            logprob_SB=self._field(3, 1),
             words=self._words,
         )
         self.build = self._build(cache)
@@ -118,6 +135,7 @@ class ResidentKernel:
             rows,
             count,
             steps,
+            logprobs=logprobs,
             logits=logits,
             trace=trace,
             profile=profile,
@@ -135,6 +153,8 @@ class ResidentKernel:
                 self._model.embedding,
                 StepCache(cache.keys, cache.values, None, *angles),
                 self.tiles,
+                values=self._values,
+                under_way=self._under_way,
                 delays=self._delays,
             )
         return self._builds[key]
@@ -144,6 +164,27 @@ class ResidentKernel:
         done = int(self._words[0])
         assert done == steps, f"{done} steps of {steps}"
         return self._ring[:steps, :rows].to(DEVICE)
+
+    def allow_only(self, token: int) -> None:
+        """Every row's next tokens are this one."""
+        self._free.fill_(-torch.inf)
+        self._free[:, token] = 0.0
+
+    def values(self, steps: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and certainties [S, B, 2] of a launch that has ended."""
+        shape = (steps, -1, 2)
+        both = (self._field(which, 2)[:steps].view(shape)[:, :rows] for which in (1, 2))
+        payload, certainty = (each.to(DEVICE) for each in both)
+        return payload, certainty
+
+    def logprobs(self, steps: int, rows: int) -> torch.Tensor:
+        """[S, B] of a launch that has ended."""
+        return self._field(3, 1)[:steps, :rows].to(DEVICE)
+
+    def _field(self, which: int, width: int) -> torch.Tensor:
+        """[steps, rows * width] float32 of the ring."""
+        words = self._ring[:, which * MAX_ROWS : (which + 1) * MAX_ROWS]
+        return words.view(torch.float32)[:, : MAX_ROWS * width]
 
     def ended(self, what: str) -> bool:
         """Wait for the last launch; say so if it gave up a wait."""

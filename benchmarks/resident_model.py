@@ -110,14 +110,19 @@ class Taps:
 
 
 def forward(
-    model: Model, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor
+    model: Model,
+    cache: Cache,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    embedded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Taps]:
     """Logits [B, V] of one token per row; writes its keys and values.
 
-    In float32, rounded to bf16 where the kernel keeps activations.
+    In float32, rounded to bf16 where the kernel keeps activations. `embedded` [B, D] instead of the
+    tokens' words.
     """
     taps = Taps()
-    x = model.embedding[tokens.long()].float()
+    x = model.embedding[tokens.long()].float() if embedded is None else embedded
     for index, layer in enumerate(model.layers):
         normed = _normed(x, layer.norm)
         taps.act = _round(F.gelu(layer.fc1(normed), approximate="tanh"))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 
 import torch
+from legato_engine.kernels.cuda.resident import RING_STAGES
 from legato_engine.resident.program import Op
+from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import MOONDREAM2
 
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model
+from benchmarks.resident_values import PAIR, SCALAR, RandomValues
 
 CONTEXT = 850
 POSITIONS = 1024
+WORD = 100
+"""A token without values."""
 
 
 def time_steps(tiles: list[int]) -> None:
@@ -39,6 +44,68 @@ def time_steps(tiles: list[int]) -> None:
                 flush=True,
             )
             _profile(kernel, cache, tokens, positions)
+
+
+def time_values(tiles: list[int]) -> None:
+    """Milliseconds of a step whose tokens are all words, scalars or pairs."""
+    sizes = MOONDREAM2
+    model = Model.random(sizes, POSITIONS)
+    read = RandomValues.random(sizes).two_layers()
+    weights = None
+    steps = 32
+    for each in tiles:
+        kernel = ResidentKernel(model, each, weights=weights, values=read)
+        weights = kernel.weights
+        for rows in (1, 8 * each):
+            positions = torch.full((rows,), CONTEXT - steps // 2, device=DEVICE, dtype=torch.int32)
+            cache = Cache.random(sizes, rows, POSITIONS // 16)
+            took = {}
+            for name, token in (("words", WORD), ("scalars", SCALAR), ("pairs", PAIR)):
+                kernel.allow_only(token)
+                tokens = torch.full((rows,), token, device=DEVICE, dtype=torch.int32)
+                took[name] = _time(kernel, cache, tokens, positions, steps)
+            said = ", ".join(f"{name} {ms:.4f}" for name, ms in took.items())
+            print(f"values: tiles {each}, {rows} rows, ms a step: {said}", flush=True)
+            _profile(kernel, cache, tokens, positions)
+
+
+def time_under_way(tiles: list[int]) -> None:
+    """Milliseconds of a step by how many stages are being copied at once."""
+    sizes = MOONDREAM2
+    model = Model.random(sizes, POSITIONS)
+    weights = None
+    steps = 32
+    print(f"a copy moves {copy_rate():.2f} TB/s", flush=True)
+    for each in tiles:
+        for under_way in (3, 4, 5, 6):
+            if ring_problem(RING_STAGES[each], under_way):
+                continue
+            kernel = ResidentKernel(model, each, weights=weights, under_way=under_way)
+            weights = kernel.weights
+            said = []
+            for rows in (1, 4 * each, 8 * each):
+                place = CONTEXT - steps // 2
+                positions = torch.full((rows,), place, device=DEVICE, dtype=torch.int32)
+                tokens = torch.randint(sizes.vocab_size, (rows,), device=DEVICE, dtype=torch.int32)
+                cache = Cache.random(sizes, rows, POSITIONS // 16)
+                said.append(f"{_time(kernel, cache, tokens, positions, steps):.4f}")
+                del cache
+            print(f"tiles {each}, {under_way} under way: {' / '.join(said)}", flush=True)
+
+
+def copy_rate() -> float:
+    """TB/s read and written by a copy of a gigabyte."""
+    x = torch.randn(1 << 28, device=DEVICE)
+    y = torch.empty_like(x)
+    times = []
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        y.copy_(x)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(2 * x.nbytes / statistics.median(times) / 1e9)
 
 
 def time_graph(tiles: list[int]) -> None:

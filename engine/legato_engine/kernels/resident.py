@@ -14,9 +14,17 @@ import torch
 from legato_engine.kernels.accelerated import RowTensors
 from legato_engine.kernels.cuda import resident_limits
 from legato_engine.kernels.cuda.resident import ResidentDecoder, model_sizes
+from legato_engine.kernels.cuda.resident_values import values_obstacle
 from legato_engine.kernels.step import DecoderSizes
 
-__all__ = ["ResidentDecoder", "ResidentRows", "ResidentSteps", "model_sizes", "obstacle"]
+__all__ = [
+    "ResidentDecoder",
+    "ResidentRows",
+    "ResidentSteps",
+    "model_sizes",
+    "obstacle",
+    "values_obstacle",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +32,8 @@ class ResidentRows:
     """What steps read and write at fixed addresses, int64 but for sampling's numbers.
 
     By row of a launch: its row of the state, its constraint, and the positions of the first step.
-    `successor_C2` and `words` [2] are
-    those of `kernels.decode_loop`; `ring_SB` is its ring's tokens.
+    `successor_C2` and `words` [2] are those of `kernels.decode_loop`; `ring_SB` is its ring's
+    tokens, beside which are float32 values, their certainties, and log-probabilities.
     """
 
     row_B: torch.Tensor
@@ -37,6 +45,9 @@ class ResidentRows:
     constraints_CV: torch.Tensor
     successor_C2: torch.Tensor
     ring_SB: torch.Tensor
+    payload_SB2: torch.Tensor
+    certainty_SB2: torch.Tensor
+    logprob_SB: torch.Tensor
     words: torch.Tensor
 
 
@@ -44,9 +55,22 @@ class ResidentSteps(Protocol):
     """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s."""
 
     max_rows: int
+    has_values: bool
+    """Rows' tokens may have values, and log-probabilities."""
 
-    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
-        """Enqueue at most `num_steps` steps of the first `num_rows` rows."""
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        payload: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows.
+
+        What is not asked for, values (`payload`) and log-probabilities, is not written.
+        """
         ...
 
     def fault(self) -> str | None:

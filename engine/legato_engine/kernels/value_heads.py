@@ -10,12 +10,12 @@ from legato_engine.kernels.cuda.packed_layers import packed_head
 from legato_engine.kernels.cuda.packing import pack
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens
 from legato_engine.kernels.cuda.value_heads import (
-    Bins,
     DecoderWeights,
     Embedder,
     MlpBins,
     NormedBins,
     TokenInputs,
+    TwoLayerValues,
     ValueEncoder,
     ValueReader,
     ValueSizes,
@@ -28,6 +28,7 @@ __all__ = [
     "RowTensors",
     "SampledTokens",
     "TokenInputs",
+    "TwoLayerValues",
     "ValueEncoder",
     "ValueHeads",
     "ValueSizes",
@@ -69,6 +70,11 @@ class ValueHeads:
         self._embedder = Embedder(sizes, scalar, pair)
         self._bins = _bins(sizes, decoders, words_VD.device)
         self._reader = ValueReader(sizes)
+        self.two_layers: TwoLayerValues | None = None
+        """Their weights, where decoders have two layers."""
+        if isinstance(self._bins, MlpBins):
+            both = (scalar, self._bins.scalar), (pair, self._bins.pair)
+            self.two_layers = TwoLayerValues(sizes, *both)
 
     def embed(self, inputs: TokenInputs, x_BD: torch.Tensor) -> None:
         self._embedder.embed(inputs, self._words_VD, x_BD)
@@ -87,7 +93,9 @@ class ValueHeads:
         self._reader.read(state, scalar_BN, pair_BS, sampled)
 
 
-def _bins(sizes: ValueSizes, decoders: MlpDecoders | NormedDecoders, device: torch.device) -> Bins:
+def _bins(
+    sizes: ValueSizes, decoders: MlpDecoders | NormedDecoders, device: torch.device
+) -> MlpBins | NormedBins:
     if isinstance(decoders, NormedDecoders):
         weights = packed_head([decoders.scalar, decoders.pair], decoders.norm)
         return NormedBins(sizes, weights, device)

@@ -1,7 +1,7 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART and BEST are workers, those of TOKEN rows; STOP has one.
+step and layer. The cells of PART and BEST are workers, those of TOKEN and VALUE rows; STOP has one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import enum
 
 from legato_engine.resident.program import Instruction, Op, Source
-from legato_engine.resident.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes
+from legato_engine.resident.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes, ValueDims
 
 Version = tuple[int, int]
 """A step and a layer; X's layer is the one that it enters."""
@@ -28,7 +28,10 @@ class Buffer(enum.IntEnum):
     LOGITS = 6
     TOKEN = 7
     STOP = 8
-    KV = 9  # one for each layer and position: see `Access.position`
+    VACT = 9
+    BINS = 10
+    VALUE = 11
+    KV = 12  # one for each layer and position: see `Access.position`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +85,28 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
             logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
             return [Access(Buffer.BEST, 0, everybody, version), logits]
         case Op.COMMIT:
+            chosen = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
             return [
-                Access(Buffer.TOKEN, 0, MAX_ROWS, version),
+                *(Access(buffer, 0, MAX_ROWS, version) for buffer in chosen),
                 Access(Buffer.STOP, 0, 1, version),
             ]
+        case _ if sizes.values is not None:
+            return _value_reads(sizes, sizes.values, it, version)
+    return []
+
+
+def _value_reads(
+    sizes: ModelSizes, values: ValueDims, it: Instruction, version: Version
+) -> list[Access]:
+    match it.op:
+        case Op.INNER:
+            hidden = Access(Buffer(it.src), 0, sizes.num_workers, version)
+            return [Access(Buffer.TOKEN, 0, MAX_ROWS, version), hidden]
+        case Op.BINS:
+            return [Access(Buffer.VACT, 0, values.inner_blocks, version)]
+        case Op.VALUE if it.num_blocks:
+            logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
+            return [Access(Buffer.BINS, 0, values.bin_blocks, version), logits]
     return []
 
 
@@ -109,7 +130,17 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
             count, stride = it.num_blocks, sizes.num_workers
             logits = Access(Buffer.LOGITS, it.block, count, version, stride=stride)
             return [Access(Buffer.BEST, worker, 1, version), logits]
-        case Op.SAMPLE if it.num_blocks:
+        case Op.EMBED:
+            return [Access(Buffer(it.dst), worker, 1, version)]
+        case Op.SAMPLE | Op.INNER | Op.BINS | Op.VALUE if it.num_blocks:
             count, stride = it.num_blocks, sizes.num_workers
-            return [Access(Buffer.TOKEN, it.block, count, version, stride=stride)]
+            return [Access(_RESULTS[Op(it.op)], it.block, count, version, stride=stride)]
     return []
+
+
+_RESULTS = {
+    Op.SAMPLE: Buffer.TOKEN,
+    Op.INNER: Buffer.VACT,
+    Op.BINS: Buffer.BINS,
+    Op.VALUE: Buffer.VALUE,
+}

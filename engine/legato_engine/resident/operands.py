@@ -31,7 +31,13 @@ _USED = {
     Op.LISTEN: {"num_blocks"},
     Op.SAMPLE: {"block", "num_blocks"},
     Op.COMMIT: set(),
+    Op.EMBED: {"dst", "block", "num_blocks"},
+    Op.INNER: {"src", "block", "num_blocks"},
+    Op.BINS: {"block", "num_blocks"},
+    Op.VALUE: {"block", "num_blocks"},
 }
+_OF_VALUES = {Op.EMBED, Op.INNER, Op.BINS, Op.VALUE}
+_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE}
 _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
 
 
@@ -62,43 +68,63 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
         yield f"op {it.op}"
         return
     op = Op(it.op)
+    yield from _missing(sizes, op)
     for field in dataclasses.fields(it):
         unused = field.name not in _FREE | _USED[op]
         if unused and getattr(it, field.name) != getattr(_UNUSED, field.name):
             yield f"{field.name} {getattr(it, field.name)}"
-    after = op in (Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT)
-    layers = range(sizes.num_layers, sizes.num_layers + 1) if after else range(sizes.num_layers)
-    if it.layer not in layers and (op, it.layer) != (Op.NORM, sizes.num_layers):
+    if it.layer not in _layers(sizes, op):
         yield f"layer {it.layer}"
     for counter in (it.wait, it.signal):
         if counter != NONE and not 0 <= counter < num_counters(sizes):
             yield f"counter {counter}"
     if it.wait_count < 0 or it.wait_stride < 0:
         yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
-    yield from _buffer_problems(op, it)
+    yield from _buffer_problems(sizes, op, it)
     if {"block", "num_blocks"} & _USED[op]:
         yield from _block_problems(sizes, worker, op, it)
     if it.num_stages and it.stage != stage:
         yield f"stage {it.stage} instead of {stage}"
 
 
-def _buffer_problems(op: Op, it: Instruction) -> Iterator[str]:
-    if "src" in _USED[op] and it.src not in list(Source):
+def _missing(sizes: ModelSizes, op: Op) -> Iterator[str]:
+    if op in _OF_VALUES and sizes.values is None:
+        yield f"op {op.name} without values"
+
+
+def _layers(sizes: ModelSizes, op: Op) -> range:
+    """Those of which an instruction may be; what follows the layers is of one more."""
+    last = sizes.num_layers
+    if op in _AFTER_LAYERS:
+        return range(last, last + 1)
+    return range({Op.EMBED: 1, Op.NORM: last + 1}.get(op, last))
+
+
+def _buffer_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:
+    words = sizes.values is None  # whose embedding any worker can read whole
+    sources = {Source.X0, Source.X1} | ({Source.EMBED} if words else set())
+    if "src" in _USED[op] and it.src not in sources:
         yield f"src {it.src}"
     if "dst" in _USED[op] and it.dst not in (Source.X0, Source.X1):
         yield f"dst {it.dst}"
 
 
+def _blocks(sizes: ModelSizes) -> dict[Op, int]:
+    """Of all workers together."""
+    blocks = {Op.FC1: sizes.ff_dim // 16, Op.HEAD: sizes.vocab_blocks}
+    if sizes.values is not None:
+        blocks |= {Op.INNER: sizes.values.inner_blocks, Op.BINS: sizes.values.bin_blocks}
+    return blocks
+
+
 def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
-    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0}
-    own[Op.SAMPLE] = sizes.sampled_rows(worker)
-    if op is Op.LISTEN:
-        if it.num_blocks != (worker == 0):
-            yield f"num_blocks {it.num_blocks}"
-        return
+    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.EMBED: 1}
+    own[Op.SAMPLE] = own[Op.VALUE] = sizes.sampled_rows(worker)
+    if op is Op.LISTEN and it.num_blocks != (worker == 0):
+        yield f"num_blocks {it.num_blocks}"
     if op in own and (it.block, it.num_blocks) != (worker, own[op]):
         yield f"block {it.block} and num_blocks {it.num_blocks}"
-    most = {Op.FC1: sizes.ff_dim // 16, Op.HEAD: sizes.vocab_blocks}.get(op)
+    most = _blocks(sizes).get(op)
     if most is not None:
         last = it.block + (it.num_blocks - 1) * sizes.num_workers
         if it.block < 0 or it.num_blocks < 1 or last >= most:
@@ -109,5 +135,5 @@ def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> 
         within = it.chunk >= 0 and it.chunk + it.num_chunks <= sizes.ff_ratio * sizes.chunks
         if it.num_chunks < 1 or not within:
             yield f"chunk {it.chunk} and num_chunks {it.num_chunks}"
-    elif op not in (Op.ATTEND, Op.SAMPLE) and it.num_chunks != sizes.chunks:
+    elif "num_chunks" in _USED[op] and it.num_chunks != sizes.chunks:
         yield f"num_chunks {it.num_chunks}"

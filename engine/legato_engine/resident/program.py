@@ -10,6 +10,10 @@ by the number of signals of one step, and a launch goes on where the last one en
 
 The order in a layer hides every hop between workers with another phase's stream: the inner
 activations are needed after the QKV weights, queries after half of fc2, heads after its other half.
+
+A model with values has a program of its own for launches in which some row may have one: the
+embedding is an instruction, as that of a value is a map, and between SAMPLE and COMMIT values are
+read. Their weights are no part of the stream, since only the sampled tokens say which are needed.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from legato_engine.resident.sizes import MAX_ROWS, SPLITS, ModelSizes
+from legato_engine.resident.sizes import MAX_ROWS, SPLITS, ModelSizes, ValueDims
 
 NONE = -1
 """A field that an instruction does not use; a counter that it neither waits for nor adds to."""
 
 
 class Op(enum.IntEnum):
-    """What an instruction does. MOMENTS and SUMS are a worker's own.
+    """What an instruction does. MOMENTS, SUMS and NEEDED are a worker's own.
 
     A worker may keep X[src] from NORM on, in registers, or read it again.
     """
@@ -40,6 +44,10 @@ class Op(enum.IntEnum):
     HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
     SAMPLE = 8  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
     COMMIT = 9  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    EMBED = 10  # X[dst][block] = the embedding of the step's token or value
+    INNER = 11  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
+    BINS = 12  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
+    VALUE = 13  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
 
 
 class Source(enum.IntEnum):
@@ -47,11 +55,11 @@ class Source(enum.IntEnum):
 
     X0 = 0
     X1 = 1
-    EMBED = 2  # the embedding of the worker's token
+    EMBED = 2  # the embedding of the worker's token, where all are words
 
 
 class Kind(enum.IntEnum):
-    """Kinds of counters; the last two are not of a layer."""
+    """Kinds of counters; those from BEST on are not of a layer, from EMBED on of values."""
 
     X = 0
     ACT = 1
@@ -59,6 +67,10 @@ class Kind(enum.IntEnum):
     PART = 3
     BEST = 4
     TOKEN = 5
+    EMBED = 6
+    INNER = 7
+    BINS = 8
+    VALUE = 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +140,7 @@ class Program:
 
 def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int:
     """Index of a counter."""
-    if kind in (Kind.BEST, Kind.TOKEN):
+    if kind >= Kind.BEST:
         return sizes.num_layers * (3 + sizes.num_heads) + kind - Kind.BEST
     first = layer * (3 + sizes.num_heads)
     return first + (3 + head if kind is Kind.Q else {Kind.X: 0, Kind.ACT: 1, Kind.PART: 2}[kind])
@@ -136,7 +148,7 @@ def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int
 
 def num_counters(sizes: ModelSizes) -> int:
     """One of each kind and layer, Q's also by head."""
-    return counter(sizes, Kind.TOKEN) + 1
+    return counter(sizes, Kind.TOKEN if sizes.values is None else Kind.VALUE) + 1
 
 
 def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
@@ -146,6 +158,9 @@ def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
 
 
 def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
+    if sizes.values is not None:
+        embedded = counter(sizes, Kind.EMBED)
+        yield Instruction(Op.EMBED, 0, signal=embedded, dst=_x(0), block=worker, num_blocks=1)
     for layer in range(sizes.num_layers):
         yield from _layer(sizes, worker, layer)
     last = sizes.num_layers
@@ -165,8 +180,32 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     rows = sizes.sampled_rows(worker)
     sampling = {**_wait(sizes, best), "signal": token} if rows else {}
     yield Instruction(Op.SAMPLE, last, block=worker, num_blocks=rows, **sampling)
-    samplers = min(sizes.num_workers, MAX_ROWS)
-    yield Instruction(Op.COMMIT, last, wait=token, wait_count=samplers, wait_stride=samplers)
+    if sizes.values is not None:
+        yield from _values(sizes, sizes.values, worker)
+        token = counter(sizes, Kind.VALUE)
+    yield Instruction(Op.COMMIT, last, **_wait_samplers(sizes, token))
+
+
+def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instruction]:
+    """Values of the step's tokens."""
+    last = sizes.num_layers
+    inner, bins = counter(sizes, Kind.INNER), counter(sizes, Kind.BINS)
+    yield Instruction(
+        Op.INNER,
+        last,
+        **_wait_samplers(sizes, counter(sizes, Kind.TOKEN)),
+        signal=inner,
+        src=_x(last),
+        block=worker,
+        num_blocks=sizes.share(worker, values.inner_blocks),
+    )
+    blocks = sizes.share(worker, values.bin_blocks)
+    yield Instruction(
+        Op.BINS, last, **_wait(sizes, inner), signal=bins, block=worker, num_blocks=blocks
+    )
+    rows = sizes.sampled_rows(worker)
+    reading = {**_wait(sizes, bins), "signal": counter(sizes, Kind.VALUE)} if rows else {}
+    yield Instruction(Op.VALUE, last, block=worker, num_blocks=rows, **reading)
 
 
 def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
@@ -177,8 +216,11 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
 
     chunks, half = sizes.chunks, sizes.ff_ratio * sizes.chunks // 2
     rest = sizes.ff_ratio * chunks - half
-    x = {} if layer == 0 else _wait(sizes, counter(sizes, Kind.X, layer - 1))
-    source = Source.EMBED if layer == 0 else _x(layer)
+    x, source = _wait(sizes, counter(sizes, Kind.X, max(layer - 1, 0))), _x(layer)
+    if layer == 0 and sizes.values is None:
+        x, source = {}, Source.EMBED
+    elif layer == 0:
+        x = _wait(sizes, counter(sizes, Kind.EMBED))
     yield Instruction(Op.NORM, layer, src=source, **x)
     yield Instruction(
         Op.FC1,
@@ -218,6 +260,12 @@ def _x(layer: int) -> Source:
 def _wait(sizes: ModelSizes, which: int) -> dict[str, int]:
     """A wait for all workers' signals."""
     return {"wait": which, "wait_count": sizes.num_workers, "wait_stride": sizes.num_workers}
+
+
+def _wait_samplers(sizes: ModelSizes, which: int) -> dict[str, int]:
+    """A wait for the signals of all workers that have rows."""
+    samplers = min(sizes.num_workers, MAX_ROWS)
+    return {"wait": which, "wait_count": samplers, "wait_stride": samplers}
 
 
 def _numbered(instructions: Iterator[Instruction]) -> Iterator[Instruction]:

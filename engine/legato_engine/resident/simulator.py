@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from legato_engine.resident.maps import Floats, Map, gelu
 from legato_engine.resident.order import Stuck
 from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
 from legato_engine.resident.ring import RunAhead
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, SPLITS
 from legato_engine.resident.stream import MATRICES, Matrix, qkv_rows
+from legato_engine.resident.value_simulator import ValueMemory, ValueWork
+from legato_engine.resident.values import PLAIN
 from legato_engine.resident.weights import (
     EPSILON,
     GREEDY,
     Cache,
-    Floats,
-    Map,
     Outcome,
     Rule,
     Weights,
     angles,
     draw,
-    gelu,
 )
 
 _Write = Callable[[], None]
@@ -81,6 +81,7 @@ class _Memory:
         self.wish = False  # the host's
         self.published: list[list[int]] = []
         self.best_logits = np.full((steps, rows), nan)
+        self.values = None if sizes.values is None else ValueMemory(sizes.values, rows)
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,6 +93,7 @@ class _Worker:
     held: Floats
     sums: Floats
     copies: dict[int, Floats]  # keys and values of earlier steps, by the event that takes them
+    payload: list[tuple[float, ...]]  # of its token
     ended: bool = False
 
 
@@ -119,6 +121,7 @@ class _Simulation:
                 np.full((rows, self._sizes.dim), np.nan),
                 np.full((rows, BLOCK), np.nan),
                 {},
+                [PLAIN] * rows,
             )
             for number in range(self._sizes.num_workers)
         ]
@@ -133,7 +136,17 @@ class _Simulation:
             Op.HEAD: self._head,
             Op.SAMPLE: self._sample,
             Op.COMMIT: self._commit,
+            Op.EMBED: self._embed,
         }
+        if self._memory.values is not None and weights.values is not None:
+            value = ValueWork(self._sizes, weights.values, self._memory.values, rows)
+            self._run[Op.INNER] = lambda worker, it, *_: value.inner(
+                worker.number, it, self._memory.token, self._source(worker, it)
+            )
+            self._run[Op.BINS] = lambda worker, it, *_: value.bins(worker.number, it)
+            self._run[Op.VALUE] = lambda worker, it, *_: value.read(
+                worker.number, it, self._memory.logits
+            )
 
     def run(self, *, stops: bool) -> Outcome:
         threads = [self._thread(worker) for worker in self._workers]
@@ -165,7 +178,8 @@ class _Simulation:
                     break
         memory = self._memory
         steps = len(memory.published)
-        return Outcome(memory.published, memory.trace[:steps], memory.best_logits[:steps])
+        told = [] if memory.values is None else memory.values.told
+        return Outcome(memory.published, memory.trace[:steps], memory.best_logits[:steps], told)
 
     def _thread(self, worker: _Worker) -> Iterator[tuple[int, int] | None]:
         """Yields where it may be held up: the counter and the value that it waits for, or None."""
@@ -339,11 +353,27 @@ class _Simulation:
     def _commit(self, worker: _Worker, _it: Instruction, step: int, _event: int) -> _Write:
         memory = self._memory
         worker.token = list(memory.token)
+        if memory.values is not None:
+            worker.payload = list(memory.values.value)
         worker.ended = bool(memory.stop) or step + 1 == self._steps
 
         def write() -> None:
             if worker.number == 0:
                 memory.published.append(list(worker.token))
+                if memory.values is not None:
+                    memory.values.told.append(worker.payload)
+
+        return write
+
+    def _embed(self, worker: _Worker, it: Instruction, _step: int, _event: int) -> _Write:
+        """The worker's own outputs; tokens and values are what it has committed."""
+        rows, words, read = self._block_rows(it), self._weights.embedding, self._weights.values
+        assert read is not None, "an instruction of models with values"
+        tokens = zip(worker.token, worker.payload, strict=True)
+        x = np.stack([read.embed(words, *token)[rows] for token in tokens])
+
+        def write() -> None:
+            self._memory.x[it.dst][:, rows] = x
 
         return write
 

@@ -25,8 +25,29 @@ PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ValueDims:
+    """Two decoders of values, each of two layers; `pair_bins` counts the bins of both values."""
+
+    inner_dim: int
+    scalar_bins: int
+    pair_bins: int
+
+    @property
+    def inner_blocks(self) -> int:
+        """Blocks of both first layers: the scalar's, then the pair's."""
+        return 2 * self.inner_dim // BLOCK
+
+    @property
+    def bin_blocks(self) -> int:
+        """Blocks of all bins, likewise."""
+        return (self.scalar_bins + self.pair_bins) // BLOCK
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelSizes:
     """A decoder; the MLP is `ff_ratio` times as wide as the residual stream.
+
+    `values`: steps read the values of tokens and feed them back; None: all tokens are words.
 
     Raises:
         ValueError: a size that the kernel's division into workers does not fit.
@@ -36,6 +57,7 @@ class ModelSizes:
     ff_ratio: int
     num_layers: int
     vocab_size: int
+    values: ValueDims | None = None
 
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % HEAD_DIM:
@@ -46,6 +68,10 @@ class ModelSizes:
             )
         if self.ff_ratio < 2 or self.num_layers < 1:
             raise ValueError(f"ff_ratio {self.ff_ratio} or num_layers {self.num_layers} too small")
+        if self.values is not None:
+            blocks = self.values.inner_blocks, self.values.bin_blocks
+            if min(blocks) < self.num_workers:
+                raise ValueError(f"{blocks} blocks of values are too few for each worker")
 
     @property
     def num_heads(self) -> int:
@@ -96,11 +122,15 @@ class ModelSizes:
 
     def head_blocks(self, worker: int) -> int:
         """Blocks of the output head that a worker has: `worker`, `worker + num_workers`, ..."""
-        return len(range(worker, self.vocab_blocks, self.num_workers))
+        return self.share(worker, self.vocab_blocks)
+
+    def share(self, worker: int, blocks: int) -> int:
+        """How many of `blocks` a worker has: `worker`, `worker + num_workers`, ..."""
+        return len(range(worker, blocks, self.num_workers))
 
     def sampled_rows(self, worker: int) -> int:
         """Rows whose tokens a worker chooses: `worker`, `worker + num_workers`, ..."""
-        return len(range(worker, MAX_ROWS, self.num_workers))
+        return self.share(worker, MAX_ROWS)
 
 
 MOONDREAM2 = ModelSizes(dim=2048, ff_ratio=4, num_layers=24, vocab_size=51200)

@@ -69,11 +69,14 @@ class _Cells:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """What a worker holds: a residual stream's moments, sums up to a chunk, a step's token."""
+    """What a worker holds: a residual stream's moments, sums up to a chunk, which values a step
+    needs, a step's token.
+    """
 
     moments: Version = _UNWRITTEN
     sums: Version = _UNWRITTEN
     next_chunk: int = 0
+    needed: Version = _UNWRITTEN
     token: int = 0
 
 
@@ -94,6 +97,12 @@ class _Execution:
             (Buffer.TOKEN, 0, 0): _Cells.make(MAX_ROWS, num),
             (Buffer.STOP, 0, 0): _Cells.make(1, num),
         }
+        if (values := self._sizes.values) is not None:
+            self._cells |= {
+                (Buffer.VACT, 0, 0): _Cells.make(values.inner_blocks, num),
+                (Buffer.BINS, 0, 0): _Cells.make(values.bin_blocks, num),
+                (Buffer.VALUE, 0, 0): _Cells.make(MAX_ROWS, num),
+            }
         self._workers = [_Worker() for _ in range(num)]
         self._chosen: list[range] = [range(0)] * num  # the blocks of each BEST
         self._ahead = [RunAhead(program, worker) for worker in range(num)]
@@ -148,7 +157,7 @@ class _Execution:
     def _run_own(self, number: int, it: Instruction, step: int, where: str) -> None:
         """Check and change what the worker holds itself."""
         worker, version = self._workers[number], (step, it.layer)
-        if it.src == Source.EMBED:
+        if it.src == Source.EMBED or it.op == Op.EMBED:
             _require(it.layer == 0 and worker.token == step, where, "embeds another step's token")
         if it.op == Op.NORM:
             worker.moments = version
@@ -169,6 +178,8 @@ class _Execution:
         elif it.op == Op.COMMIT:
             _require(worker.token == step, where, "commits the step again")
             worker.token = step + 1
+        elif it.op in (Op.INNER, Op.BINS, Op.VALUE):
+            _know_needed(worker, it, version, where)
         if it.op == Op.HEAD:
             stride = self._sizes.num_workers
             self._chosen[number] = range(it.block, it.block + it.num_blocks * stride, stride)
@@ -179,6 +190,13 @@ class _Execution:
             num = self._sizes.num_workers
             self._cells[key] = _Cells.make(num, num)
         return self._cells[key]
+
+
+def _know_needed(worker: _Worker, it: Instruction, version: Version, where: str) -> None:
+    """The decoders that a step's tokens need: INNER finds them."""
+    if it.op == Op.INNER:
+        worker.needed = version
+    _require(worker.needed == version, where, f"knows what {worker.needed} needs")
 
 
 def _indices(access: Access) -> slice:

@@ -13,24 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from legato_engine.resident.maps import Floats, Map, gelu
 from legato_engine.resident.sizes import HEAD_DIM, ROTARY_DIM, ModelSizes
 from legato_engine.resident.stream import Matrix
+from legato_engine.resident.values import PLAIN, Values
 
-Floats = npt.NDArray[np.float64]
 EPSILON = 1e-5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Map:
-    """A matrix [outputs, inputs] and its bias."""
-
-    weight: Floats
-    bias: Floats
-
-    def __call__(self, x: Floats) -> Floats:
-        """[B, inputs] to [B, outputs]."""
-        out: Floats = x @ self.weight.T + self.bias
-        return out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,24 +31,21 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """`layers` ends with the final norm and the head."""
+    """`layers` ends with the final norm and the head; `values` as the sizes have them."""
 
     sizes: ModelSizes
     embedding: Floats
     layers: list[Layer]
+    values: Values | None = None
 
     @classmethod
     def random(cls, sizes: ModelSizes, rng: np.random.Generator) -> Weights:
-        """Weights that keep the deviation of what they map."""
+        """Weights that keep the deviation of what they map; tokens with values are likely."""
         dim, inner = sizes.dim, sizes.ff_dim
-
-        def random_map(outputs: int, inputs: int) -> Map:
-            weight = rng.standard_normal((outputs, inputs)) / inputs**0.5
-            return Map(weight, 0.1 * rng.standard_normal(outputs))
 
         def layer(shapes: dict[Matrix, tuple[int, int]]) -> Layer:
             norm = 1 + 0.1 * rng.standard_normal(dim), 0.1 * rng.standard_normal(dim)
-            return Layer(norm, {name: random_map(*shape) for name, shape in shapes.items()})
+            return Layer(norm, {name: Map.random(*shape, rng) for name, shape in shapes.items()})
 
         block = {
             Matrix.FC1: (inner, dim),
@@ -70,7 +55,12 @@ class Weights:
         }
         layers = [layer(block) for _ in range(sizes.num_layers)]
         layers.append(layer({Matrix.HEAD: (sizes.vocab_size, dim)}))
-        return cls(sizes, rng.standard_normal((sizes.vocab_size, dim)), layers)
+        embedding = rng.standard_normal((sizes.vocab_size, dim))
+        if sizes.values is None:
+            return cls(sizes, embedding, layers)
+        values = Values.random(sizes.values, dim, rng)
+        layers[-1].maps[Matrix.HEAD].bias[[kind.token for kind in values.kinds]] += 2.5
+        return cls(sizes, embedding, layers, values)
 
     @classmethod
     def moondream(cls, sizes: ModelSizes, tensors: Mapping[str, npt.NDArray[Any]]) -> Weights:
@@ -121,11 +111,14 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What S steps gave: tokens [S][B], residual streams [S, L, B, D], best logits [S, B]."""
+    """What S steps gave: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], and
+    with values what each token has [S][B] (see `values.PLAIN`).
+    """
 
     tokens: list[list[int]]
     trace: Floats
     best: Floats
+    values: list[list[tuple[float, ...]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,15 +152,22 @@ def draw(logits: Floats, rule: Rule, position: int) -> int:
 def forward(
     weights: Weights, cache: Cache, tokens: list[int], steps: int, rules: Sequence[Rule] = ()
 ) -> Outcome:
-    """Steps by the model's definition; rows without a rule are greedy."""
+    """Steps by the model's definition; rows without a rule are greedy, and the first tokens' values
+    are those of `PLAIN`.
+    """
     rules = [*rules, *[GREEDY] * (len(tokens) - len(rules))]
     sizes, rows = weights.sizes, len(tokens)
     keys, values = list(cache.keys), list(cache.values)
     trace = np.empty((steps, sizes.num_layers, rows, sizes.dim))
     best, chosen = np.empty((steps, rows)), []
+    read = weights.values
+    had: list[list[tuple[float, ...]]] = [[PLAIN] * rows]
     for step in range(steps):
         position = cache.length + step
         x = weights.embedding[tokens]
+        if read is not None:
+            fed = zip(tokens, had[-1], strict=True)
+            x = np.stack([read.embed(weights.embedding, *row) for row in fed])
         for index, layer in enumerate(weights.layers[:-1]):
             normed = layer_norm(x, layer.norm)
             qkv = layer.maps[Matrix.QKV](normed).reshape(rows, 3, sizes.num_heads, HEAD_DIM)
@@ -186,7 +186,10 @@ def forward(
         tokens = [draw(*row, position + 1) for row in zip(logits, rules, strict=True)]
         chosen.append(tokens)
         best[step] = logits.max(-1)
-    return Outcome(chosen, trace, best)
+        if read is not None:
+            each = zip(tokens, x, logits, strict=True)
+            had.append([read.read(t, read.bins(hidden, t), row) for t, hidden, row in each])
+    return Outcome(chosen, trace, best, had[1:])
 
 
 def layer_norm(x: Floats, norm: tuple[Floats, Floats]) -> Floats:
@@ -194,12 +197,6 @@ def layer_norm(x: Floats, norm: tuple[Floats, Floats]) -> Floats:
     centred = x - x.mean(-1, keepdims=True)
     deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
     out: Floats = centred / deviation * norm[0] + norm[1]
-    return out
-
-
-def gelu(x: Floats) -> Floats:
-    """The tanh approximation."""
-    out: Floats = 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
     return out
 
 

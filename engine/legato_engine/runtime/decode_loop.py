@@ -71,7 +71,9 @@ class DecodeLoops:
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
         if self._resident is not None:
-            self._submit(self._resident, 0, num_rows=1, num_steps=1)
+            for payload in (False, True)[: 1 + self._resident.has_values]:
+                plain = Needs(sampled=False, payload=payload, logprobs=False)
+                self._submit(self._resident, 0, num_rows=1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
 
@@ -92,10 +94,9 @@ class DecodeLoops:
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
-        plain = not rank and needs == Needs(needs.sampled, payload=False, logprobs=False)
-        if resident is not None and plain and num_rows <= resident.max_rows:
+        if resident is not None and not rank and _takes(resident, num_rows, needs):
             if num_steps:
-                self._submit(resident, slot, num_rows, num_steps)
+                self._submit(resident, slot, num_rows, num_steps, needs)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
 
@@ -131,7 +132,9 @@ class DecodeLoops:
             time.sleep(seconds)
         return None
 
-    def _submit(self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int) -> None:
+    def _submit(
+        self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int, needs: Needs
+    ) -> None:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         staged = buffers.staged.device
         rows = ResidentRows(
@@ -143,10 +146,17 @@ class DecodeLoops:
             page_table_RM=state.page_table_RM,
             constraints_CV=self._resources.constraints_CV,
             successor_C2=self._resources.successor_C2,
-            ring_SB=ring.token_SB,
+            ring_SB=ring.fields["token"],
+            payload_SB2=ring.fields["payload"],
+            certainty_SB2=ring.fields["certainty"],
+            logprob_SB=ring.fields["logprob"],
             words=ring.words,
         )
-        self._resources.compute.submit(lambda: resident.run(rows, num_rows, num_steps))
+        self._resources.compute.submit(
+            lambda: resident.run(
+                rows, num_rows, num_steps, payload=needs.payload, logprobs=needs.logprobs
+            )
+        )
 
     def _forget_stuck(self) -> None:
         """After a launch that gave up a wait, whose rows go on after the last step that they have,
@@ -204,6 +214,11 @@ class DecodeLoops:
         if works not in self._by_works:
             self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
         return self._by_works[works]
+
+
+def _takes(resident: ResidentSteps, num_rows: int, needs: Needs) -> bool:
+    has_all = resident.has_values or not (needs.payload or needs.logprobs)
+    return num_rows <= resident.max_rows and has_all
 
 
 def _widened(needs: Needs) -> Needs:

@@ -22,12 +22,17 @@ class TokenRing:
         """Each step has copies of all fields of `outputs`."""
         self.ring_SN = device.pinned((max_steps, len(outputs.device_bytes)), torch.uint8)
         self.words = device.pinned((2,), torch.int64)
-        first = outputs.device["token"].data_ptr() - outputs.device_bytes.data_ptr()
-        end = first + outputs.device["token"].nbytes
-        self.token_SB = self.ring_SN[:, first:end].view(torch.int64)
+        self.fields = {name: self._field(outputs, name) for name in outputs.device}
+        """Of all steps, by name; a step's are one after the other."""
         self._steps = [outputs.views(step_N) for step_N in self.ring_SN]
         self._words = self.words.numpy()
         self._num_read = 0
+
+    def _field(self, outputs: StagingBuffer, name: str) -> torch.Tensor:
+        field = outputs.device[name]
+        first = field.data_ptr() - outputs.device_bytes.data_ptr()
+        whole = self.ring_SN[:, first : first + field.nbytes].view(field.dtype)
+        return whole.unflatten(1, field.shape)
 
     def reset(self) -> None:
         """No loop may be in flight."""

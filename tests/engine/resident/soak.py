@@ -11,7 +11,7 @@ import numpy as np
 from legato_engine.resident.order import Stuck
 from legato_engine.resident.program import Program, build_program
 from legato_engine.resident.simulator import simulate
-from legato_engine.resident.sizes import ModelSizes
+from legato_engine.resident.sizes import ModelSizes, ValueDims
 from legato_engine.resident.validator import InvalidProgram, validate
 from legato_engine.resident.weights import GREEDY, Cache, Outcome, Rule, Weights, forward
 
@@ -20,9 +20,17 @@ from tests.engine.resident.mutants import mutate
 STEPS = 2
 TOKENS = [3, 5]
 RULES = (GREEDY, Rule(temperature=0.8, top_p=0.9, top_k=20, seed=7))
-SIZES = (ModelSizes(64, 2, 2, 128), ModelSizes(64, 3, 1, 80), ModelSizes(128, 2, 1, 160))
+VALUES = ValueDims(inner_dim=64, scalar_bins=32, pair_bins=96)
+SIZES = (
+    ModelSizes(64, 2, 2, 128),
+    ModelSizes(64, 3, 1, 80),
+    ModelSizes(128, 2, 1, 160),
+    ModelSizes(64, 2, 2, 80, VALUES),
+    ModelSizes(128, 2, 1, 160, ValueDims(96, 64, 64)),
+)
 SMALLEST = ModelSizes(64, 2, 1, 64)
 """Four workers with twelve instructions each: a mutant of it is validated in milliseconds."""
+SMALLEST_VALUES = ModelSizes(64, 2, 1, 64, VALUES)
 RING_STAGES = 4
 
 
@@ -66,7 +74,11 @@ class World:
 
 def agree(outcome: Outcome, expected: Outcome) -> bool:
     """The same tokens, and the same numbers but for rounding in float64."""
-    pairs = ((outcome.trace, expected.trace), (outcome.best, expected.best))
+    pairs = (
+        (outcome.trace, expected.trace),
+        (outcome.best, expected.best),
+        (np.array(outcome.values), np.array(expected.values)),
+    )
     return outcome.tokens == expected.tokens and all(
         np.allclose(got, want, rtol=0, atol=1e-9) for got, want in pairs
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+from typing import Any
 
 import pytest
 from legato_engine.resident import header
 from legato_engine.resident.program import FIELDS, WORDS, Op, build_program
-from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes
+from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.stream import Matrix, qkv_rows, worker_stages
 
 
@@ -81,9 +82,18 @@ def test_a_shorter_list_ends_in_words_that_are_no_instruction() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(100, 4, 1, 512), (128, 1, 1, 512), (128, 2, 0, 512), (128, 2, 1, 120)], ids=str
+    "sizes",
+    [
+        (100, 4, 1, 512),
+        (128, 1, 1, 512),
+        (128, 2, 0, 512),
+        (128, 2, 1, 120),
+        (128, 2, 1, 512, ValueDims(48, 512, 512)),
+        (128, 2, 1, 512, ValueDims(64, 32, 64)),
+    ],
+    ids=str,
 )
-def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, int, int, int]) -> None:
+def test_sizes_that_do_not_divide_are_refused(sizes: tuple[Any, ...]) -> None:
     """A model that the workers cannot share evenly is an error."""
-    with pytest.raises(ValueError, match=r"is not a multiple|too small"):
+    with pytest.raises(ValueError, match=r"is not a multiple|too small|too few"):
         ModelSizes(*sizes)

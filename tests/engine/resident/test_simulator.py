@@ -17,9 +17,18 @@ from legato_engine.resident.simulator import simulate
 from legato_engine.resident.sizes import LEGATO_TINY, ModelSizes
 from legato_engine.resident.weights import Cache, Weights, forward
 
-from tests.engine.resident.soak import SIZES, SMALLEST, Tally, World, agree, try_mutants
+from tests.engine.resident.soak import (
+    SIZES,
+    SMALLEST,
+    SMALLEST_VALUES,
+    Tally,
+    World,
+    agree,
+    try_mutants,
+)
 
 WORLDS = [World(sizes) for sizes in SIZES]
+VALUED = World(SMALLEST_VALUES)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: str(world.program.sizes))
@@ -42,6 +51,17 @@ def test_the_host_ends_the_steps_of_all_workers_at_once() -> None:
         assert outcome.tokens == world.expected.tokens[:steps]
         assert np.allclose(outcome.trace, world.expected.trace[:steps], rtol=0, atol=1e-9)
     assert lengths == {1, 2}
+
+
+def test_values_are_read_and_fed_back_in_every_order() -> None:
+    """Steps with words, a scalar and a pair, also where the host ends them."""
+    tokens = [token for step in VALUED.expected.tokens for token in step]
+    assert {1, 2} < set(tokens)
+    for seed in range(40):
+        outcome = VALUED.simulate(VALUED.program, seed, stops=seed % 2 == 0)
+        steps = len(outcome.tokens)
+        assert outcome.tokens == VALUED.expected.tokens[:steps]
+        assert np.allclose(outcome.values, VALUED.expected.values[:steps], rtol=0, atol=1e-9)
 
 
 def test_several_chunks_of_a_block_are_added() -> None:
@@ -74,11 +94,16 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", [Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT], ids=lambda op: op.name
+    ("op", "values"),
+    [
+        *((op, False) for op in (Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT)),
+        *((op, True) for op in (Op.NORM, Op.INNER, Op.BINS, Op.VALUE, Op.COMMIT)),
+    ],
+    ids=lambda each: each.name if isinstance(each, Op) else ("words", "values")[each],
 )
-def test_a_wait_that_is_dropped_shows_in_some_order(op: Op) -> None:
+def test_a_wait_that_is_dropped_shows_in_some_order(op: Op, values: bool) -> None:
     """The orders are adversarial enough to find what a missing wait lets happen."""
-    world = WORLDS[0]
+    world = VALUED if values else WORLDS[0]
     workers = tuple(
         tuple(
             dataclasses.replace(it, wait=NONE, wait_count=0, wait_stride=0) if it.op == op else it
@@ -103,6 +128,14 @@ def test_five_thousand_mutants_of_the_smallest_model() -> None:
     try_mutants([World(SMALLEST)], range(5000), 2, tally)
     assert len(tally.tried) > 2500
     assert 100 < tally.accepted < len(tally.tried) / 4
+
+
+def test_mutants_of_a_program_with_values() -> None:
+    """None that is accepted gives other tokens or values."""
+    tally = Tally()
+    try_mutants([VALUED], range(600), 2, tally)
+    assert len(tally.tried) > 400
+    assert 3 < tally.accepted < len(tally.tried) / 10
 
 
 def _tiny_tensors() -> dict[str, np.ndarray]:

@@ -6,11 +6,21 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from legato_engine.resident.program import NONE, Instruction, Op, Program, Source, build_program
-from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes
+from legato_engine.resident.program import (
+    NONE,
+    Instruction,
+    Kind,
+    Op,
+    Program,
+    Source,
+    build_program,
+    counter,
+)
+from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.validator import InvalidProgram, validate
 
 SMALL = ModelSizes(64, 2, 2, 128)
+VALUED = dataclasses.replace(SMALL, values=ValueDims(64, 32, 96))
 Lists = list[list[Instruction]]
 
 
@@ -22,8 +32,20 @@ Lists = list[list[Instruction]]
         ModelSizes(64, 3, 5, 80),
         LEGATO_TINY,
         dataclasses.replace(MOONDREAM2, num_layers=1),
+        VALUED,
+        ModelSizes(64, 3, 5, 80, ValueDims(48, 48, 32)),
+        dataclasses.replace(LEGATO_TINY, values=ValueDims(320, 1024, 2048)),
     ],
-    ids=["64", "128", "64x5", "tiny", "moondream2 of one layer"],
+    ids=[
+        "64",
+        "128",
+        "64x5",
+        "tiny",
+        "moondream2 of one layer",
+        "64 with values",
+        "64x5 with values",
+        "tiny with values",
+    ],
 )
 def test_programs_of_models_are_accepted(sizes: ModelSizes) -> None:
     """Every program that the generator makes is valid, over more steps than are examined."""
@@ -34,6 +56,7 @@ def test_programs_of_models_are_accepted(sizes: ModelSizes) -> None:
 def test_more_steps_are_as_valid_as_three() -> None:
     """The examined steps stand for those after them."""
     validate(build_program(SMALL, 4), steps=7)
+    validate(build_program(VALUED, 4), steps=7)
 
 
 def test_a_ring_that_holds_a_whole_layer_twice_is_refused() -> None:
@@ -73,6 +96,74 @@ def test_a_wait_that_is_dropped_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Op.NORM, "NORM: reads X0 that may not be written"),
+        (Op.INNER, "INNER: reads TOKEN"),
+        (Op.BINS, "BINS: reads VACT that may not be written"),
+        (Op.VALUE, "VALUE: reads BINS that may not be written"),
+        (Op.COMMIT, "COMMIT: reads VALUE"),
+    ],
+    ids=lambda each: each.name if isinstance(each, Op) else "",
+)
+def test_a_wait_of_values_that_is_dropped_is_refused(op: Op, text: str) -> None:
+    """Each hop between reading values and feeding them back has its own."""
+    with pytest.raises(InvalidProgram, match=text):
+        _validate_changed(op, _without_wait, sizes=VALUED)
+
+
+def test_a_commit_that_waits_for_tokens_alone_is_refused() -> None:
+    """Values come after them."""
+    token = counter(VALUED, Kind.TOKEN)
+    with pytest.raises(InvalidProgram, match="COMMIT: reads VALUE"):
+        _validate_changed(Op.COMMIT, lambda it: dataclasses.replace(it, wait=token), sizes=VALUED)
+
+
+def test_decoders_that_are_not_known_to_be_needed_are_refused() -> None:
+    """BINS before INNER would take those of the step before."""
+    program = build_program(VALUED, 4)
+    workers: Lists = [list(instructions) for instructions in program.workers]
+    for instructions in workers:
+        inner = next(i for i, it in enumerate(instructions) if it.op == Op.INNER)
+        instructions[inner] = dataclasses.replace(instructions[inner], op=Op.NORM, num_blocks=0)
+        instructions[inner] = dataclasses.replace(instructions[inner], block=0)
+    with pytest.raises(InvalidProgram, match=r"BINS: (reads VACT|knows what)"):
+        validate(Program(VALUED, 4, tuple(map(tuple, workers))))
+
+
+@pytest.mark.parametrize("op", [Op.EMBED, Op.INNER, Op.BINS, Op.VALUE], ids=lambda op: op.name)
+def test_a_program_of_words_has_no_instruction_of_values(op: Op) -> None:
+    with pytest.raises(InvalidProgram, match="without values"):
+        _validate_changed(Op.LISTEN, lambda it: dataclasses.replace(it, op=op))
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        (Op.EMBED, {"dst": Source.EMBED}),
+        (Op.EMBED, {"layer": 1}),
+        (Op.NORM, {"src": Source.EMBED}),
+        (Op.INNER, {"num_blocks": 9}),
+        (Op.INNER, {"num_chunks": 1}),
+        (Op.INNER, {"src": Source.EMBED}),
+        (Op.BINS, {"num_blocks": 9}),
+        (Op.BINS, {"layer": 0}),
+        (Op.VALUE, {"num_blocks": 9}),
+        (Op.VALUE, {"src": 0}),
+    ],
+    ids=str,
+)
+def test_an_operand_of_values_out_of_range_is_refused(op: Op, fields: dict[str, int]) -> None:
+    with pytest.raises(InvalidProgram, match=r"instruction \d+: "):
+        _validate_changed(op, lambda it: _with(it, fields), sizes=VALUED)
+
+
+def test_an_inner_block_that_is_not_computed_is_refused() -> None:
+    with pytest.raises(InvalidProgram, match="BINS: reads VACT"):
+        _validate_changed(Op.INNER, lambda it: _with(it, {"num_blocks": 1}), sizes=VALUED)
+
+
+@pytest.mark.parametrize(
     ("op", "fields"),
     [
         (Op.NORM, {"src": 3}),
@@ -109,10 +200,13 @@ def test_lists_of_another_length_are_refused() -> None:
 
 
 def _validate_changed(
-    op: int, change: Callable[[Instruction], Instruction], which: int = 0
+    op: int,
+    change: Callable[[Instruction], Instruction],
+    which: int = 0,
+    sizes: ModelSizes = SMALL,
 ) -> None:
     """With one of worker 1's instructions of this op changed."""
-    program = build_program(SMALL, 4)
+    program = build_program(sizes, 4)
     workers: Lists = [list(instructions) for instructions in program.workers]
     index = [i for i, it in enumerate(workers[1]) if it.op == op][which]
     workers[1][index] = change(workers[1][index])

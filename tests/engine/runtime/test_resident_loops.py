@@ -36,7 +36,10 @@ class Fake:
 
     max_rows = 4
 
-    def __init__(self, runner: ModelRunner, steps: int | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, steps: int | None = None, *, has_values: bool = True
+    ) -> None:
+        self.has_values = has_values
         assert runner._loops is not None
         self._loops, self._slots = runner._loops, runner._slots
         self._buckets = runner._resources.buckets
@@ -44,7 +47,16 @@ class Fake:
         self.launches = 0
         self.stuck = False
 
-    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        payload: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        assert self.has_values or not payload
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
@@ -58,7 +70,8 @@ class Fake:
             self._loops._limit.fill_(num_steps)
             self._loops._step.zero_()
             bucket = bucket_for(self._buckets, num_rows)
-            self._loops._loop(slots.index(row), bucket, 0, Needs(True, False, False))()
+            needs = Needs(True, payload or logprobs, logprobs)
+            self._loops._loop(slots.index(row), bucket, 0, needs)()
 
     def fault(self) -> str | None:
         return "worker 3, counter 5" if self.stuck else None

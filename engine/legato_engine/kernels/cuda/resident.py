@@ -7,6 +7,7 @@ Shape legend: O outputs, I inputs, W workers, T tokens of all tiles; otherwise t
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib.resources
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ import torch
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.module import Argument, Module
 from legato_engine.kernels.cuda.packing import fold_norm
+from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.header import defines
 from legato_engine.resident.program import WORDS, Program, build_program
@@ -55,7 +58,7 @@ _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "go
 
 
 def model_sizes(sizes: DecoderSizes, num_layers: int) -> ModelSizes:
-    """Raises ValueError as `ModelSizes` does."""
+    """Without values. Raises ValueError as `ModelSizes` does."""
     return ModelSizes(sizes.dim, sizes.ff_dim // sizes.dim, num_layers, sizes.vocab_size)
 
 
@@ -122,19 +125,29 @@ class ResidentBuild:
         cache: StepCache,
         tiles: int,
         *,
+        values: TwoLayerValues | None = None,
+        under_way: int = 0,
         delays: bool = False,
     ) -> None:
-        """`delays`: warps come late at random, for tests."""
+        """`values` as the program has them.
+
+        `under_way`: stages that are being copied at once, 0: what suits the device. `delays`: warps
+        come late at random, for tests.
+        """
         sizes, device = program.sizes, embedding.device
+        assert (values is None) == (sizes.values is None), "the program has other values"
         self._weights, self._embedding, self._cache = weights, embedding, cache
         self.tokens = tokens = 8 * tiles
         self.patience_ms = PATIENCE_MS
         self.count = max(map(len, program.workers))
         self._grid = (sizes.num_workers, 1, 1)
         body = _shared_bytes(sizes, program.ring_stages, tokens)
-        fault = ring_problem(program.ring_stages, UNDER_WAY[tiles])
+        under_way = under_way or UNDER_WAY[tiles]
+        fault = ring_problem(program.ring_stages, under_way)
         assert fault is None, fault
-        constants = defines(sizes, program.ring_stages, UNDER_WAY[tiles], tiles) | {"SHARED": body}
+        constants = defines(sizes, program.ring_stages, under_way, tiles) | {"SHARED": body}
+        self._values = BuildValues(values, tokens, device)
+        constants |= self._values.defines
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
@@ -160,6 +173,7 @@ class ResidentBuild:
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
+        self._logprob = scratch(2, tokens, dtype=torch.float32)
 
     def run(
         self,
@@ -167,6 +181,7 @@ class ResidentBuild:
         num_rows: int,
         num_steps: int,
         *,
+        logprobs: bool = False,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
         profile: torch.Tensor | None = None,
@@ -184,7 +199,10 @@ class ResidentBuild:
             *(rows.row_B, rows.constraint_B, rows.position_B, rows.sample_position_B),
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
             *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.successor_C2, rows.ring_SB),
-            *(rows.words, logits, trace, profile),
+            *(rows.words, rows.payload_SB2, rows.certainty_SB2),
+            *(rows.logprob_SB if logprobs else None, self._logprob),
+            *self._values.pointers(state),
+            *(logits, trace, profile),
         )
         numbers = (
             *(self.count, len(weights.out_bias), weights.stream_stages, cache.k_LNHSE.shape[1]),
@@ -214,34 +232,59 @@ class ResidentDecoder:
         embedding: torch.Tensor,
         cache: StepCache,
         *,
+        values: TwoLayerValues | None = None,
         max_rows: int = MOST_ROWS,
     ) -> None:
-        """Compile for up to `max_rows` rows, at most `MOST_ROWS`."""
+        """Compile for up to `max_rows` rows, at most `MOST_ROWS`; tokens may have `values`."""
         self.max_rows = min(max_rows, MOST_ROWS)
-        programs = {
-            tiles: build_program(sizes, stages)
+        self.has_values = values is not None
+        rings = {
+            tiles: stages
             for tiles, stages in RING_STAGES.items()
             if 8 * tiles < 2 * self.max_rows or tiles == 1
         }
-        self.program = programs[1]  # the others' differ in the ring alone
+        self.program = build_program(
+            sizes, rings[1]
+        )  # the others' differ in the ring and in values
         weights = ResidentWeights(self.program, layers, head, head_norm)
-        self.builds = [
-            ResidentBuild(program, weights, embedding, cache, tiles)
-            for tiles, program in programs.items()
-        ]
-        """For 8, 16 and 32 rows."""
 
-    def run(self, rows: ResidentRows, num_rows: int, num_steps: int) -> None:
-        build = next(each for each in self.builds if num_rows <= each.tokens)
-        build.run(rows, num_rows, num_steps)
+        def builds(of: ModelSizes, values: TwoLayerValues | None) -> list[ResidentBuild]:
+            return [
+                ResidentBuild(
+                    build_program(of, stages), weights, embedding, cache, tiles, values=values
+                )
+                for tiles, stages in rings.items()
+            ]
+
+        self.builds = builds(sizes, None)
+        """For 8, 16 and 32 rows."""
+        self.value_builds: list[ResidentBuild] = []
+        """The same where some row's tokens may have values or log-probabilities."""
+        if values is not None:
+            with_values = dataclasses.replace(sizes, values=value_dims(values))
+            self.value_builds = builds(with_values, values)
+
+    def run(
+        self,
+        rows: ResidentRows,
+        num_rows: int,
+        num_steps: int,
+        *,
+        payload: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        builds = self.value_builds if payload or logprobs else self.builds
+        build = next(each for each in builds if num_rows <= each.tokens)
+        build.run(rows, num_rows, num_steps, logprobs=logprobs)
 
     def fault(self) -> str | None:
-        return next(filter(None, (build.fault() for build in self.builds)), None)
+        builds = (*self.builds, *self.value_builds)
+        return next(filter(None, (build.fault() for build in builds)), None)
 
 
 def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (5 + _OWN_PAGES)
+    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (10 + _OWN_PAGES)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

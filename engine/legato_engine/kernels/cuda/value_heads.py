@@ -75,6 +75,20 @@ class DecoderWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TwoLayerValues:
+    """Encoders and decoders of both kinds, as the kernels of a step have them."""
+
+    sizes: ValueSizes
+    scalar: tuple[ValueEncoder, DecoderWeights]
+    pair: tuple[ValueEncoder, DecoderWeights]
+
+    @property
+    def inner_dim(self) -> int:
+        assert self.sizes.inner_dim is not None, "decoders of two layers have an inner width"
+        return self.sizes.inner_dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenInputs:
     """B input tokens: row `source_B` of the state, or the prompt's entry b where that is -1."""
 
@@ -142,8 +156,7 @@ class MlpBins:
     ) -> None:
         assert sizes.inner_dim is not None, "decoders of two layers have an inner width"
         self._sizes = sizes
-        self._scalar = scalar
-        self._pair = pair
+        self.scalar, self.pair = scalar, pair
         self._kernels = {}
         for tiles in skinny_gemm.TILES:
             module = Module("value_bins.cu", value_bins_defines(sizes, tiles))
@@ -162,7 +175,7 @@ class MlpBins:
 
     def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
         batch = hidden_BD.shape[0]
-        scalar, pair, sizes = self._scalar, self._pair, self._sizes
+        scalar, pair, sizes = self.scalar, self.pair, self._sizes
         inner_dim = self._inner_BF.shape[1] // 2
         tiles = skinny_gemm.tiles_for(batch)
         inner, bins = self._kernels[tiles]

@@ -10,7 +10,13 @@ from collections.abc import Collection
 import torch
 
 from legato_engine.kernels.parameters import DenseMlp
-from legato_engine.kernels.resident import ResidentDecoder, ResidentSteps, model_sizes, obstacle
+from legato_engine.kernels.resident import (
+    ResidentDecoder,
+    ResidentSteps,
+    model_sizes,
+    obstacle,
+    values_obstacle,
+)
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -125,6 +131,7 @@ class MoondreamStep:
         plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
         if reason := obstacle(self._sizes, len(layers), text.wte, plain=plain):
             return reason
+        values = self._values.two_layers
         return ResidentDecoder(
             model_sizes(self._sizes, len(layers)),
             layers,
@@ -132,6 +139,7 @@ class MoondreamStep:
             affine(text.post_ln),
             text.wte,
             self._cache,
+            values=None if values_obstacle(self._sizes, values) else values,
             max_rows=max_rows,
         )
 

@@ -71,16 +71,20 @@ __device__ __forceinline__ bool active() {
 
 // Stages of the ring in registers, the next one ahead of the products of this one.
 struct Reader {
-  Fragment next;
+  Fragment next = {};
   __device__ __forceinline__ void begin(const Arguments& a, Place& at, Ring& ring) {
-    next.load(ring.get(a, at));
+    const unsigned char* stage = ring.get(a, at);
+    if (active()) next.load(stage);
     ring.release(a, next.read());
   }
   // `more`: there is a stage after this one.
   __device__ __forceinline__ void multiply(
       const Arguments& a, Place& at, Ring& ring, Sums& sums, const Inputs& in, bool more) {
     const Fragment mine = next;
-    if (more) next.load(ring.get(a, at));
+    if (more) {
+      const unsigned char* stage = ring.get(a, at);
+      if (active()) next.load(stage);
+    }
     if (active()) sums.add(mine, in);
     if (more) ring.release(a, next.read());
   }

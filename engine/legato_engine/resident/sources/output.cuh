@@ -1,4 +1,4 @@
-// The output head: logits of rows that are not greedy, and of each row the worker's best, ties to the lower id.
+// The output head: logits of rows for which more than the best is wanted, and of each row the worker's best, ties to the lower id.
 #pragma once
 #include "matrix.cuh"
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shar
         logits[0] = raw[0], logits[8] = raw[1];
       }
       const float first = raw[0] + forbidden[0], second = raw[1] + forbidden[1];
-      if (shared.drawn >> token & 1) {
+      if (shared.kept >> token & 1) {
         float* scores = a.scores + (i64)token * VOCAB + row;
         scores[0] = first, scores[8] = second;
       }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
     }
 }
 
-// The first worker's: the step's tokens for the host, and for the next launch.
+// The first worker's: the step's tokens and values for the host, and for the next launch.
 __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared, int step) {
   const int lane = threadIdx.x % 32;
   dawdle(10);
@@ -135,6 +135,14 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
     const int token = shared.chosen[lane];
     a.row_token[shared.row[lane]] = max(token, 0);
     publish_token(a.ring, a.ring_stride, step, lane, token);
+    const int at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
+    if (VALUES) {
+      const float4 value = shared.value[lane];
+      a.row_payload[shared.row[lane]] = float2{value.x, value.y};
+      a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;
+      a.certainty_ring[at].x = value.z, a.certainty_ring[at].y = value.w;
+      if (a.logprob_ring) a.logprob_ring[2 * step * a.ring_stride + lane] = shared.logprob[lane];
+    }
   }
   __threadfence_system();
   __syncwarp();
@@ -151,6 +159,7 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
       if (table[index].op == OP_COMMIT) {
         telling_sync();
         const u32 ended = shared.ended;
+        if (VALUES && ended == GOES_ON) continue;  // once the next step's embedding is signalled
         if (blockIdx.x == 0 && ended != ABORTED) publish(a, shared, step);
         if (ended != GOES_ON) return;
         continue;
@@ -164,5 +173,6 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
         signal(a.counters + counter * COUNTER_WORDS);
       }
       __syncwarp();  // or the other lanes would wait at the next barrier, and this one's signal with them
+      if (VALUES && blockIdx.x == 0 && step && table[index].op == OP_EMBED) publish(a, shared, step - 1);
     }
 }

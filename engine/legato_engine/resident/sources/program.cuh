@@ -23,6 +23,10 @@ constexpr int OP_LISTEN = 6;
 constexpr int OP_HEAD = 7;
 constexpr int OP_SAMPLE = 8;
 constexpr int OP_COMMIT = 9;
+constexpr int OP_EMBED = 10;
+constexpr int OP_INNER = 11;
+constexpr int OP_BINS = 12;
+constexpr int OP_VALUE = 13;
 
 constexpr int SOURCE_X0 = 0;
 constexpr int SOURCE_X1 = 1;

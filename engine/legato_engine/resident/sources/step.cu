@@ -3,6 +3,7 @@
 #include "output.cuh"
 #include "producer.cuh"
 #include "residual.cuh"
+#include "values.cuh"
 
 __device__ __forceinline__ void note_time(const Arguments& a, const Place& at, int which) {
   if (a.profile == nullptr || threadIdx.x) return;
@@ -33,6 +34,12 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
         case OP_COMMIT: run_commit(a, at, shared); break;
+#if VALUES
+        case OP_EMBED: run_embed(a, shared, it); break;
+        case OP_INNER: run_inner(a, shared, it); break;
+        case OP_BINS: run_bins(a, shared, it); break;
+        case OP_VALUE: run_value(a, shared, it); break;
+#endif
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
@@ -53,14 +60,24 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
     const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
-    float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
+    float2* payload_ring, float2* certainty_ring, float* logprob_ring, float* logprob, const bf16* scalar_frequencies,
+    const bf16* scalar_encoder, const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
+    const bf16* scalar_fc2, const bf16* scalar_fc2_bias, const bf16* pair_frequencies, const bf16* pair_encoder,
+    const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
+    const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
     int num_steps, int ring_stride, int patience_ms, int zero) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
-                       row_top_k, row_seed, constraints, successors, ring, words, logits, trace, profile, count, layers, stream_stages,
+                       row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
+                       logprob_ring, logprob,
+                       {scalar_frequencies, scalar_encoder, scalar_encoder_bias, scalar_fc1, scalar_fc1_bias, scalar_fc2,
+                        scalar_fc2_bias},
+                       {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
+                        pair_fc2_bias},
+                       row_payload, inner, bins, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
@@ -74,9 +91,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     if (lane < rows) {
       shared.row[lane] = (int)mine, shared.constraint[lane] = (int)constraint[lane];
       shared.token[lane] = (int)row_token[mine], shared.position[lane] = (int)position[lane];
+      if (VALUES) shared.value[lane] = float4{row_payload[mine].x, row_payload[mine].y, 1.f, 1.f};
     }
     const u32 drawn = __ballot_sync(~0u, lane < rows && row_temperature[mine] > GREEDY_TEMPERATURE);
-    if (lane == 0) shared.drawn = drawn;
+    if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   }
   for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];

@@ -2,6 +2,7 @@
 //
 // Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
 // RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
+// VALUES: whether tokens may have values (see values.cuh).
 // B tokens, one per row, of at most TOKENS.
 #pragma once
 #include "common.cuh"
@@ -19,6 +20,11 @@ constexpr int OWN_PAGES = 32;       // of a row in a worker's quarter, at most
 constexpr int BLOCKS_AT_ONCE = 4;   // whose sums shared memory holds
 constexpr int COUNTER_WORDS = 32;   // from one counter to the next
 
+// A kind of value: its encoder's frequencies and map, and the two maps of its decoder.
+struct ValueKind {
+  const bf16 *frequencies, *encoder, *encoder_bias, *fc1, *fc1_bias, *fc2, *fc2_bias;
+};
+
 struct Arguments {
   const Instruction* table;  // [WORKERS, count]
   u32* counters;
@@ -35,7 +41,7 @@ struct Arguments {
   float* part;   // [TOKENS, WORKERS, HEAD_DIM]: of other rows, a worker's quarter
   float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
   uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
-  float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy
+  float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy, or of all with VALUES
   int* token;    // [TOKENS], -1: not finite
   int* stop;     // the host's wish, as the first worker heard it in this step
   bf16 *keys, *values;           // [layers, pages, HEADS, PAGE, HEAD_DIM]
@@ -49,6 +55,16 @@ struct Arguments {
   const float* constraints;      // [C, VOCAB], added to logits
   const i64 (*successors)[2];    // [C], as in decode_loop.cuh
   volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
+  // With VALUES, else null: the same ring's other fields, [steps, B] at the same stride. Log-probabilities are null as
+  // well where no row wants them; they are told by these builds alone, to leave the others' registers alone.
+  volatile float2 *payload_ring, *certainty_ring;
+  volatile float* logprob_ring;
+  float* logprob;                // [2, TOKENS]: of tokens, and of their values
+  ValueKind scalar, pair;
+  float2* row_payload;           // [R]: as row_token
+  bf16* inner;                   // [TOKENS, 2 * INNER]: inner activations
+  float* bins;                   // [TOKENS, SCALAR_BINS + PAIR_BINS]
+  float4* value;                 // [TOKENS]: both values, and the certainties of their kind and of them
   float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
@@ -66,6 +82,7 @@ struct Sampling {
   Share sums[WARPS];
   Best best[WARPS];
   u32 rough[WARPS];
+  float mass[WARPS];
 };
 
 struct __align__(16) Shared {
@@ -82,7 +99,12 @@ struct __align__(16) Shared {
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
+  float4 value[TOKENS];   // as of the token
+  float logprob[TOKENS];
+  float4 read[2];  // what VALUE has of a token's values
+  u32 needed;  // decoders of values, as bits
   u32 drawn;   // rows that are not greedy, as bits
+  u32 kept;    // rows whose scores memory has
   u32 epoch;
   u32 passed;  // waits of the program that are over
   u32 ended;   // GOES_ON, ENDED or ABORTED

@@ -1,5 +1,6 @@
 // Embeddings of tokens, or of their values. *_FEATURES are frequencies, SCALAR and PAIR token ids.
 #include "skinny_gemm.cuh"
+#include "value_math.cuh"
 
 // `source` [B]: a row of the state, or -1 for the prompt's own entry.
 extern "C" __global__ void __launch_bounds__(WORKERS) embed(
@@ -21,26 +22,18 @@ extern "C" __global__ void __launch_bounds__(WORKERS) embed(
   }
   const bool pair = token == PAIR;
   const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
-  const float a = rounded(6.283185307179586f * rounded(payload[0]));
-  const float b = rounded(6.283185307179586f * rounded(payload[1]));
-  for (int i = threadIdx.x; i < count; i += WORKERS) {
-    const float phase = pair ? rounded(a * to_float(pair_features[i]) + b * to_float(pair_features[count + i]))
-                             : rounded(a * to_float(scalar_features[i]));
-    features[i] = to_bf16(cosf(phase));
-    features[count + i] = to_bf16(sinf(phase));
-  }
+  const bf16* frequencies = pair ? pair_features : scalar_features;
+  const Angles angles(payload[0], payload[1]);
+  for (int i = threadIdx.x; i < count; i += WORKERS)
+    store_feature(features, count, i, angles.phase(frequencies, count, i, pair));
   __syncthreads();
   const bf16* weight = pair ? pair_weight : scalar_weight;
   const bf16* bias = pair ? pair_bias : scalar_bias;
   for (int o = warp; o < OUTPUTS && first + o < DIM; o += WARPS) {
     const bf16* weights = weight + (i64)(first + o) * count * 2;
     float sum = 0.f;
-    for (int i = lane * 8; i < count * 2; i += 256) {
-      const uint4 w = *reinterpret_cast<const uint4*>(weights + i), f = *reinterpret_cast<const uint4*>(features + i);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        sum += low_float((&w.x)[j]) * low_float((&f.x)[j]) + high_float((&w.x)[j]) * high_float((&f.x)[j]);
-    }
+    for (int i = lane * 8; i < count * 2; i += 256)
+      add_products(sum, *reinterpret_cast<const uint4*>(weights + i), *reinterpret_cast<const uint4*>(features + i));
     sum = warp_sum(sum);
     if (lane == 0) out[o] = to_bf16(sum + to_float(bias[first + o]));
   }

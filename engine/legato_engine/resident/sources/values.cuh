@@ -1,0 +1,247 @@
+// Values inside a step: the embedding of tokens that have some, and how they are read of a step's tokens.
+//
+// A decoder's weights are read only in steps in which some row's token needs it, so that no producer can know of them:
+// the warps that compute read them past the ring, as kernels/cuda/packing.py packs them. Blocks and activations of both
+// decoders lie one after the other: the scalar's, then the pair's.
+#pragma once
+#include "commit.cuh"
+#include "value_math.cuh"
+
+#if VALUES
+constexpr u32 NEEDS_SCALAR = 1, NEEDS_PAIR = 2;
+constexpr int INNER_BLOCKS = INNER / BLOCK, SCALAR_BLOCKS = SCALAR_BINS / BLOCK, BIN_BLOCKS = (SCALAR_BINS + PAIR_BINS) / BLOCK;
+constexpr int FEATURES = 2 * (SCALAR_FEATURES > PAIR_FEATURES ? SCALAR_FEATURES : PAIR_FEATURES);
+static_assert(TOKENS * FEATURES * sizeof(bf16) <= sizeof(Shared::sums), "features in place of sums");
+static_assert(SCALAR_FEATURES % 4 == 0 && PAIR_FEATURES % 4 == 0 && INNER % INNER_CHUNK == 0, "unsupported sizes");
+
+// The embedding of the tokens of one kind: a warp has two of the worker's outputs, whose weights serve all of them.
+template <int INPUTS>
+__device__ __forceinline__ void embed_values(
+    const Shared& shared, const bf16* features, const bf16* weights, const bf16* bias, bf16* x, int rows, int id, int block) {
+  constexpr int LOADS = (INPUTS + 255) / 256, OWN = BLOCK / WARPS;
+  const int lane = threadIdx.x % 32, first = block * BLOCK + threadIdx.x / 32 * OWN;
+  uint4 w[OWN][LOADS];
+  bool any = false;
+  for (int token = 0; token < rows; token++) any |= shared.token[token] == id;
+  if (!any) return;
+#pragma unroll
+  for (int o = 0; o < OWN; o++)
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int input = i * 256 + lane * 8;
+      w[o][i] = input < INPUTS ? *reinterpret_cast<const uint4*>(weights + (i64)(first + o) * INPUTS + input) : uint4{};
+    }
+  for (int token = 0; token < rows; token++) {
+    if (shared.token[token] != id) continue;
+    const uint4* of = reinterpret_cast<const uint4*>(features + token * FEATURES);
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < LOADS; i++)
+        if (i * 256 + lane * 8 < INPUTS) add_products(sum, w[o][i], of[i * 32 + lane]);
+      sum = warp_sum(sum);
+      if (lane == 0) x[token * DIM + first + o] = to_bf16(sum + to_float(bias[first + o]));
+    }
+  }
+}
+
+__device__ __forceinline__ void run_embed(const Arguments& a, Shared& shared, const Instruction& it) {
+  bf16* features = reinterpret_cast<bf16*>(&shared.sums[0][0][0][0]);
+  bf16* x = it.dst == SOURCE_X0 ? a.x0 : a.x1;
+  for (int i = threadIdx.x; i < a.rows * BLOCK; i += THREADS) {
+    const int id = shared.token[i / BLOCK], output = it.block * BLOCK + i % BLOCK;
+    if (id != SCALAR && id != PAIR) x[i / BLOCK * DIM + output] = a.embedding[(i64)id * DIM + output];
+  }
+  for (int token = 0; token < a.rows; token++) {
+    const int id = shared.token[token];
+    if (id != SCALAR && id != PAIR) continue;
+    const bool pair = id == PAIR;
+    const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
+    const bf16* frequencies = pair ? a.pair.frequencies : a.scalar.frequencies;
+    const Angles angles(shared.value[token].x, shared.value[token].y);
+    for (int i = threadIdx.x; i < count; i += THREADS)
+      store_feature(features + token * FEATURES, count, i, angles.phase(frequencies, count, i, pair));
+  }
+  __syncwarp();
+  workers_sync();
+  embed_values<2 * SCALAR_FEATURES>(
+      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, a.rows, SCALAR, it.block);
+  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, a.rows, PAIR, it.block);
+}
+
+// The warp's part of a chunk of a packed map: rows 0 to 7 of its 32 first and 32 other inputs, then rows 8 to 15.
+struct Past {
+  uint4 of[4];
+  __device__ __forceinline__ void load(const bf16* chunk, u64 policy) {
+    const bf16* from = chunk + threadIdx.x / 32 * (BLOCK * GROUP) + threadIdx.x % 32 * 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) of[i] = load_stream(from + i * 256, policy);
+  }
+  __device__ __forceinline__ void add_to(Sums& sums, const Inputs& in) const {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 &low = of[half], &high = of[2 + half], &x = in.of[tile][half];
+        mma(sums.of[half][tile], low.x, high.x, low.y, high.y, x.x, x.y);
+        mma(sums.of[half][tile], low.z, high.z, low.w, high.w, x.z, x.w);
+      }
+  }
+};
+
+// Sums of a block of a map with COUNT chunks of WIDTH inputs; `load(chunk, inputs)` has the tokens'.
+template <int WIDTH, int COUNT, class Load>
+__device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sums& sums, Load load) {
+  constexpr int AT_ONCE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+  constexpr bool TOGETHER = TILES < 4;  // as many inputs as registers hold
+  if (threadIdx.x / 32 * GROUP >= WIDTH) return;
+#pragma unroll 1
+  for (int first = 0; first < COUNT; first += AT_ONCE) {
+    Past past[AT_ONCE];
+    Inputs in[TOGETHER ? AT_ONCE : 1];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) past[i].load(block + (i64)(first + i) * (BLOCK * WIDTH), policy);
+#pragma unroll
+    for (int i = 0; TOGETHER && i < AT_ONCE; i++) load(first + i, in[i]);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (!TOGETHER) load(first + i, in[0]);
+      past[i].add_to(sums, in[TOGETHER ? i : 0]);
+    }
+  }
+}
+
+// The worker's blocks of a layer whose decoders are needed, up to BLOCKS_AT_ONCE at a time: `of(block)` says whose they
+// are, `multiply(block, sums)` has their sums, `finish(block, tile, sum)` takes them.
+template <class Of, class Multiply, class Finish>
+__device__ __forceinline__ void each_block(
+    Shared& shared, const Instruction& it, Of of, Multiply multiply, Finish finish) {
+  const int warp = threadIdx.x / 32;
+  for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
+    const int count = min(BLOCKS_AT_ONCE, it.num_blocks - first);
+    u32 mine = 0;
+    for (int i = 0; i < count; i++)
+      if (shared.needed & of(it.block + (first + i) * WORKERS)) mine |= 1u << i;
+    if (!mine) continue;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+      if (!(mine >> i & 1)) continue;
+      Sums sums;
+      sums.clear();
+      multiply(it.block + (first + i) * WORKERS, sums);
+      sums.store(shared, i);
+    }
+    workers_sync();
+    for (int i = warp; i < count * TILES; i += WARPS)
+      if (mine >> i / TILES & 1)
+        finish(it.block + (first + i / TILES) * WORKERS, i % TILES, total(shared, i / TILES, i % TILES));
+    workers_sync();
+  }
+}
+
+// A lane's sums of a block are of rows g and g + 8, and tokens 2t and 2t + 1 of a tile: `store(token, row, low, high)`.
+template <class Store>
+__device__ __forceinline__ void each_sum(const Arguments& a, int block, int tile, const float4& sum, Store store) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int token = tile * 8 + t * 2 + j;
+    if (token < a.rows) store(token, block * BLOCK + g, j ? sum.y : sum.x, j ? sum.w : sum.z);
+  }
+}
+
+__device__ __forceinline__ u32 decoder_of_bins(int block) { return block < SCALAR_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; }
+__device__ __forceinline__ const bf16* bin_weights(const Arguments& a, int block) {
+  const bool pair = block >= SCALAR_BLOCKS;
+  return (pair ? a.pair.fc2 : a.scalar.fc2) + (i64)(block - pair * SCALAR_BLOCKS) * (BLOCK * INNER);
+}
+
+// What BINS will read comes closer while the workers wait for each other.
+__device__ __forceinline__ void fetch_bins(const Arguments& a, const Shared& shared) {
+  constexpr int PIECE = BLOCK * INNER_CHUNK * 2, PIECES = INNER / INNER_CHUNK;
+  for (int i = threadIdx.x; blockIdx.x + i / PIECES * WORKERS < BIN_BLOCKS; i += THREADS) {
+    const int block = blockIdx.x + i / PIECES * WORKERS;
+    if (!(shared.needed & decoder_of_bins(block))) continue;
+    const bf16* from = bin_weights(a, block) + i % PIECES * (PIECE / 2);
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(PIECE) : "memory");
+  }
+}
+
+__device__ __forceinline__ void run_inner(const Arguments& a, Shared& shared, const Instruction& it) {
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x, token = lane < a.rows ? (int)load_fresh_u32(a.token + lane) : -1;
+    const bool scalar = __any_sync(~0u, token == SCALAR), pair = __any_sync(~0u, token == PAIR);
+    if (lane < a.rows) shared.chosen[lane] = token;
+    if (lane == 0) shared.needed = (scalar ? NEEDS_SCALAR : 0) | (pair ? NEEDS_PAIR : 0);
+  }
+  __syncwarp();
+  workers_sync();
+  if (!shared.needed) return;
+  const u64 policy = stream_policy();
+  each_block(
+      shared, it, [](int block) { return block < INNER_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; },
+      [&](int block, Sums& sums) {
+        const bool pair = block >= INNER_BLOCKS;
+        const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
+        multiply_past<CHUNK, CHUNKS>(
+            weights, policy, sums, [&](int chunk, Inputs& in) { load_chunk(a, shared, it.src, chunk, in); });
+      },
+      [&](int block, int tile, float4 sum) {
+        const bool pair = block >= INNER_BLOCKS;
+        const bf16* bias = (pair ? a.pair.fc1_bias : a.scalar.fc1_bias) - pair * INNER;
+        each_sum(a, block, tile, sum, [&](int token, int row, float low, float high) {
+          bf16* out = a.inner + (i64)token * (2 * INNER) + row;
+          out[0] = to_bf16(gelu_tanh(low + to_float(bias[row])));
+          out[8] = to_bf16(gelu_tanh(high + to_float(bias[row + 8])));
+        });
+      });
+  fetch_bins(a, shared);
+}
+
+__device__ __forceinline__ void run_bins(const Arguments& a, Shared& shared, const Instruction& it) {
+  if (!shared.needed) return;
+  const u64 policy = stream_policy();
+  each_block(
+      shared, it, [](int block) { return decoder_of_bins(block); },
+      [&](int block, Sums& sums) {
+        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + threadIdx.x / 32 * GROUP;
+        multiply_past<INNER_CHUNK, INNER / INNER_CHUNK>(
+            bin_weights(a, block), policy, sums,
+            [&](int chunk, Inputs& in) { in.load(inner + chunk * INNER_CHUNK, 2 * INNER, a.rows); });
+      },
+      [&](int block, int tile, float4 sum) {
+        const bool pair = block >= SCALAR_BLOCKS;
+        const bf16* bias = (pair ? a.pair.fc2_bias : a.scalar.fc2_bias) - pair * SCALAR_BINS;
+        each_sum(a, block, tile, sum, [&](int token, int row, float low, float high) {
+          float* out = a.bins + (i64)token * (SCALAR_BINS + PAIR_BINS) + row;
+          out[0] = low + to_float(bias[row]), out[8] = high + to_float(bias[row + 8]);
+        });
+      });
+}
+
+// The values of rows that the worker sampled; others have zeros and certainties of one.
+__device__ __forceinline__ void run_value(const Arguments& a, Shared& shared, const Instruction& it) {
+  const int axis = threadIdx.x / 32;
+  for (int i = 0; i < it.num_blocks; i++) {
+    const int index = it.block + i * WORKERS;
+    if (index >= a.rows) break;
+    const int token = shared.chosen[index];
+    const float *bins = a.bins + (i64)index * (SCALAR_BINS + PAIR_BINS), *scores = a.scores + (i64)index * VOCAB;
+    if (axis < 2) {
+      const Value read = read_value(token, axis, bins, bins + SCALAR_BINS);
+      if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, read.logprob, 0.f};
+    }
+    __syncwarp();
+    workers_sync();
+    if (threadIdx.x == 0) {
+      const float4 first = shared.read[0], second = shared.read[1];
+      const bool valued = token == SCALAR || token == PAIR;
+      const float exists = valued ? existence(load_fresh_f32(scores + END), load_fresh_f32(scores + token)) : 1.f;
+      a.value[index] = float4{first.x, second.x, exists, first.y * second.y};
+      a.logprob[TOKENS + index] = first.z + second.z;
+    }
+    workers_sync();  // before the next row's
+  }
+}
+#endif
