@@ -1,4 +1,4 @@
-"""Drafting steps in loops beside a launch for each, with and without speculation; one model, one run.
+"""Drafting steps in loops beside a launch for each, with speculation and without; one model.
 
     python -m benchmarks drafting_paths --device cuda --model moondream2 --random-weights
 
@@ -8,8 +8,9 @@ once, with the engine's own draft; times include the prompts. Runs of all settin
 turns, and figures are medians.
 
 `host`: microseconds of CPU of the whole process for a token. `launches`: decodes; `waits`: of the
-host for one to end. `same`: tokens and block sizes of loops are those of single steps, and all
-tokens those without speculation.
+host for one to end. `same`: all tokens are those of single steps without speculation, and block sizes
+those of single steps. An answer that ends by itself is fed for some steps more, which `budget`
+counts among all requests.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from benchmarks.speculation.decode_paths import PATHS, Paths, answer, both_paths
 from benchmarks.speculation.workloads import read_texts, text_requests
 
 _US, _MS = 1e6, 1e3
+_HEADS = (
+    *("workload", "streams", "setting", "path", "tokens/s", "step ms", "host us a token"),
+    *("tokens a verify", "launches", "waits", "same tokens", "same blocks"),
+)
 _TIMES = ("tokens_per_second", "step_ms", "host_us")
 
 Make = Callable[[Assembly], list[EngineSequence]]
@@ -51,12 +56,9 @@ def main(argv: Sequence[str]) -> int:
     rows = _texts(assembly, texts, arguments) if texts else _equal_answers(assembly, arguments)
     assembly.device.close()
     figures = {"model": msgspec.to_builtins(assembly.info), "rows": rows}
-    heads = ("workload", "streams", "setting", "path", "tokens/s", "step ms", "host us a token")
-    heads = (*heads, "tokens a verify", "launches", "waits", "same")
-    record.write(
-        arguments.name, "Loops of drafting steps", figures, [record.table(heads, _cells(rows))]
-    )
-    return 0 if all(row["same"] for row in rows) else 1
+    table = record.table(_HEADS, _cells(rows))
+    record.write(arguments.name, "Loops of drafting steps", figures, [table])
+    return 0 if all(row["same_tokens"] for row in rows) else 1
 
 
 def _equal_answers(assembly: Assembly, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -122,32 +124,33 @@ def _rows(
     for repeat in range(arguments.repeats + 1):
         for way in ways if repeat % 2 else reversed(ways):
             setting, path = way
-            runs[way].append(_run(getattr(paths[setting], path), make, at_once))
+            assembly = getattr(paths[setting], path)
+            runs[way].append(_run(assembly, make, at_once, arguments.length))
     plain = runs[SPECULATION_OFF, "graph"][0]["tokens"]
     rows = []
     for way in ways:
         setting, path = way
         kept = runs[way][1:]
         single = runs[setting, "graph"][-1]
-        same = all(each["tokens"] == plain for each in runs[way])
-        same = same and kept[-1]["blocks"] == single["blocks"]
+        same_tokens = all(each["tokens"] == plain for each in runs[way])
+        same = {"same_tokens": same_tokens, "same_blocks": kept[-1]["blocks"] == single["blocks"]}
         row = {name: statistics.median(each[name] for each in kept) for name in _TIMES}
         row |= {f"all_{name}": [each[name] for each in kept] for name in _TIMES}
         counts = {name: kept[-1][name] for name in ("launches", "waits", "verified", "num_tokens")}
         named = {"workload": workload, "streams": streams, "setting": setting, "path": path}
-        rows.append({**named, **row, **counts, "same": same})
+        rows.append({**named, **row, **counts, **same})
     return rows
 
 
-def _run(assembly: Assembly, make: Make, at_once: int) -> dict[str, Any]:
+def _run(assembly: Assembly, make: Make, at_once: int, length: int) -> dict[str, Any]:
     requests = make(assembly)
     tokens: list[list[int]] = []
     blocks: list[list[int]] = []
-    launches = waits = steps = verified = 0
+    launches = waits = steps = 0
     cpu, begin = time.process_time(), time.perf_counter()
     for first in range(0, len(requests), at_once):
         wave = requests[first : first + at_once]
-        answers = answer(assembly, wave, [each.task.max_tokens for each in wave])
+        answers = answer(assembly, wave, [length] * len(wave))
         tokens += answers.tokens
         blocks += answers.blocks
         launches += answers.run.launches
@@ -179,16 +182,15 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
             f"{row['num_tokens'] / row['verified']:.2f}",
             row["launches"],
             row["waits"],
-            "yes" if row["same"] else "no",
+            *("yes" if row[name] else "no" for name in ("same_tokens", "same_blocks")),
         )
         for row in rows
     ]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks drafting_paths", description=__doc__
-    )
+    prog = "python -m benchmarks drafting_paths"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="drafting_paths", help="of the record")
     parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8")
