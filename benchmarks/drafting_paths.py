@@ -8,9 +8,9 @@ once, with the engine's own draft; times include the prompts. Runs of all settin
 turns, and figures are medians.
 
 `host`: microseconds of CPU of the whole process for a token. `launches`: decodes; `waits`: of the
-host for one to end. `same`: all tokens are those of single steps without speculation, and block sizes
-those of single steps. An answer that ends by itself is fed for some steps more, which `budget`
-counts among all requests.
+host for one to end. `same`: tokens are those of single steps without speculation, block sizes those
+of single steps. An answer that ends by itself is fed for some steps more, which `budget` counts
+among all requests.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class OutputProcessor:
         pressed = record.launch.plan.under_pressure
         sequence, num_accepted = row.sequence, len(output.tokens) - 1
         assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
+        record.blocks.append(output.num_drafted)
         record.drafted += output.num_drafted
         record.accepted += num_accepted
         record.rejected += num_accepted < output.num_drafted
