@@ -28,6 +28,7 @@ BENCHMARKS = (
     "confidence",
     "cpu_peers",
     "devices",
+    "drafting_paths",
     "e2e",
     "fleet",
     "fp8",

@@ -133,7 +133,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
         for name in names
     ]
     most = max(len(load.make()) for load in loads)
-    oracle, proposer = _oracle(off, capacity=(most, off.model.max_context))
+    oracle, proposer = oracle_for(off, capacity=(most, off.model.max_context))
     speculative = {setting: speculating(off, setting, proposer) for setting in plan.settings}
     rows: list[Figures] = []
     for load in loads:
@@ -149,7 +149,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
     return rows
 
 
-def _oracle(assembly: Assembly, capacity: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
+def oracle_for(assembly: Assembly, capacity: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
     """An oracle without known sequences, and its proposer for this device."""
     on = assembly.device.torch_device
     vocab_size = assembly.model.vocab_size

@@ -174,7 +174,7 @@ class Run(SilentSink):
             if drafting is None or drafting.learnt is None:
                 continue
             averages = self._averages.setdefault(row.sequence.request.request_id, [])
-            if len(averages) < len(drafting.block_size_history):
+            for _ in range(len(averages), len(drafting.block_size_history)):  # a loop's steps
                 averages.append((now, drafting.learnt.ema_acceptance_rate))
 
     @property
@@ -185,7 +185,7 @@ class Run(SilentSink):
     def figures(self, workload: str, streams: int, setting: str, plain: Run) -> Figures:
         """The run's figures next to the plain run of the same requests."""
         records, tasks = self._records, self._tasks
-        rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
+        rows = sum(map(_rows, records))
         drafted, accepted = (sum(map(of, records)) for of in (_drafted, _accepted))
         tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
@@ -208,7 +208,7 @@ class Run(SilentSink):
             sample_ms=sample_ms,
             tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
-            num_steps=len(records),
+            num_steps=sum(each.num_followed or 1 for each in records),
             acceptance=accepted / max(1, drafted),
             num_tried=tried,
             right=accepted / max(1, tried),
@@ -251,14 +251,19 @@ class Run(SilentSink):
         return Series(blocks, self._kv_use, np.percentile(gaps, range(101)).tolist())
 
     def _device_times(self) -> tuple[float, float]:
-        """Milliseconds of forwards and samplings, of decodes with the most rows."""
+        """Milliseconds of forwards and samplings, of decodes with the most rows; a loop has its
+        sampling in the forward, and counts by its mean step.
+        """
         most = max(len(record.launch.plan.rows) for record in self._records)
-        times = [
-            each
+        launches = [
+            (each, record.num_followed or 1)
             for record, each in zip(self._records, self._times, strict=True)
             if len(record.launch.plan.rows) == most
         ]
-        forward = statistics.median(each.forward_end - each.forward_start for each in times)
+        times = [each for each, _ in launches]
+        forward = statistics.median(
+            (each.forward_end - each.forward_start) / num_steps for each, num_steps in launches
+        )
         sample = statistics.median(each.sample_end - each.sample_start for each in times)
         return forward / _NS_PER_MS, sample / _NS_PER_MS
 
@@ -277,6 +282,12 @@ def interval(accepted: int, tried: int) -> tuple[float, float]:
     share = accepted / tried
     reach = _SURE * math.sqrt(share * (1 - share) / tried + weight / (4 * tried)) / (1 + weight)
     return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def _rows(record: StepRecord) -> int:
+    """Rows that committed tokens, in each step."""
+    live = len(record.launch.plan.rows) - record.zombies
+    return len(record.blocks) or live * (record.num_followed or 1)
 
 
 def _drafted(record: StepRecord) -> int:

@@ -34,11 +34,11 @@ def looping(graph: Assembly) -> Assembly:
     return made
 
 
-def test_loops_are_the_default_with_kernels_and_without_speculation(graph: Assembly) -> None:
+def test_loops_are_the_default_with_kernels(graph: Assembly) -> None:
     """Without kernels a step's bits depend on its number of rows."""
     auto = with_decode_path(graph, "auto")
     assert auto.runner.decodes_by_loops
-    assert not speculating(auto, "fixed:2").runner.decodes_by_loops
+    assert speculating(auto, "fixed:2").runner.decodes_by_loops
     by_torch = assemble(EngineConfig(device="cuda", dtype="f32", max_running=2, num_pages=200))
     assert not by_torch.runner.decodes_by_loops
     by_torch.device.close()

@@ -14,7 +14,7 @@ from legato_engine.kernels.cuda.image_pipeline import ImagePipeline, StitchPool
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens, Sampler
 from legato_engine.kernels.cuda.switch import Switch
 from legato_engine.kernels.cuda.while_loop import WhileLoop
-from legato_engine.kernels.decode_loop import LoopTensors
+from legato_engine.kernels.decode_loop import AnyLoop
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
@@ -52,10 +52,9 @@ def captured_switch(index: torch.Tensor, works: Sequence[Callable[[], None]]) ->
     return Switch(index, graphs) if len(graphs) == len(works) else None
 
 
-def captured_loop(works: Sequence[Callable[[], None]], loop: LoopTensors) -> WhileLoop | None:
-    """A loop on the device; None unless all works are captured graphs."""
-    graphs = [work.graph for work in works if isinstance(work, CapturedGraph)]
-    return WhileLoop(graphs, loop) if len(graphs) == len(works) else None
+def captured_loop(works: Sequence[Callable[[], None]], loop: AnyLoop) -> WhileLoop | None:
+    """A loop on the device; None on a CPU. Works that are no captured graphs can be captured."""
+    return WhileLoop(works, loop) if loop.step.is_cuda else None
 
 
 def lookup_proposer(device: torch.device) -> Proposer:

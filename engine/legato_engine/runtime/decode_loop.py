@@ -7,9 +7,11 @@ where that takes its rows, else captured steps.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import structlog
@@ -19,7 +21,10 @@ from legato_engine.device.base import Event
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     NOT_BEHIND,
+    AnyLoop,
+    DraftLoopTensors,
     LoopTensors,
+    control_drafting_step,
     control_step,
     place_behind,
 )
@@ -193,27 +198,48 @@ class DecodeLoops:
         return self._made[key]
 
     def _make(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
-        buffers, ring = self._resources.slots[slot], self._rings[slot]
-        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
-        loop = LoopTensors(
-            row_B=staged["row"],
-            position_B=staged["position"],
-            fresh_B=staged["fresh"],
-            sample_position_B=staged["sample_position"],
-            token_B=buffers.tokens_R[:bucket],
-            constraint_B=buffers.constraint.device["constraint"][:bucket],
+        works = self._backend.loop_works(slot, bucket, rank, needs)
+        if works not in self._by_works:
+            loop = self._tensors(slot, bucket)
+            self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
+        return self._by_works[works]
+
+    def _tensors(self, slot: int, bucket: int) -> AnyLoop:
+        buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
+        drafts, staged = state.drafts, buffers.staged.device
+        size = bucket if drafts is None else drafts.num_rows
+        common = AnyLoop(
+            token_B=buffers.tokens_R if drafts is not None else buffers.tokens_R[:bucket],
+            constraint_B=buffers.constraint.device["constraint"][:size],
             successor_C2=self._resources.successor_C2,
             outputs_N=buffers.outputs.device_bytes,
             limit=self._limit,
             step=self._step,
             ring_SN=ring.ring_SN,
             words=ring.words,
-            scratch_row=self._resources.state.scratch_row,
+            scratch_row=state.scratch_row,
         )
-        works = self._backend.loop_works(slot, bucket, rank, needs)
-        if works not in self._by_works:
-            self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
-        return self._by_works[works]
+        fields: dict[str, Any] = {
+            each.name: getattr(common, each.name) for each in dataclasses.fields(common)
+        }
+        if drafts is None:
+            return LoopTensors(
+                **fields,
+                row_B=staged["row"][:size],
+                position_B=staged["position"][:size],
+                fresh_B=staged["fresh"][:size],
+                sample_position_B=staged["sample_position"][:size],
+            )
+        return DraftLoopTensors(
+            **fields,
+            row_B=staged["scheduled_row"],
+            room_B=staged["room"],
+            reach_B=staged["reach"],
+            start_B=staged["start"],
+            count_B=buffers.outputs.device["count"],
+            position_R=drafts.position_R,
+            limit_R=drafts.limit_R,
+        )
 
 
 def _takes(resident: ResidentSteps, num_rows: int, needs: Needs) -> bool:
@@ -226,14 +252,24 @@ def _widened(needs: Needs) -> Needs:
     return needs._replace(payload=True) if needs.logprobs else needs
 
 
-def _on_the_host(works: tuple[Work, ...], loop: LoopTensors) -> Work:
+def _on_the_host(works: tuple[Work, ...], loop: AnyLoop) -> Work:
     """The same loop where work is not captured."""
 
     def work() -> None:
         while True:
             for each in works:
                 each()
-            if not control_step(loop):
+            if not _control(loop):
                 return
 
     return work
+
+
+def _control(loop: AnyLoop) -> bool:
+    match loop:
+        case LoopTensors():
+            return control_step(loop)
+        case DraftLoopTensors():
+            return control_drafting_step(loop)
+        case _:
+            raise AssertionError(f"no control step for {type(loop).__name__}")

@@ -41,10 +41,10 @@ DRAFT_FIELDS = ("draft_index", "scheduled")
 launch.
 """
 
-SCHEDULED_FIELDS = ("scheduled_row", "room", "start", "fed")
+SCHEDULED_FIELDS = ("scheduled_row", "room", "reach", "start", "fed")
 """Fields of each row of a launch with speculation: the row of the state, or the scratch row; the
-most draft tokens that it has pages for, or `NO_DRAFTS`; its first token and their number, which the
-device stages for a decode.
+most draft tokens that it has pages for, or `NO_DRAFTS`; in a loop, the end of the positions that it
+may write; its first token and their number, which the device stages for a decode.
 """
 
 
@@ -55,7 +55,8 @@ class DecodeSlot:
     images are additional prompts.
 
     - `staged`: `STEP_FIELDS` of each token.
-    - `grown`: entries of the page table (row * pages of a row + index) and their new pages.
+    - `grown`: entries of the page table (row * pages of a row + index) and their new pages; with
+      speculation, of a loop.
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
     - `outputs`: by token.
@@ -83,8 +84,8 @@ class DecodeSlot:
         max_drafting: int = 0,
         max_grown: int = 0,
     ) -> None:
-        """With speculation, a launch has up to `max_drafting` rows. Without it, `max_grown` pages
-        begin in one (0: one a row).
+        """With speculation, a launch has up to `max_drafting` rows. `max_grown` pages begin in one,
+        with speculation in a loop (0: one a row).
         """
         on = device.torch_device
         rows = ((max_rows,), torch.int64)

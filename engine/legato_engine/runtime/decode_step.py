@@ -44,11 +44,12 @@ class DecodeStep:
         slot.hidden_RD[:batch].copy_(hidden_BD)
         slot.logits_RV[:batch].copy_(model.logits(hidden_BD))
 
-    def sample(self, sampled: bool, payload: bool) -> None:
+    def sample(self, sampled: bool, payload: bool, settles: bool = True) -> None:
         """Choose tokens and payloads, and keep both for the next forward.
 
         A row whose logits are not finite returns token -1 and feeds token 0. Of several tokens of
-        one row, `DraftState.settle` finds the newest; draft tokens have no payload.
+        one row, `DraftState.settle` finds the newest, here if this `settles`; draft tokens have no
+        payload.
         """
         resources, slot, batch = self._resources, self._slot, self._batch
         state = resources.state
@@ -76,5 +77,5 @@ class DecodeStep:
             state.payload_R2[row_B] = payload_B2
             slot.payload_R2[:batch].copy_(payload_B2)
             slot.certainty_R2[:batch].copy_(certainty_B2)
-        if state.drafts is not None:
+        if state.drafts is not None and settles:
             state.drafts.settle(slot, batch, state.token_R)

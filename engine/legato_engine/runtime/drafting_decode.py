@@ -44,3 +44,19 @@ class DraftingDecode:
             forward()
 
         return work
+
+    def sampling(self, slot: int, make_sample: Callable[..., Work], *shape: bool) -> Work:
+        """Sampling of a step in a loop, where only the device knows its batch, and the settling of
+        all rows. `make_sample(slot, tokens, *shape)` makes the sampling of a batch.
+        """
+        drafts, buffers = self._drafts, self._resources.slots[slot]
+        token_R = self._resources.state.token_R
+        sample = self._resources.graphs.switch(
+            drafts.choice, make_sample, [(slot, each.tokens, *shape) for each in self._layouts]
+        )
+
+        def work() -> None:
+            sample()
+            drafts.settle(buffers, drafts.num_rows, token_R)
+
+        return work

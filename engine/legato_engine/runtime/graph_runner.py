@@ -22,6 +22,7 @@ class GraphRunner:
         self._capture = device.capture if captures else _uncaptured
         self._compute = device.compute
         self._captured: dict[tuple[object, ...], Work] = {}
+        self._parts: dict[tuple[object, ...], Work] = {}
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
         """Enqueue `make(*shape)`, made once for each shape."""
@@ -35,12 +36,10 @@ class GraphRunner:
         `index` is an int32 [1] on the device; beyond the shapes nothing runs, but a single shape
         always does. The work may be part of captured work.
         """
-        if len(shapes) == 1:
-            return make(*shapes[0])
         works = [self._work(make, *shape) for shape in shapes]
 
         def chosen() -> None:
-            which = int(index)
+            which = int(index) if len(works) > 1 else 0
             if which < len(works):
                 works[which]()
 
@@ -49,6 +48,15 @@ class GraphRunner:
     def captured(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         """The work of `run`, to be part of other work."""
         return self._work(make, *shape)
+
+    def part(self, make: Callable[..., Work], *shape: int | bool) -> Work:
+        """Work that is captured only within other work, since it has switches; made once for each
+        shape. It allocates nothing besides them.
+        """
+        key = (make, *shape)
+        if key not in self._parts:
+            self._parts[key] = make(*shape)
+        return self._parts[key]
 
     def _work(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         key = (make, *shape)

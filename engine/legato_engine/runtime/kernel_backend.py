@@ -116,10 +116,16 @@ class KernelBackend:
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
         graphs, payload = self._graphs, needs.payload
-        works = [
-            graphs.captured(self._forward_work, slot, bucket, bucket, rank > 0),
-            graphs.captured(self._sample_work, slot, bucket, payload),
-        ]
+        if self._drafting is None:
+            works = [
+                graphs.captured(self._forward_work, slot, bucket, bucket, rank > 0),
+                graphs.captured(self._sample_work, slot, bucket, payload),
+            ]
+        else:
+            works = [
+                graphs.part(self._drafting_work, slot, rank > 0),
+                graphs.part(self._drafting_sample_work, slot, payload),
+            ]
         if needs.logprobs:
             works.append(graphs.captured(self._logprobs_work, slot, payload, False))
         return tuple(works)
@@ -292,7 +298,11 @@ class KernelBackend:
         logits_BV = buffers.logits_RV[:bucket] if sampled else None
         return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
 
-    def _sample_work(self, slot: int, bucket: int, payload: bool) -> Work:
+    def _drafting_sample_work(self, slot: int, payload: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.sampling(slot, self._sample_work, payload, False)
+
+    def _sample_work(self, slot: int, bucket: int, payload: bool, settles: bool = True) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = buffers.staged.device
         sampled = SampledTokens(
@@ -321,7 +331,7 @@ class KernelBackend:
             )
             if payload:
                 self._kernels.values(state, sampled)
-            if state.drafts is not None:
+            if state.drafts is not None and settles:
                 state.drafts.settle(buffers, bucket, state.token_R)
 
         return work

@@ -89,16 +89,17 @@ class ModelRunner:
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
         many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
         besides in one kernel, where it can run; None is for loops that are captured kernels, whose
-        bits do not depend on the batch, without a `proposer`.
+        bits do not depend on the batch.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
         kernels = _step_kernels(model, kv, adapters)
         if loops is None:
-            loops = kernels is not None and cuda_graphs and proposer is None
+            loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
         max_pages = -(-model.max_context // kv.page_size)
+        max_block = 0 if self._drafts is None else self._drafts.max_block
         slots = tuple(
             DecodeSlot(
                 device,
@@ -111,7 +112,7 @@ class ModelRunner:
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
                 max_drafting=0 if self._drafts is None else max_running,
-                max_grown=pages_begun(max_running, kv.page_size) if loops else 0,
+                max_grown=pages_begun(max_running, kv.page_size, max_block) if loops else 0,
             )
             for _ in range(NUM_SLOTS)
         )
@@ -128,11 +129,6 @@ class ModelRunner:
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
-        self._descriptors = [
-            slot.outputs.host["descriptor"].view(DESCRIPTOR)[:, 0]
-            for slot in slots
-            if slot.speculates
-        ]
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
         self._loops = None
@@ -200,7 +196,7 @@ class ModelRunner:
             events.forward_start = compute.record(events.forward_start)
             slot.staged.upload(compute)
             self._place(launch)
-            if self._drafts is None:
+            if self._drafts is None or launch.plan.loops:
                 self._grow(launch.slot, rows, launch.plan.num_steps)
             if not launch.plan.loops:  # else its steps begin when the constraints are there
                 self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
@@ -255,7 +251,8 @@ class ModelRunner:
         """Forwards with their sampling; in the times all of it is the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
-        bucket, rank = self._staging.bucket(len(rows)), self._rank(rows)
+        bucket = self._staging.bucket(sum(1 + row.num_drafts for row in rows))
+        rank = self._rank(rows)
         events.needs = _needs(rows)
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
@@ -269,29 +266,16 @@ class ModelRunner:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows or launch.plan.loops:
             return []
-        if self._drafts is not None:
-            return self._drafted(launch.slot, len(rows), events.needs)
         return self._sampled(self._slots[launch.slot].outputs.host, launch)
 
     def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
-        """One token of each row."""
+        """One token of each row, with speculation the accepted ones, too."""
         slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
-        tokens = _sampled_tokens(outputs, slot, len(launch.plan.sampled_rows), needs)
+        num_rows = len(launch.plan.sampled_rows)
+        if self._drafts is not None:
+            return _drafted(outputs, slot, num_rows, needs)
+        tokens = _sampled_tokens(outputs, slot, num_rows, needs)
         return [RowTokens((token,)) for token in tokens]
-
-    def _drafted(self, slot: int, num_rows: int, needs: Needs) -> list[RowTokens]:
-        """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
-        outputs = self._slots[slot].outputs.host
-        counts = outputs["count"][:num_rows].tolist()
-        proposed = outputs["proposed"][:num_rows].tolist()
-        tokens = _sampled_tokens(outputs, self._slots[slot], sum(proposed) + num_rows, needs)
-        rows, first = [], 0
-        descriptors = map(Descriptor._make, self._descriptors[slot][:num_rows].tolist())
-        for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
-            accepted = tuple(tokens[first : first + count])
-            rows.append(RowTokens(accepted, drafted, learnt))
-            first += 1 + drafted if count else 0
-        return rows
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
@@ -353,6 +337,23 @@ def _sampled_tokens(
         _alternatives(slot, count) if needs.alternatives else repeat(()),
     ]
     return list(map(SampledToken._make, zip(*fields, strict=False)))
+
+
+def _drafted(
+    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, num_rows: int, needs: Needs
+) -> list[RowTokens]:
+    """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
+    counts = outputs["count"][:num_rows].tolist()
+    proposed = outputs["proposed"][:num_rows].tolist()
+    tokens = _sampled_tokens(outputs, slot, sum(proposed) + num_rows, needs)
+    rows, first = [], 0
+    learnt_S = outputs["descriptor"][:num_rows].view(DESCRIPTOR)[:, 0]
+    descriptors = map(Descriptor._make, learnt_S.tolist())
+    for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
+        accepted = tuple(tokens[first : first + count])
+        rows.append(RowTokens(accepted, drafted, learnt))
+        first += 1 + drafted if count else 0
+    return rows
 
 
 def _alternatives(slot: DecodeSlot, count: int) -> list[tuple[tuple[int, float], ...]]:

@@ -39,7 +39,8 @@ class StepStaging:
             staged["entry"].fill(self._scratch_row * self._max_pages)
 
     def decode(self, slot: DecodeSlot, plan: Plan) -> int:
-        """Stage a decode, and with speculation the pages that begin in it; return the bucket.
+        """Stage a decode, and with speculation the pages that begin in a single step; return the
+        bucket.
 
         With speculation it is the bucket of the most tokens that the device may choose.
         """
@@ -55,14 +56,21 @@ class StepStaging:
     def grown(
         self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], num_steps: int = 1
     ) -> bool:
-        """Stage the pages that begin in a launch without speculation; whether there are any."""
-        size = self._page_size
-        if num_steps == 1:
-            rows = [row for row in rows if (row.position + row.slack) % size == 0]
-        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
+        """Stage the pages that begin in a launch without speculation, or in a loop; whether there
+        are any.
+        """
+        grown = self._begun(rows, num_steps) if self._drafts is None else self._unstaged(rows)
         if grown:
             self._stage_grown(slot.grown.host, grown)
         return bool(grown)
+
+    def _begun(
+        self, rows: Sequence[ScheduledSequence], num_steps: int
+    ) -> Sequence[tuple[EngineSequence, int]]:
+        size = self._page_size
+        if num_steps == 1:
+            rows = [row for row in rows if (row.position + row.slack) % size == 0]
+        return [(row.sequence, page) for row in rows for page in row.new_pages(size, num_steps)]
 
     def _stage_grown(
         self, staged: Mapping[str, np.ndarray], grown: Sequence[tuple[EngineSequence, int]]
@@ -93,8 +101,9 @@ class StepStaging:
         staged["scheduled_row"][:count] = [row.sequence.row for row in rows]
         staged["scheduled_row"][count:] = self._scratch_row
         staged["room"][:count] = room_S
+        staged["reach"][:count] = [row.end_after(plan.num_steps) for row in rows]
         staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
-        self._stage_grown(staged, self._unstaged(rows))
+        self._stage_grown(staged, () if plan.loops else self._unstaged(rows))
         return self.bucket(most)
 
     def _unstaged(self, rows: Sequence[ScheduledSequence]) -> Sequence[tuple[EngineSequence, int]]:

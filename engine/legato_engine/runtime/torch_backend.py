@@ -72,10 +72,16 @@ class TorchBackend:
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         graphs, payload = self._graphs, needs.payload
-        works = [
-            graphs.captured(self._forward_work, slot, bucket, 1, rank),
-            graphs.captured(self._sample_work, slot, bucket, needs.sampled, payload),
-        ]
+        if self._drafting is None:
+            works = [
+                graphs.captured(self._forward_work, slot, bucket, 1, rank),
+                graphs.captured(self._sample_work, slot, bucket, needs.sampled, payload),
+            ]
+        else:
+            works = [
+                graphs.part(self._drafting_work, slot, rank),
+                graphs.part(self._drafting_sample_work, slot, needs.sampled, payload),
+            ]
         if needs.logprobs:
             works.append(graphs.captured(self._logprobs_work, slot, bucket, payload, False))
         return tuple(works)
@@ -125,9 +131,15 @@ class TorchBackend:
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._resources.state.grow(self._slots[slot])
 
-    def _sample_work(self, slot: int, bucket: int, sampled: bool, payload: bool) -> Work:
+    def _sample_work(
+        self, slot: int, bucket: int, sampled: bool, payload: bool, settles: bool = True
+    ) -> Work:
         step = DecodeStep(self._resources, self._slots[slot], bucket)
-        return lambda: step.sample(sampled, payload)
+        return lambda: step.sample(sampled, payload, settles)
+
+    def _drafting_sample_work(self, slot: int, sampled: bool, payload: bool) -> Work:
+        assert self._drafting is not None, "only draft tokens are placed by the device"
+        return self._drafting.sampling(slot, self._sample_work, sampled, payload, False)
 
     def _logprobs_work(self, slot: int, bucket: int, payload: bool, alternatives: bool) -> Work:
         step = LogprobStep(self._resources, self._slots[slot], bucket)

@@ -50,7 +50,11 @@ class ScheduledSequence(NamedTuple):
     @property
     def end(self) -> int:
         """The end (exclusive) of the positions that it may write; each needs a page."""
-        end = self.position + self.slack + self.num_tokens + self.num_drafts
+        return self.end_after(1)
+
+    def end_after(self, num_steps: int) -> int:
+        """The end in a loop of up to so many steps, which ends before if they take more."""
+        end = self.position + self.slack + self.num_tokens + self.num_drafts + num_steps - 1
         return min(end, self.sequence.max_length)
 
     @property
@@ -59,7 +63,7 @@ class ScheduledSequence(NamedTuple):
 
     def new_pages(self, page_size: int, num_steps: int = 1) -> range:
         """Indices into `pages.ids` that no earlier launch can have used."""
-        start, end = self.position + self.slack, self.end + num_steps - 1
+        start, end = self.position + self.slack, self.end_after(num_steps)
         return range(-(-start // page_size), -(-end // page_size))
 
 
@@ -81,9 +85,10 @@ class Plan:
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
     then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
-    full. A decode that `loops` has at most `num_steps` steps, one token a row and step; the host
-    follows them. `behind` are the indices of the decodes in the loop that is in flight before them;
-    one that ended in it, because its positions did, is padding.
+    full. A decode that `loops` has at most `num_steps` steps, and positions for so many tokens a
+    row; the host follows them. `behind` are the indices of the decodes in the loop that is in
+    flight before them; one that ended in it, because its positions did, is padding. With
+    speculation the device knows where every row is.
     """
 
     kind: LaunchKind

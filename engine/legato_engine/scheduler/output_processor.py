@@ -55,25 +55,35 @@ class OutputProcessor:
         elif sequence.num_committed == 0:
             sequence.timing.first_token = self._clock.now()
 
-    def process_block(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
-        """Commit a decode's accepted draft tokens, its own token and their pages."""
+    def process_block(
+        self, record: StepRecord, row: ScheduledSequence, output: RowTokens, num_settled: int
+    ) -> None:
+        """Commit a decode's accepted draft tokens, its own token and their pages.
+
+        `num_settled` of the launch's draft tokens are in flight no longer, accepted or not.
+        """
         pressed = record.launch.plan.under_pressure
         sequence, num_accepted = row.sequence, len(output.tokens) - 1
         assert num_accepted >= 0, f"launch returned no token for live sequence {sequence.seq_id}"
+        record.blocks.append(output.num_drafted)
         record.drafted += output.num_drafted
         record.accepted += num_accepted
         record.rejected += num_accepted < output.num_drafted
-        sequence.settle_drafts(row.num_drafts, num_accepted)
+        sequence.settle_drafts(num_settled, num_accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, output)
         for token in output.tokens:
             self.process(sequence, token)
             if sequence.finalized:
                 break
+        self.commit_pages(sequence, row.num_drafts, pressed=pressed)
+
+    def commit_pages(self, sequence: Sequence, num_drafts: int, *, pressed: bool) -> None:
+        """Give back pages of draft tokens that no launch in flight may write."""
         end = sequence.progress.last_position
-        reserved = end + sequence.progress.inflight_drafts  # the next launch may write up to here
+        reserved = end + sequence.progress.inflight_drafts
         if not pressed:  # nor are the pages of the launch after it worth freeing
-            reserved += 1 + row.num_drafts
+            reserved += 1 + num_drafts
         self._manager.commit_to(sequence, end, reserved=reserved)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:

@@ -63,7 +63,6 @@ class Scheduler:
         With `loops`, which is the runner, decodes of several steps are one launch where no row
         needs the host.
         """
-        assert loops is None or block_sizes is None, "a loop has one token a row and step"
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
@@ -79,10 +78,15 @@ class Scheduler:
         limits = limits if block_sizes is None else ALONE
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
-        self._loops = Loops(loops, manager, self._running) if loops is not None else None
+        decode = DecodePlanner(manager, self._running, block_sizes)
+        self._loops = (
+            Loops(loops, manager, self._running, decode, speculates=self._speculates)
+            if loops is not None
+            else None
+        )
         self._planner = Planner(
             self._prefill,
-            DecodePlanner(manager, self._running, block_sizes),
+            decode,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
             joins=loops is None or not loops.loops_differ,
@@ -356,8 +360,9 @@ class Scheduler:
         record.wait_end = self._clock.perf_ns()
         if not launch.plan.loops:
             self._process(launch.plan, outputs, record)
-        elif self._loops is not None and self._records:
-            self._loops.settle(record, self._records[0].launch.plan)
+        elif self._loops is not None:
+            behind = self._records[0].launch.plan if self._records else None
+            self._loops.settle(record, behind, self._outputs)
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         refinement = launch.plan.refinement
@@ -376,7 +381,7 @@ class Scheduler:
             if sequence.finalized:
                 record.zombies += 1
             elif speculates:
-                self._outputs.process_block(record, row, output)
+                self._outputs.process_block(record, row, output, row.num_drafts)
             else:
                 (token,) = output.tokens
                 if index >= num_decodes:

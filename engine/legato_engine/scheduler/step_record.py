@@ -28,6 +28,7 @@ class StepRecord:
     drafted: int = 0  # draft tokens
     accepted: int = 0  # of them, those after a sequence's end included
     rejected: int = 0  # wrong ones that ended a block; `accepted + rejected` were tried
+    blocks: list[int] = dataclasses.field(default_factory=list)  # draft tokens of each row and step
 
     @property
     def plan_ns(self) -> int:

@@ -53,7 +53,7 @@ class StepCounter:
         if record.drafted:
             self._drafted += record.drafted
             self._accepted += record.accepted
-            self._blocks.update(row.num_drafts for row in plan.rows if row.num_drafts)
+            self._blocks.update(filter(None, record.blocks))
         if previous is None or record.plan_start > previous.record.commit_end:  # after a pause
             self._tokens_at = record.commit_end
             return

@@ -78,8 +78,8 @@ def add_model(
         choices=DECODE_PATHS,
         default=engine.decode_path,
         help="graph: a launch for every decode step; loop: many steps in one; resident: these "
-        "as one kernel, where it can run; auto: loop on a GPU with kernels for the model, without "
-        "speculation, else graph",
+        "as one kernel, where it can run; auto: loop on a GPU with kernels for the model, "
+        "else graph",
     )
     add(
         "--depth-switch",

@@ -248,12 +248,17 @@ def test_the_host_ends_a_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [EngineConfig(speculation="fixed:4"), EngineConfig(cuda_graphs=False)]
+    ("config", "path"),
+    [
+        (EngineConfig(speculation="fixed:4"), "resident"),
+        (EngineConfig(cuda_graphs=False), "resident"),
+        (EngineConfig(cuda_graphs=False), "loop"),
+    ],
 )
-def test_what_excludes_loops(config: EngineConfig) -> None:
+def test_what_excludes_a_path(config: EngineConfig, path: str) -> None:
     check(config)
     with pytest.raises(InvalidField, match="decode_path"):
-        check(msgspec.structs.replace(config, decode_path="loop"))
+        check(msgspec.structs.replace(config, decode_path=path))
 
 
 def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> None:

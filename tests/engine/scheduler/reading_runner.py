@@ -61,10 +61,14 @@ class ReadingRunner:
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
     right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
     `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
-    What is launched behind a loop runs when that has ended.
+    What is launched behind a loop runs when that has ended. With `drafts` loops have draft tokens.
     """
 
-    def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
+    def __init__(
+        self, breaks: Callable[[], bool], draw: random.Random, *, drafts: bool = False
+    ) -> None:
+        self.drafts = drafts
+        self.num_drafting = 0  # rows of steps of loops with drafts
         self._breaks = breaks
         self._draw = draw
         self._kv: dict[int, list[int]] = {}  # page: its slots
@@ -93,12 +97,15 @@ class ReadingRunner:
         if plan.loops:
             begun, self._loop_slot = 0, launch.slot
             for row in plan.rows:
-                assert row.slack == row.num_drafts == 0, "a loop starts where the host knows"
+                known = row.slack == row.num_drafts == 0
+                assert self.drafts or known, "a loop starts where the host knows"
                 table, ids = self._tables[row.sequence.row], row.sequence.pages.ids
                 new = row.new_pages(PAGE, plan.num_steps)
                 table.update((index, ids[index]) for index in new)
                 begun += len(new)
-            assert begun <= pages_begun(len(plan.rows), PAGE), "more than a launch can stage"
+            widest = max(row.num_drafts for row in plan.rows)
+            most = pages_begun(len(plan.rows), PAGE, widest)
+            assert begun <= most, "more than a launch can stage"
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
             return
         for row in plan.prefills:
@@ -147,8 +154,11 @@ class ReadingRunner:
     def _check_rows(self, loop: Plan, plan: Plan) -> None:
         looped = [loop.rows[index].sequence for index in plan.behind]
         decoded = [row.sequence for row in plan.decodes]
-        assert decoded == looped, "other rows than the loop's"
-        self.num_behind += len(looped)
+        if self.drafts:
+            assert not plan.behind, "the device knows where they are"
+        else:
+            assert decoded == looped, "other rows than the loop's"
+        self.num_behind += len(decoded)
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         """Run a step of a loop for rows that may have ended meanwhile."""
@@ -162,18 +172,34 @@ class ReadingRunner:
         self._steps += 1
         outputs = []
         for row, constraint in zip(launch.plan.rows, self._constraints, strict=True):
-            at = row._replace(position=row.position + self._steps - 1)
+            if self.drafts:
+                at = row._replace(slack=row.end_after(launch.plan.num_steps) - row.position)
+            else:
+                at = row._replace(position=row.position + self._steps - 1)
             inputs = self._decode(at, known=True)
             outputs.append(self._settle(row.sequence, inputs, constraint))
-        newest = [output.tokens[-1].token_id for output in outputs]
-        self._constraints = [
-            successor(TABLE, constraint, token)
-            for constraint, token in zip(self._constraints, newest, strict=True)
-        ]
+        for index, output in enumerate(outputs):
+            for token in output.tokens:
+                following = successor(TABLE, self._constraints[index], token.token_id)
+                self._constraints[index] = following
         self.num_listed += any(constraint >= LISTS for constraint in self._constraints)
         if any(token.token_id < 0 for output in outputs for token in output.tokens):
             self._stop_at = self._steps
+        if self.drafts and self._ends(launch.plan, outputs):
+            self._stop_at = self._steps
         return outputs
+
+    def _ends(self, plan: Plan, outputs: Sequence[RowTokens]) -> bool:
+        """Whether a row had its last token, or has no positions for a block, or none was fed."""
+        fed = [row for row, output in zip(plan.rows, outputs, strict=True) if output.tokens]
+        self.num_drafting += len(fed)
+        for row in fed:
+            newest = self._newest[row.sequence.row]
+            num_left = row.sequence.max_length - 1 - newest
+            end = newest + 1 + min(row.num_drafts, num_left)
+            if num_left < 0 or end > row.end_after(plan.num_steps):
+                return True
+        return not fed
 
     def end_loop(self, launch: Launch) -> None:
         """End it after up to two steps, which may be under way already."""

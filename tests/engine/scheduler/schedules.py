@@ -40,6 +40,7 @@ class Totals:
     switches: int = 0
     drafts: int = 0
     looped: int = 0  # steps of loops
+    drafting: int = 0  # rows of those that drafted
     behind: int = 0  # rows of launches behind loops
     outrun: int = 0  # of them, those that had ended in the loop
     stuck: int = 0  # loops that gave up a step
@@ -62,6 +63,7 @@ class Totals:
         self.switches += world.num_switches
         self.drafts += world.num_drafts
         self.looped += world.runner.num_looped
+        self.drafting += world.runner.num_drafting
         self.behind += world.runner.num_behind
         self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
@@ -80,7 +82,7 @@ class Schedule:
     """One random schedule, run and checked by `run`.
 
     Every fourth seed submits bursts of many images without streams, which may share launches. Every
-    third one decodes by loops, unless it drafts. With `switches` the pipeline's depth changes
+    third one decodes by loops. With `switches` the pipeline's depth changes
     between steps, too.
     """
 
@@ -93,10 +95,12 @@ class Schedule:
         self.manager = KVCacheManager(
             draw.randint(7, 14) * (1 + self.bursts), PAGE, draw.randint(1, 6), num_adapter_slots=1
         )
-        self.runner = ReadingRunner(lambda: draw.random() < self.break_rate, draw)
         largest = 0 if self.bursts else draw.choice((0, 0, 1, 3, 9))
         self.speculates = largest > 0
-        self.loops = seed % 3 == 1 and not self.speculates
+        self.runner = ReadingRunner(
+            lambda: draw.random() < self.break_rate, draw, drafts=self.speculates
+        )
+        self.loops = seed % 3 == 1
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -111,7 +115,7 @@ class Schedule:
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
             loops=self.runner if self.loops else None,
         )
-        self.runner.loops_differ = seed % 2 == 1
+        self.runner.loops_differ = seed % 2 == 1 and not self.speculates
         self.runner.stuck.seed(-seed)
         # Draws of its own: the others stay those of the seed.
         self.switch = random.Random(~seed) if switches else None

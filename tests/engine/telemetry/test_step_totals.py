@@ -60,3 +60,10 @@ def test_a_duration_above_all_bounds_has_a_bin():
     totals = totals_of(*slow)
     assert totals.step_times.counts[-1] == 1
     assert len(totals.step_times.counts) == len(SECONDS_BOUNDS) + 1
+
+
+def test_blocks_count_by_the_size_that_the_device_chose():
+    """Each row and step of a loop counts; rows that drafted nothing do not."""
+    step = make_step(0, drafted=13, accepted=2)
+    step.record.blocks += [4, 0, 4, 5]
+    assert totals_of(step).blocks == {4: 2, 5: 1}

@@ -14,7 +14,8 @@ _WORD = 1 << 32
 
 
 class Switch:
-    """Runs `graphs[index]`, if there is one, with an index that earlier work has written.
+    """Runs `graphs[index]`, if there is one, with an index that earlier work has written. A single
+    graph always runs.
 
     In captured work it becomes a conditional node whose branches are copies of the graphs, so the
     host neither waits nor knows the choice. Outside it waits for the index.
@@ -28,10 +29,14 @@ class Switch:
         self._choose = Module(SOURCE, {}).kernel("choose")
 
     def __call__(self) -> None:
+        single = len(self._graphs) == 1
         if torch.cuda.is_current_stream_capturing():
-            self._add_node()
+            if single:
+                add_graph(torch.cuda.current_stream().cuda_stream, self._graphs[0])
+            else:
+                self._add_node()
         else:
-            which = int(self._index)
+            which = 0 if single else int(self._index)
             if which < len(self._graphs):
                 self._graphs[which].replay()
 
@@ -55,8 +60,25 @@ class Switch:
         for branch, captured in zip(node.conditional.phGraph_out, self._graphs, strict=True):
             child = driver.CUgraph(captured.raw_cuda_graph())
             checked(driver.cuGraphAddChildGraphNode(branch, None, 0, child))
-        replace = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
-        checked(driver.cuStreamUpdateCaptureDependencies(stream, [added], None, 1, replace))
+        _continue_after(stream, added)
+
+
+def add_graph(stream: int, captured: torch.cuda.CUDAGraph) -> None:
+    """Add a copy of a graph to the capture of a stream; it has no conditional nodes."""
+    from cuda.bindings import driver
+
+    graph, before, _ = _capture_of(stream)
+    child = driver.CUgraph(captured.raw_cuda_graph())
+    _continue_after(
+        stream, checked(driver.cuGraphAddChildGraphNode(graph, before, len(before), child))
+    )
+
+
+def _continue_after(stream: int, node: Any) -> None:
+    from cuda.bindings import driver
+
+    replace = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+    checked(driver.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, replace))
 
 
 def _capture_of(stream: int) -> tuple[Any, Any, Any]:

@@ -1,16 +1,18 @@
-"""A loop over captured graphs on the device, by a conditional node.
+"""A loop over captured work on the device, by a conditional node.
 
 Shape legend as in `kernels.decode_loop`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from legato_engine.kernels.cuda.module import Module, checked
-from legato_engine.kernels.decode_loop import LoopTensors
+from legato_engine.device.captured import CapturedGraph
+from legato_engine.kernels.cuda.module import Argument, Module, checked
+from legato_engine.kernels.cuda.switch import add_graph
+from legato_engine.kernels.decode_loop import AnyLoop, DraftLoopTensors, LoopTensors
 
 SOURCE = "decode_loop.cu"
 _THREADS = 128
@@ -19,17 +21,20 @@ _WORD = 1 << 32
 
 
 class WhileLoop:
-    """Runs `graphs` in turn, then the control step, until that says so; at least once.
+    """Runs `works` in turn, then the control step, until that says so; at least once.
 
-    The graph is one launch. It holds copies of the graphs, which were captured with `keep_graph`.
+    The graph is one launch. It holds copies of the captured graphs among the works, which were
+    captured with `keep_graph`, and captures the others, which may have conditional nodes but
+    allocate nothing.
     """
 
-    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], loop: LoopTensors) -> None:
+    def __init__(self, works: Sequence[Callable[[], None]], loop: AnyLoop) -> None:
         """The tensors are at fixed addresses; the ring's are page-locked."""
         from cuda.bindings import driver
 
-        self._control = Module(SOURCE, {}).kernel("control")
-        self._graphs, self._loop = tuple(graphs), loop
+        self._name, self._arguments = _control(loop)
+        self._control = Module(SOURCE, {}).kernel(self._name)
+        self._works, self._loop = tuple(works), loop
         self._whole = checked(driver.cuGraphCreate(0))
         context = checked(driver.cuCtxGetCurrent())
         first = driver.CU_GRAPH_COND_ASSIGN_DEFAULT
@@ -42,15 +47,15 @@ class WhileLoop:
         node.conditional.ctx = context
         checked(driver.cuGraphAddNode(self._whole, None, None, 0, node))
         body = node.conditional.phGraph_out[0]
-        last = None
-        for captured in self._graphs:
-            before: list[object] = [] if last is None else [last]
-            child = driver.CUgraph(captured.raw_cuda_graph())
-            last = checked(driver.cuGraphAddChildGraphNode(body, before, len(before), child))
         stream = torch.cuda.current_stream().cuda_stream
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        checked(driver.cuStreamBeginCaptureToGraph(stream, body, [last], None, 1, mode))
+        checked(driver.cuStreamBeginCaptureToGraph(stream, body, None, None, 0, mode))
         try:
+            for work in self._works:
+                if isinstance(work, CapturedGraph):
+                    add_graph(stream, work.graph)
+                else:
+                    work()
             self._launch_control(int(handle))
         finally:
             checked(driver.cuStreamEndCapture(stream))
@@ -70,13 +75,26 @@ class WhileLoop:
             (1, 1, 1),
             _THREADS,
             [
-                *(loop.row_B, loop.position_B, loop.fresh_B, loop.sample_position_B),
+                *self._arguments,
                 *(loop.token_B, loop.constraint_B, loop.successor_C2, loop.outputs_N),
                 *(loop.limit, loop.step, loop.ring_SN, loop.words),
-                *(len(loop.token_B), len(loop.outputs_N) // _WIDTH, loop.scratch_row),
+                *(len(loop.constraint_B), len(loop.outputs_N) // _WIDTH, loop.scratch_row),
                 *(_signed(low), _signed(high)),
             ],
         )
+
+
+def _control(loop: AnyLoop) -> tuple[str, list[Argument]]:
+    """The control step's kernel, and the first of its arguments."""
+    match loop:
+        case DraftLoopTensors():
+            rows = [loop.row_B, loop.room_B, loop.reach_B, loop.start_B, loop.count_B]
+            return "control_drafts", [*rows, loop.position_R, loop.limit_R]
+        case LoopTensors():
+            positions = [loop.position_B, loop.fresh_B, loop.sample_position_B]
+            return "control", [loop.row_B, *positions]
+        case _:
+            raise AssertionError(f"no control step for {type(loop).__name__}")
 
 
 def _signed(word: int) -> int:

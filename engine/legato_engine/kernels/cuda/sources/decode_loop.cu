@@ -1,4 +1,4 @@
-// The control step of a decode loop, as specified by kernels/decode_loop.py; one thread block.
+// The control steps of decode loops, as specified by kernels/decode_loop.py; one thread block.
 #include "decode_loop.cuh"
 
 typedef unsigned long long cudaGraphConditionalHandle;
@@ -6,6 +6,20 @@ extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(cudaGraphC
                                                                       unsigned int value);
 
 constexpr int THREADS = 128;
+
+// Publishes the outputs of step `now`, units of 16 bytes.
+__device__ __forceinline__ void publish(const int4* outputs, int4* ring, i64 now, int units) {
+  for (int at = threadIdx.x; at < units; at += THREADS) ring[now * units + at] = outputs[at];
+}
+
+// Counts the step, whose outputs a fence has published, and decides; one thread.
+__device__ __forceinline__ void decide(bool ends, i64 now, const i64* limit, i64* step, volatile i64* words, int low,
+                                       int high) {
+  *step = now + 1;
+  publish_count(words, now + 1);
+  const auto handle = (cudaGraphConditionalHandle)(unsigned)high << 32 | (unsigned)low;
+  cudaGraphSetConditional(handle, follows(ends, now + 1, *limit, stop_wished(words)));
+}
 
 // `ring` [steps, units] and `words` (steps done; whether to stop) are page-locked memory of the host, which reads
 // a step's `outputs` there once `words[0]` counts it. After token `successors[c][0]`, or any, constraint c becomes
@@ -16,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             volatile i64* words, int batch, int units, int scratch, int low, int high) {
   const i64 now = *step;
   bool broken = false;
-  for (int at = threadIdx.x; at < units; at += THREADS) ring[now * units + at] = outputs[at];
+  publish(outputs, ring, now, units);
   for (int b = threadIdx.x; b < batch; b += THREADS) {
     const i64 token = tokens[b];
     constraints[b] = successor(successors, constraints[b], token);
@@ -26,9 +40,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   __threadfence_system();
   broken = __syncthreads_or(broken);
-  if (threadIdx.x) return;
-  *step = now + 1;
-  publish_count(words, now + 1);
-  const auto handle = (cudaGraphConditionalHandle)(unsigned)high << 32 | (unsigned)low;
-  cudaGraphSetConditional(handle, follows(broken, now + 1, *limit, stop_wished(words)));
+  if (threadIdx.x == 0) decide(broken, now, limit, step, words, low, high);
+}
+
+// After a drafting step: by row of the launch, the most draft tokens, the end of the positions that it may write, its
+// first token, and the tokens that it has returned; by row of the state, the newest position and the last one to feed.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    control_drafts(const i64* rows, const i64* rooms, const i64* reaches, const i64* starts, const i64* counts,
+                   const i64* newest, const i64* last, const i64* tokens, i64* constraints, const i64 (*successors)[2],
+                   const int4* outputs, const i64* limit, i64* step, int4* ring, volatile i64* words, int num_rows,
+                   int units, int scratch, int low, int high) {
+  const i64 now = *step;
+  bool ends = false, any = false;
+  publish(outputs, ring, now, units);
+  for (int i = threadIdx.x; i < num_rows; i += THREADS) {
+    const i64 row = rows[i], count = counts[i];
+    if (row == scratch || !count) continue;
+    any = true;
+    i64 constraint = constraints[i], token = 0;
+    for (i64 t = 0; t < count; t++) token = tokens[starts[i] + t], constraint = successor(successors, constraint, token);
+    constraints[i] = constraint;
+    const i64 left = last[row] - newest[row];
+    ends |= token < 0 || left < 0 || newest[row] + 1 + min(max(rooms[i], (i64)0), left) > reaches[i];
+  }
+  __threadfence_system();
+  any = __syncthreads_or(any);
+  ends = __syncthreads_or(ends) || !any;
+  if (threadIdx.x == 0) decide(ends, now, limit, step, words, low, high);
 }
