@@ -128,8 +128,10 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _reader_class() -> Any:
-    """The library's reader, but for two things: it keeps an array as a few views of the file instead
-    of two for each of the tokens, and fails where the library would read beyond the file's end.
+    """The library's reader, but for two things.
+
+    It views an array's numbers at once and its texts without numpy, and fails where the library
+    would read beyond the end of the file.
     """
     gguf = importlib.import_module("gguf")
     of_array, of_string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
