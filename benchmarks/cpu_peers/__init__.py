@@ -205,7 +205,7 @@ def _order(running: Sequence[Process], index: int) -> list[Process]:
 
 def _prompts(options: argparse.Namespace) -> Iterator[dict[str, list[list[int]]]]:
     """Make each round's prompts, without end. None begins as another does."""
-    words = Tokenizer.from_str(json.dumps(tokenizer_json(read_gguf(options.weights))))
+    words = Tokenizer.from_str(tokenizer_json(read_gguf(options.weights)))
     ids = words.encode(_TEXT.read_text()).ids
     for index in itertools.count():
         first = 1000 + index * 37  # another token first, so that no cached prefix helps

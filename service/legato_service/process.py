@@ -146,7 +146,9 @@ async def _start_up(
         if workers.failed_starts >= START_ATTEMPTS:
             log.error("worker_never_ready", attempts=START_ATTEMPTS)
             return False
-        announcer.loading(min((each.progress for each in engines), key=lambda each: each.fraction))
+        if all(each.state is not EngineState.LOST for each in late):  # else it may not start again
+            slowest = min((each.progress for each in engines), key=lambda each: each.fraction)
+            announcer.loading(slowest)
         await asyncio.sleep(_POLL_INTERVAL)
     announcer.ready(address, [each.model for each in engines if each.model is not None])
     return await asyncio.Event().wait()

@@ -118,6 +118,41 @@ def test_unsure_objects_are_left_out_and_the_surest_comes_first(slow_site, open_
     expect(page.locator(".answer .failure")).to_contain_text("min_confidence")
 
 
+def test_a_text_model_is_asked_questions_only(slow_site, open_page):
+    """The page offers no picture and no skill that the server's model lacks."""
+
+    def of_text(route):
+        facts = route.fetch().json()
+        facts["models"][0]["tasks"] = ["query"]
+        route.fulfill(json=facts)
+
+    page = open_page(slow_site)
+    page.route("**/playground/server", of_text)
+    page.reload()
+    expect(page.locator(".task")).to_have_count(1)
+    expect(page.get_by_label("Question")).to_have_value("Why is the sky blue?")
+    expect(page.locator("#panel-ask .look")).to_be_hidden()
+    page.click("#add")
+    expect(page.get_by_label("Skill").last).to_have_value("query")
+    assert not page.get_by_label("Skill").last.locator("option[value=detect]").is_enabled()
+    page.click("#questions button[type=submit]")
+    expect(page.locator(".answer .words").first).to_contain_text("nobody")
+
+
+def test_labels_stay_within_the_picture(site, open_page):
+    """Also those of what is near its right edge, on a phone."""
+    page = open_page(site)
+    page.set_viewport_size(NARROW)
+    choose(page, "scene.jpg")
+    ask(page, ("detect", "bicycle"), ("point", "bicycle"))
+    expect(page.locator('.answer[aria-busy="false"]')).to_have_count(2)
+    frame = page.locator("#stage .overlay").bounding_box()
+    for label in page.locator("#stage .label").all():
+        of = label.bounding_box()
+        assert frame["x"] - 1 <= of["x"]
+        assert of["x"] + of["width"] <= frame["x"] + frame["width"] + 1
+
+
 def test_stop_cancels_the_work_on_the_server(slow_site, slow, open_page):
     """It holds nothing soon after."""
     page = open_page(slow_site)

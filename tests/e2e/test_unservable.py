@@ -19,21 +19,23 @@ from tests.e2e.server import ENVIRONMENT
 @pytest.mark.parametrize(
     ("options", "field", "reason"),
     [
-        (("--model", "moondream2", "--weights", "nowhere"), "tokenizer", "needs a tokenizer.json"),
-        (("--weights", "nowhere"), "weights", "no config.json"),
+        (("--model", "moondream2", "--weights", "."), "tokenizer", "needs a tokenizer.json"),
+        (("--weights", "."), "weights", "no config.json"),
+        (("--weights", "nowhere"), "weights", "no such file or folder: nowhere"),
+        (("--model", "smollm2-135m", "--models", "."), "weights", "`legato pull smollm2-135m`"),
         pytest.param(
-            ("--adapters", "nowhere"), "adapters", "is not a folder", marks=pytest.mark.slow
+            ("--adapters", os.devnull), "adapters", "is not a folder", marks=pytest.mark.slow
         ),
         pytest.param(
-            ("--refiner", "nowhere.pt"),
+            ("--refiner", os.devnull),
             "refiner",
             "legato-tiny takes no refiner",
             marks=pytest.mark.slow,
         ),
         (
-            ("--model", "random-tiny3", "--refiner", "nowhere.pt"),
+            ("--model", "random-tiny3", "--refiner", os.devnull),
             "refiner",
-            "nowhere.pt cannot be read",
+            "null cannot be read",
         ),
     ],
 )
@@ -67,6 +69,8 @@ def refused_once(
     (refusal,) = [line for line in lines if line["event"] == "configuration_rejected"]
     assert reason in refusal["reason"]
     assert refusal.get("field") == field
+    loading = [line["stage"] for line in lines if line["event"] == "loading"]
+    assert len({*loading}) == len(loading), "it seems to start again"
     assert "Traceback" not in ended.stderr
     assert "engine_lost" not in ended.stderr
 

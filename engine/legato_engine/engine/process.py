@@ -26,6 +26,7 @@ from legato_engine.client.supervisor import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
 from legato_engine.crash.bundle import CrashFiles
 from legato_engine.crash.recording import Recorder
+from legato_engine.device.host import return_freed_memory
 from legato_engine.engine.logs import configure_logging
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.unservable import UnservableConfig, unservable
@@ -274,6 +275,7 @@ class EngineLoop:
 def _freeze(threshold: int) -> None:
     """Freeze what is loaded, because a collection over all of it takes milliseconds."""
     gc.collect()
+    return_freed_memory()
     gc.freeze()
     gc.set_threshold(threshold)
 

@@ -16,7 +16,8 @@ Progress = Callable[[float], None]
 
 _TIMES = 5
 _PAIRS = 3
-_ENOUGH = 0.4  # seconds of measuring one shape, after which it is not measured again
+_ENOUGH = 0.2  # seconds of measuring one shape, after which it is not measured again
+_LONGEST = 0.25  # seconds of a step, after which larger ones are estimated
 _CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 
@@ -24,7 +25,8 @@ _SLOT = 0
 class StepCosts:
     """Times a backend's steps over the first slot's buffers; nothing may be in flight.
 
-    Long steps are timed fewer times: what disturbs a short one hardly shows in them.
+    A start waits for these steps, so long ones are timed fewer times, as what disturbs a short one
+    hardly shows in them, and on a CPU alone, as they do not overlap there.
 
     The context that rows read is the scratch page, so no sequence's pages are written to.
     """
@@ -49,12 +51,18 @@ class StepCosts:
         return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
 
     def steps(self, progress: Progress = lambda fraction: None) -> tuple[tuple[int, float], ...]:
-        """Seconds of a step by bucket, made monotonic."""
+        """Seconds of a step by bucket, made monotonic.
+
+        Beyond a long step they are estimated: each position costs what it costs in that one.
+        """
         buckets = self._backend.buckets
-        seconds = []
+        seconds: list[float] = []
         for done, bucket in enumerate(buckets):
             progress(done / (len(buckets) + 1))
-            seconds.append(self._seconds(bucket))
+            if seconds and seconds[-1] > _LONGEST:
+                seconds.append(seconds[-1] * bucket / buckets[done - 1])
+            else:
+                seconds.append(self._seconds(bucket))
         return tuple(zip(buckets, accumulate(seconds, max), strict=True))
 
     def propose(self) -> float:
@@ -83,7 +91,7 @@ class StepCosts:
         seconds: list[float] = []
         end = time.monotonic() + _ENOUGH
         while not seconds or (len(seconds) < times and time.monotonic() < end):
-            seconds.append(self._second_of_two(bucket, len(rooms)))
+            seconds.append(self._timed(bucket, len(rooms)))
         staged["scheduled_row"].fill(self._drafts.scratch_row)
         staged["control"].fill(0)
         self._device.compute.submit(self._drafts.clear)
@@ -96,12 +104,13 @@ class StepCosts:
         counts = (bucket // rows + (row < bucket % rows) for row in range(rows))
         return [min(count - 1, self._drafts.max_block) for count in counts]
 
-    def _second_of_two(self, bucket: int, num_rows: int) -> float:
-        """Time a step that is enqueued while another runs, as in service."""
+    def _timed(self, bucket: int, num_rows: int) -> float:
+        """Time a step; on a GPU one that is enqueued while another runs, as in service."""
         compute = self._device.compute
         spare = 2 * self._drafts.max_block + 2
         compute.submit(lambda: self._drafts.rehearse(self._context, spare=spare))
-        self._step(bucket, num_rows)
+        if self._device.torch_device.type != "cpu":
+            self._step(bucket, num_rows)
         start = compute.record()
         self._step(bucket, num_rows)
         stop = compute.record()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_engine.client.files import require_files
 from legato_engine.client.refused_requests import RefusedRequests
 
 from legato_service.config import ServiceConfig
@@ -23,8 +24,10 @@ def make_engines(
     """Return a client for each device, which starts `command` there. Needs a running event loop.
 
     Raises:
-        InvalidField: a device is unknown, or the temporary folder takes no sockets.
+        InvalidField: a device is unknown, a file is missing, or the temporary folder takes no
+            sockets.
     """
+    require_files(config.engine)
     devices = parse_devices(config.devices) if config.devices else ()
     refused = RefusedRequests()
     return tuple(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from legato_engine.device.host import available_memory
+from legato_engine.device.host import available_memory, return_freed_memory
 
 MIB = 2**20
 
@@ -31,3 +34,18 @@ def test_without_a_group_the_machine_counts(proc, tmp_path):
     """Where no group limits memory there is what the machine has."""
     assert available_memory(proc, tmp_path / "none") == 1000 * MIB
     assert available_memory() > 0
+
+
+def anonymous():
+    """Bytes of this process's own memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """Also what lies below memory that is still used, where glibc would keep it."""
+    blocks = [b"x" * 2**16 for _ in range(100 * 16)]
+    before, blocks[:-1] = anonymous(), []
+    return_freed_memory()
+    assert anonymous() < before - 80 * MIB
+    assert blocks

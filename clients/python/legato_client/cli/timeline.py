@@ -57,8 +57,9 @@ def _record(args: argparse.Namespace, terminal: Terminal) -> None:
             steps = update.decode_steps or steps
     args.output.write_text(json.dumps(chrome_trace.trace(spans)))
     launches = len({(span.engine, span.launch) for span in spans})
-    terminal.line(f"{launches} launches in {args.output}")
-    if steps is not None:
+    idle = "" if launches else ": nothing ran meanwhile"
+    terminal.line(f"{launches} launches in {args.output}{idle}")
+    if steps is not None and launches:
         terminal.line(
             f"gain over blocking: {steps.predicted_gain:+.1%} predicted, "
             f"{steps.observed_gain:+.1%} observed"

@@ -80,6 +80,7 @@ class DecoderBundle:
         model = DecoderModel(network)
         if device.type == "cpu":
             network.pack(weight_dtype)
+        self.frontend.check()  # its process has started meanwhile
         return model
 
 

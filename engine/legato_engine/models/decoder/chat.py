@@ -23,6 +23,9 @@ class Plain:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def check(self) -> None:
+        """Any text is a prompt."""
+
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         if task.system or task.history:
             raise TaskUnsupported(
@@ -41,9 +44,12 @@ class ChatTemplate:
     def __init__(
         self, template: str, variables: Mapping[str, str], tokenizer: TextTokenizer
     ) -> None:
-        """Compile and try the template."""
+        """Start the process that renders; `check` waits for it."""
+        templates.start()
         self._render = _renderer(template, variables)
         self._tokenizer = tokenizer
+
+    def check(self) -> None:
         self._render(_messages(QueryTask(question="?")), "weights")
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:

@@ -22,6 +22,9 @@ FREE: tuple[Constraint, ...] = (Constraint(),)
 class Prompter(Protocol):
     """Makes a prompt of a question and its conversation."""
 
+    def check(self) -> None:
+        """Raises InvalidField if no question would have a prompt."""
+
     def encode(self, task: QueryTask) -> tuple[int, ...]: ...
 
 
@@ -50,6 +53,14 @@ class TextFrontend:
         self.name = setup.name
         self.vocab_size = setup.vocab_size
         self._setup = setup
+
+    def check(self) -> None:
+        """Try the model's chat template.
+
+        Raises:
+            InvalidField: it makes no prompt of a question.
+        """
+        self._setup.prompter.check()
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageInfo) -> PreparedImage:
         raise _no_images("image")

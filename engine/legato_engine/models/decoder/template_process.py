@@ -33,7 +33,7 @@ class TemplateRefused(Exception):
 
 
 class TemplateProcess:
-    """One process for all templates; thread-safe. It starts with the first one.
+    """One process for all templates; thread-safe. It starts with `start` or the first one.
 
     It ends with this process, however that ends: its input is closed then.
     """
@@ -41,6 +41,12 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+
+    def start(self) -> None:
+        """Start the process, and return before it has loaded its libraries, which takes seconds."""
+        with self._lock:
+            self._started()
 
     def render(
         self, template: str, variables: Mapping[str, str], messages: Sequence[Message]
@@ -72,10 +78,10 @@ class TemplateProcess:
             self._end()
             raise TemplateRefused(f"the process that renders it ended: {error}") from None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self._end()
-            self._child = child = subprocess.Popen(
+            self._child = subprocess.Popen(
                 [sys.executable, "-P", str(_CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -84,6 +90,11 @@ class TemplateProcess:
                 | {"HF_HUB_OFFLINE": "1"},
                 start_new_session=True,  # an interrupt of the terminal is for the server
             )
+        return self._child
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        child = self._started()
+        if not self._is_ready:
             try:
                 _receive(child, _START_SECONDS)
             except (OSError, TimeoutError):
@@ -91,10 +102,11 @@ class TemplateProcess:
                 raise InternalError(
                     "the process that renders chat templates did not start"
                 ) from None
-        return self._child
+            self._is_ready = True
+        return child
 
     def _end(self) -> None:
-        child, self._child = self._child, None
+        child, self._child, self._is_ready = self._child, None, False
         if child is None:
             return
         with contextlib.suppress(ProcessLookupError):

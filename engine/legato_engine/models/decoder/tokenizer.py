@@ -14,19 +14,20 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.byte_level import byte_of_letter
 
 _SPACE = "\u2581"  # a space in vocabularies with byte fallback
+_NO_BYTE = "\ue000"  # beyond Latin-1, whose 256 characters stand for the bytes
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextTokenizer:
     """Thread-safe encoding and decoding."""
 
-    def __init__(self, path: Path, data: dict[str, Any] | None = None) -> None:
-        """Read a file; with `data` that content, and the path is named in errors only."""
-        data = _read(path) if data is None else data
-        self._tokenizer = _parse(data, path)
-        self._inert = _parse(data, path)
+    def __init__(self, path: Path, content: str | None = None) -> None:
+        """Read a file; with `content` that, and the path is named in errors only."""
+        content = _read(path) if content is None else content
+        self._tokenizer = _parse(content, path)
+        self._inert = _parse(content, path)
         self._inert.encode_special_tokens = True  # ignores special tokens in text
-        self._pieces = _pieces(self._tokenizer, _decoders(data))
+        self._pieces = _pieces(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder().values()
         specials = [re.escape(token.content) for token in added if token.special]
         self._special = re.compile("|".join(specials)) if specials else None
@@ -55,37 +56,51 @@ class TextTokenizer:
         return self._pieces.get(token_id, b"")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> str:
     try:
-        data: Any = json.loads(path.read_bytes())
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
     except ValueError:
         raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
-    if not isinstance(data, dict):
-        raise InvalidField(f"{path} is not a tokenizer", field="tokenizer")
-    return data
 
 
-def _parse(data: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+def _parse(content: str, path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(data))
+        return tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # noqa: BLE001 - the library raises nothing more special
-        raise InvalidField(f"{path} is not a tokenizer: {error}", field="tokenizer") from None
+        problem = f"a tokenizer: {error}" if _is_json(content) else "JSON"
+        raise InvalidField(f"{path} is not {problem}", field="tokenizer") from None
 
 
-def _decoders(data: dict[str, Any]) -> set[str]:
-    decoder = data.get("decoder") or {}
-    return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
+def _is_json(content: str) -> bool:
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True
 
 
-def _pieces(tokenizer: tokenizers.Tokenizer, decoders: set[str]) -> dict[int, bytes]:
+def _decoders(tokenizer: tokenizers.Tokenizer) -> set[str]:
+    """Names of the steps by which tokens become text."""
+    if tokenizer.decoder is None:
+        return set()
+    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return {step["type"] for step in decoder.get("decoders", [decoder])}
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
+    decoders = _decoders(tokenizer)
     if "ByteLevel" in decoders:
         byte_of = byte_of_letter()
+        unknown = dict.fromkeys(map(chr, range(256)), _NO_BYTE)
+        latin = str.maketrans(unknown | {each: chr(byte) for each, byte in byte_of.items()})
 
         def read(text: str) -> bytes:
-            known = all(letter in byte_of for letter in text)
-            return bytes(byte_of[letter] for letter in text) if known else text.encode()
+            try:
+                return text.translate(latin).encode("latin-1")
+            except UnicodeEncodeError:
+                return text.encode()
 
     elif "ByteFallback" in decoders:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -48,11 +49,11 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def read(path: Path, name: str) -> torch.Tensor:
     """A tensor by its name in a checkpoint, float32."""
     file = read_gguf(path)
-    by_name = {checkpoint_name(stored): stored for stored in file.tensors}
-    stored = by_name[name]
+    stored = next(stored for stored in file.tensors if checkpoint_name(stored) == name)
     return torch.from_numpy(_ordered(file, stored, file.read(stored)))
 
 
+@functools.cache
 def checkpoint_name(stored: str) -> str:
     base, _, kind = stored.rpartition(".")
     if base in _NAMES:

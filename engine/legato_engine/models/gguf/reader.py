@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from legato_engine.errors import InvalidField
+from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -25,6 +27,7 @@ TYPES = (
 )
 """Types of tensors that are read."""
 
+_ARRAY, _LENGTH = struct.Struct("<IQ"), struct.Struct("<Q")  # before its values, its characters
 _INSTALL = 'GGUF files are read with a library of its own: pip install "legato-server[gguf]"'
 
 
@@ -65,14 +68,18 @@ class GgufFile(NamedTuple):
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor, dequantised."""
-        from gguf import quants
+        import gguf
 
         stored = self.tensors[name]
-        data = np.memmap(self.path, np.uint8, "r", stored.offset, (stored.num_bytes,))
+        data = np.fromfile(self.path, np.uint8, stored.num_bytes, offset=stored.offset)
+        if stored.kind.name in DEQUANTISE:
+            size, num_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
+            blocks = data.reshape(-1, num_bytes)
+            return dequantise(stored.kind.name, blocks, size).reshape(stored.shape)
         rows = data.reshape(*stored.shape[:-1], -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(stored.kind.name)
-        values = rows.view(plain) if plain else quants.dequantize(rows, stored.kind)
-        return np.array(values, np.float32, order="C").reshape(stored.shape)
+        values = rows.view(plain) if plain else gguf.dequantize(rows, stored.kind)
+        return values.astype(np.float32, copy=False).reshape(stored.shape)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -81,7 +88,7 @@ def is_gguf(path: str | Path) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def read_gguf(path: Path) -> GgufFile:
-    """Read a file's header, which takes seconds, and keep it until another one or `cache_clear`.
+    """Read a file's header and keep it until another one or `cache_clear`.
 
     Raises:
         InvalidField: the file or the library is missing, the file is damaged or one of several,
@@ -121,8 +128,13 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _reader_class() -> Any:
-    """The library's reader, with an error where it would read beyond the end of the file."""
+    """The library's reader, but for two things.
+
+    It views an array's numbers at once and its texts without numpy, and fails where the library
+    would read beyond the end of the file.
+    """
     gguf = importlib.import_module("gguf")
+    of_array, of_string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
 
     class WholeFile(gguf.GGUFReader):  # type: ignore[misc, name-defined]  # found at run time
         data: Any
@@ -134,4 +146,32 @@ def _reader_class() -> Any:
                 raise ValueError(f"it ends at byte {len(self.data)} and refers to byte {end}")
             return super()._get(offset, dtype, count, **order)
 
+        def _get_field_parts(self, start: int, kind: int) -> tuple[int, list[Any], list[int], Any]:
+            """A value's size, its parts, those of them that are data, and its types."""
+            if self.endianess is not gguf.GGUFEndian.LITTLE:
+                raise ValueError("its numbers are big-endian, which is not implemented")
+            if kind != of_array:
+                return super()._get_field_parts(start, kind)  # type: ignore[no-any-return]
+            first = start + _ARRAY.size
+            of, count = _ARRAY.unpack_from(self.data, start)
+            if of == of_string:
+                texts, end = _texts(memoryview(self.data), first, count)
+                return end - start, texts, [*range(count)], [of_array, of_string]
+            if (number := self.gguf_scalar_to_np.get(gguf.GGUFValueType(of))) is None:
+                raise ValueError("it has an array of arrays")
+            values = self._get(first, number, count)
+            return first + values.nbytes - start, [values], [0], [of_array, gguf.GGUFValueType(of)]
+
     return WholeFile
+
+
+def _texts(file: memoryview, start: int, count: int) -> tuple[list[memoryview], int]:
+    """An array's strings, and where it ends."""
+    texts = []
+    for _ in range(count):
+        (size,) = _LENGTH.unpack_from(file, start)
+        start += _LENGTH.size + size
+        if start > len(file):
+            raise ValueError(f"it ends at byte {len(file)} and refers to byte {start}")
+        texts.append(file[start - size : start])
+    return texts, start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ _BYTE_LEVEL = ("gpt-2", "smollm", "llama-bpe", "qwen2")
 """Splits of byte-level vocabularies, by `tokenizer.ggml.pre`."""
 
 
-def tokenizer_json(file: GgufFile) -> dict[str, Any]:
+def tokenizer_json(file: GgufFile) -> str:
     """The content of the tokenizer.json with the same tokens for every text.
 
     Raises:
@@ -43,8 +42,8 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
-    data: dict[str, Any] = json.loads(tokenizer.to_str())
-    return data
+    content: str = tokenizer.to_str()
+    return content
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:

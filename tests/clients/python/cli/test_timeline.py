@@ -39,6 +39,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     """Notes how long a caller watches."""
 
     seconds = 0.0
+    is_idle = False
 
     def GetLoad(self, request, context):
         engines = [
@@ -55,7 +56,10 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
 
     def WatchTimeline(self, request, context):
         self.seconds = request.duration.ToMilliseconds() / 1000
-        yield from messages()
+        for message in messages():
+            if self.is_idle:
+                message.ClearField("spans")
+            yield message
 
     def GetMetrics(self, request, context):
         return admin_pb2.GetMetricsResponse(text="# HELP a b\na 1.0\nc 2.0\n")
@@ -96,6 +100,17 @@ def test_the_file_is_what_the_engine_itself_would_write(tmp_path, admin, capsys)
     out = capsys.readouterr().out
     assert "6 launches" in out
     assert "+25.0% predicted, +12.5% observed" in out
+
+
+def test_no_gain_is_told_of_no_launches(tmp_path, admin, capsys):
+    """The gains that the server tells are then of launches before."""
+    fake, address = admin
+    fake.is_idle = True
+    assert main(["trace", "--server", address, "--output", str(tmp_path / "trace.json")]) == 0
+    out = capsys.readouterr().out
+    assert "0 launches in" in out
+    assert "nothing ran" in out
+    assert "gain over" not in out
 
 
 def test_json(tmp_path, admin, capsys):

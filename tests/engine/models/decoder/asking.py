@@ -12,6 +12,7 @@ from tests.engine.models import hub_folder
 def task_of(folder, spec, **fields):
     """The frontend's task for a request."""
     frontend = resolve("phi", weights=str(folder)).frontend
+    frontend.check()
     return frontend.make_task(Request(request_id=RequestKey("r"), task=spec, **fields))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from legato_engine.core import FinishReason, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField
+from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
@@ -128,6 +129,37 @@ def test_every_type_is_dequantised_as_by_transformers(tmp_path, kind):
     assert torch.equal(torch.from_numpy(ours), expected)
 
 
+@pytest.mark.parametrize("kind", DEQUANTISE)
+def test_any_number_of_blocks_is_dequantised_as_by_the_library(kind):
+    """Bit for bit, also in the last of several chunks, and what is not finite stays so."""
+    of = gguf.GGMLQuantizationType[kind]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[of]
+    shape = (2**17 // num_bytes * 2 + 3, num_bytes)
+    blocks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    with np.errstate(invalid="ignore"):
+        expected = gguf.dequantize(blocks, of)
+        ours = dequantise(kind, blocks, size)
+    assert np.array_equal(ours, expected, equal_nan=True)
+
+
+def test_a_header_is_what_the_library_reads(path):
+    """Every field of every type, arrays included."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("of.texts", ["one", "", "zwei €"])
+    writer.add_array("of.numbers", [1, -2, 3])
+    writer.add_array("of.halves", [0.5, 1.5])
+    writer.add_array("of.flags", [True, False])
+    writer.add_uint64("a.number", 2**40)
+    writer.add_bool("a.flag", True)
+    writer.add_tensor("x", np.zeros((2, 3), np.float32))
+    gguf_files.finish(writer)
+    theirs = gguf.GGUFReader(path)
+    ours = read_gguf(path)
+    assert ours.metadata == {name: field.contents() for name, field in theirs.fields.items()}
+    assert ours.metadata["of.texts"] == ["one", "", "zwei €"]
+    assert ours.tensors["x"].offset == theirs.tensors[0].data_offset
+
+
 def test_a_conversation_ends_where_the_file_says(path):
     """The chat template, its special tokens and the ends of answers come from the metadata."""
     theirs = model()
@@ -192,6 +224,32 @@ def test_a_huge_count_is_refused_at_once(path):
     data[16:24] = (2**60).to_bytes(8, "little")  # fields of metadata
     path.write_bytes(data)
     assert "no whole GGUF file" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "after"),
+    [
+        (b"tokenizer.ggml.tokens", 8),
+        (b"tokenizer.ggml.tokens", 16),
+        (b"tokenizer.ggml.token_type", 8),
+    ],
+    ids=["texts", "a text", "numbers"],
+)
+def test_a_huge_array_is_refused_at_once(path, field, after):
+    """It refers beyond the end of the file, by its count or by the length of a text."""
+    gguf_files.write(path, model())
+    data = bytearray(path.read_bytes())
+    at = data.index(field) + len(field) + after  # the types of the field and its values, the count
+    data[at : at + 8] = (2**60).to_bytes(8, "little")
+    path.write_bytes(data)
+    assert "no whole GGUF file" in refused(path)
+
+
+def test_big_endian_numbers_are_refused(path):
+    """They would be read as other numbers."""
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    gguf_files.finish(writer)
+    assert "big-endian" in refused(path)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import { Run } from "./run.js";
 import { byId, say } from "./dom.js";
-import { optionsOf, TaskRow } from "./tasks.js";
+import { optionsOf, seesPictures, TaskRow } from "./tasks.js";
 import { SAMPLES } from "./picture.js";
 
 const MOST_TASKS = 5; // a browser opens six connections to a host; one is left for the page
@@ -24,7 +24,7 @@ class Ask {
   }
 
   listen() {
-    byId("add").addEventListener("click", () => this.add("detect", "").text.focus());
+    byId("add").addEventListener("click", () => this.add(this.usual, "").text.focus());
     byId("stop").addEventListener("click", () => this.stopAll());
     byId("questions").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -42,7 +42,8 @@ class Ask {
     this.picture.addEventListener("place", (event) => this.fillPlace(event.detail));
     document.addEventListener("server", (event) => {
       this.served = event.detail.models[0]?.tasks ?? [];
-      this.rows.forEach((row) => row.allow(this.served));
+      byId("main").dataset.sees = seesPictures(this.served) ? "yes" : "no";
+      this.suit();
     });
   }
 
@@ -53,6 +54,22 @@ class Ask {
     this.list.append(row.element);
     this.refresh();
     return row;
+  }
+
+  /** The skill of a new row. */
+  get usual() {
+    return this.served.length && !this.served.includes("detect") ? "query" : "detect";
+  }
+
+  /** A question in place of what the server's model lacks. */
+  suit() {
+    this.rows.forEach((row) => row.allow(this.served));
+    const fitting = this.rows.filter((row) => row.isAllowed);
+    if (fitting.length === this.rows.length) return;
+    this.list.replaceChildren(...fitting.map((row) => row.element));
+    this.rows = fitting;
+    if (!fitting.length) this.add("query", seesPictures(this.served) ? "" : "Why is the sky blue?");
+    this.refresh();
   }
 
   remove(row) {
@@ -72,6 +89,7 @@ class Ask {
     this.list.replaceChildren();
     this.rows = [];
     for (const [skill, text] of sample.tasks) this.add(skill, text);
+    this.suit();
   }
 
   fillPlace(place) {

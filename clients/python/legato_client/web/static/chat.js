@@ -24,9 +24,9 @@ class Chat {
   build() {
     this.thumbnail = el("div", { className: "thumbnail" });
     this.about = el("input", { type: "checkbox", checked: true });
-    this.system = el("input", { autocomplete: "off", placeholder: "nothing" });
+    this.system = el("input", { autocomplete: "off", placeholder: "none" });
     this.log = el("div", { className: "log", role: "log", ariaLabel: "Conversation", tabIndex: 0 });
-    this.input = el("textarea", { rows: 2, ariaLabel: "Message", placeholder: "What is to the left of the tree?" });
+    this.input = el("textarea", { rows: 2, ariaLabel: "Message" });
     this.send = el("button", { type: "submit", className: "primary" }, "Send");
     this.stop = el("button", { type: "button", disabled: true }, "Stop");
     this.again = el("button", { type: "button" }, "Begin again");
@@ -37,7 +37,7 @@ class Chat {
       el("h2", {}, "Conversation"),
       el("div", { className: "about" }, this.thumbnail,
         el("label", { className: "check" }, this.about, "about the picture of the tab Ask"),
-        el("label", { className: "system" }, "What holds for all of it", this.system)),
+        el("label", { className: "system" }, "Instruction for the whole conversation", this.system)),
       this.log, form));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -61,6 +61,7 @@ class Chat {
   showPicture() {
     const has = Boolean(this.picture.url);
     this.about.disabled = !has;
+    this.input.placeholder = has ? "What is to the left of the tree?" : "Why is the sky blue?";
     this.thumbnail.replaceChildren(has
       ? el("img", { src: this.picture.url, alt: `The picture: ${this.picture.name}` })
       : el("span", { className: "small" }, "no picture yet"));

@@ -33,7 +33,7 @@ class Layer {
 
   box(box, label) {
     this.shapes.append(rectangle(box, "box"));
-    this.label(box.x_min, box.y_min, label);
+    this.labelBox(box, label);
   }
 
   point(point, label) {
@@ -41,7 +41,7 @@ class Layer {
     dot.style.left = percent(point.x);
     dot.style.top = percent(point.y);
     this.labels.append(dot);
-    if (label) this.label(point.x, point.y, label, "beside");
+    if (label) this.label(point.y, label, point.x > 0.75 ? "before" : "beside").style.left = percent(point.x);
   }
 
   /** Outline `index` begins with its box; then its path grows. */
@@ -61,7 +61,7 @@ class Layer {
     });
     const frame = rectangle(box, "frame");
     this.shapes.append(frame, shape);
-    this.label(box.x_min, box.y_min, label);
+    this.labelBox(box, label);
     return { shape, path: "" };
   }
 
@@ -73,11 +73,18 @@ class Layer {
     outline.shape.setAttribute("d", finished.path);
   }
 
-  label(x, y, text, place = y < 0.06 ? "inside" : "above") {
+  /** At the left edge of a box, at its right edge where the picture ends soon. */
+  labelBox(box, text) {
+    const label = this.label(box.y_min, text, box.y_min < 0.06 ? "inside" : "above");
+    if (box.x_min > 0.5) label.style.right = percent(Math.max(0, 1 - box.x_max));
+    else label.style.left = percent(box.x_min);
+  }
+
+  label(y, text, place) {
     const label = el("span", { className: `label ${place}`, textContent: text });
-    label.style.left = percent(Math.min(x, 0.9));
     label.style.top = percent(y);
     this.labels.append(label);
+    return label;
   }
 
   clear() {

@@ -55,6 +55,9 @@ export function refsOf(text) {
   return { spatial_refs: [ref] };
 }
 
+/** Whether a model of these tasks takes pictures: one that only answers questions is a text model. */
+export const seesPictures = (tasks) => !tasks.length || tasks.some((task) => task !== "query" && task in SKILLS);
+
 let rows = 0;
 
 /** One task to ask; `remove` is called by its button. */
@@ -104,6 +107,10 @@ export class TaskRow {
       const needed = option.value === "gaze" ? "point" : option.value;
       option.disabled = tasks.length > 0 && !tasks.includes(needed);
     }
+  }
+
+  get isAllowed() {
+    return !this.skill.selectedOptions[0].disabled;
   }
 
   /** What this row is called in the answers. */
