@@ -1,12 +1,28 @@
 """What all tests share."""
 
+import os
+
+import pytest
 from hypothesis import settings
+
+from tests.fork_server.popen import ForkingStarts
 
 WAITING = ("tests/simulation/", "tests/faults/", "tests/e2e/")
 """Folders of long files, most of which wait for servers most of the time."""
 
+_starts = ForkingStarts()
+_MAY_FORK = os.environ.get("LEGATO_TEST_STARTS", "fork") == "fork"
+
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fork servers and engines, except in tests that start them as users do."""
+    real = any(item.get_closest_marker(name) for name in ("real_start", "slow"))
+    _starts.active = _MAY_FORK and not real
+    return (yield)
 
 
 def pytest_collection_modifyitems(items):

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, session_pb2_grpc
 from legato_engine.shm.blob_store import blob_folder
 
+from tests.fork_server.client import NAME
 from tests.service.harness import Refusal, read_refusal
 
 INFERENCE = "legato.v1.InferenceService"
@@ -227,9 +228,14 @@ def policies(pid: int) -> set[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The process ids of a process's own children."""
+    """The process ids of a process's own children, but for the one that forks others for it."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
+    stats = {child: _stat(child) for child in found}
+    return [
+        child
+        for child, stat in stats.items()
+        if stat.get("parent") == str(pid) and stat["state"] != "Z" and stat["name"] != NAME
+    ]
 
 
 def _is_engine(pid: int) -> bool:
@@ -240,9 +246,10 @@ def _is_engine(pid: int) -> bool:
 
 
 def _stat(pid: int) -> dict[str, str]:
-    """State and parent of a process, empty when there is none."""
+    """Name, state and parent of a process, empty when there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        begin, rest = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
     except OSError:
         return {}
-    return {"state": fields[0], "parent": fields[1]}
+    fields = rest.split()
+    return {"name": begin.partition("(")[2], "state": fields[0], "parent": fields[1]}

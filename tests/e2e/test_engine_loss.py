@@ -15,6 +15,7 @@ from tests.grammar import Grammar
 
 SCENE = two_shapes()
 QUICK = ("-m", "tests.e2e.quick_service")
+pytestmark = pytest.mark.real_start
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 

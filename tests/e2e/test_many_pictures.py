@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 from legato_client.cli import main
@@ -111,6 +110,8 @@ def test_drawings_do_not_replace_pictures(legato, folder):
 def test_notebooks(server, path, monkeypatch):
     """Each is of the published form and holds no output, and its cells run in their order."""
     monkeypatch.setenv("LEGATO_SERVER", server.address)
+    import nbformat  # takes seconds, not needed by most
+
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / ".tools" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,6 +76,8 @@ PROMPTS: tuple[Talk, ...] = (
 
 def model() -> Any:
     """Transformers' model with its own reading of the file, float32."""
+    from transformers import AutoModelForCausalLM  # takes seconds, not needed by most
+
     return AutoModelForCausalLM.from_pretrained(
         WEIGHTS.parent, gguf_file=WEIGHTS.name, dtype=torch.float32
     ).eval()
@@ -84,6 +85,8 @@ def model() -> Any:
 
 def tokenizer() -> Any:
     """SmolLM2's tokenizer as its authors publish it, with the file's vocabulary and template."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds, not needed by most
+
     fields = GGUFReader(WEIGHTS).fields
     said = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges")}
     vocabulary = {token: at for at, token in enumerate(said["tokens"])}

@@ -118,6 +118,7 @@ def question(text):
     return inference_pb2.QueryRequest(question=text)
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains_and_exits_0(number):
     """The first signal refuses new calls, aborts those that outlast the grace, and exits 0."""
@@ -323,6 +324,7 @@ def test_help_names_every_option():
         assert option in shown
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize(("level", "ready"), [("info", True), ("warning", False)])
 def test_engines_log_as_the_service_does(level, ready):
     """On a terminal no line is JSON, and below `--log-level` no engine says anything."""

@@ -16,10 +16,18 @@ from tests.simulation.virtual_time import NothingLeft, virtual_time
 
 SEEDS = 10_000
 PART = 1_000
+SOON = 2_000
+"""Of them where tests end soon."""
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+@pytest.mark.parametrize(
+    "first",
+    [
+        first if first < SOON else pytest.param(first, marks=pytest.mark.slow)
+        for first in range(0, SEEDS, PART)
+    ],
+)
 def test_histories(first):
     totals = run_all(range(first, first + PART))
     assert totals.runs == PART

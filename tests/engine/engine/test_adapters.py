@@ -69,7 +69,7 @@ def either(request, assembly, make_assembly):
     return assembly if request.param == "random-tiny" else make_assembly(request.param)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def depth(request):
     """Blocking and pipelined."""
     return request.param

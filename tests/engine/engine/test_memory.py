@@ -42,7 +42,9 @@ class Results(SilentSink):
         self.of[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
-@pytest.fixture(scope="module", params=["random-tiny", "legato-tiny"])
+@pytest.fixture(
+    scope="module", params=["random-tiny", pytest.param("legato-tiny", marks=pytest.mark.slow)]
+)
 def assembly(request):
     """Each of the small models, loaded once."""
     config = EngineConfig(

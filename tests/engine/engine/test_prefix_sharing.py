@@ -70,7 +70,7 @@ def shared(run):
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_sharing_changes_no_answer(assembly, temperature):
     """Tokens, payloads, log-probabilities and events of every skill are equal, at both depths."""
     alone = run_all(Alone(assembly), 0, depth=1, temperature=temperature)

@@ -132,6 +132,7 @@ def _idle(load):
     return load.running + load.waiting + load.inflight + load.rows_used + load.pages_used == 0
 
 
+@pytest.mark.real_start
 async def test_only_the_service_stops_it():
     """The engine ignores SIGTERM and SIGINT; after `Shutdown` it exits with code 0."""
     async with running() as client:
@@ -215,6 +216,7 @@ def test_modules_of_the_service_load_no_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize(
     ("model", "then"), [("random-tiny", os.SCHED_OTHER), ("null", os.SCHED_BATCH)]
 )

@@ -15,7 +15,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoModelForCausalLM, PhiConfig
 
 VOCABULARY = 384
 BOS, EOS, TURN = "<|begin|>", "<|end|>", "<|turn|>"
@@ -40,6 +39,8 @@ def phi(**fields):
         "bos_token_id": 1,
         "architectures": ["PhiForCausalLM"],
     }
+    from transformers import PhiConfig  # takes seconds, not needed by most
+
     return PhiConfig(**(sizes | fields))
 
 
@@ -103,6 +104,8 @@ def write(folder, config, *, tokenizer=None, chat=None, generation=None, seed=0,
 
 def random_model(config, seed=0):
     """Make transformers' model with every weight random."""
+    from transformers import AutoModelForCausalLM  # takes seconds, not needed by most
+
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -73,7 +73,7 @@ def test_a_dtype_that_cannot_be_stops_the_start(kv_dtype, model):
     assert caught.value.metadata["field"] == "kv_dtype"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_batches_and_cached_prefixes_change_no_answer(assembly, temperature):
     """Every skill has the same tokens, values and log-probabilities alone, in order and all at
     once.

@@ -233,7 +233,7 @@ def test_adapters_answer_as_by_torch(assembly, monkeypatch):
     assert all(kernels.steps[adapted] > before[adapted] for adapted in before)
 
 
-@pytest.mark.parametrize("buckets", [(8,), (8, 16)])
+@pytest.mark.parametrize("buckets", [pytest.param((8,), marks=pytest.mark.slow), (8, 16)])
 def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
     """Prompts and decodes that share passes get the answers they get alone, in fewer passes."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)

@@ -203,7 +203,9 @@ class BlockingWalk(Walk):
     depth = 1
 
 
-@pytest.mark.parametrize("walk", [Walk, BlockingWalk, SwitchingWalk])
+@pytest.mark.parametrize(
+    "walk", [Walk, pytest.param(BlockingWalk, marks=pytest.mark.slow), SwitchingWalk]
+)
 def test_any_walk_keeps_the_invariants(walk: type[Walk]) -> None:
     """No order of submits, steps, aborts, stops and deadlines breaks an invariant."""
     run_state_machine_as_test(

@@ -1,4 +1,6 @@
-"""Four thousand random schedules in tiny pools; `make soak` runs a million."""
+"""Random schedules in tiny pools: a thousand, four thousand with the slow tests; `make soak` runs a
+million.
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ FOUND = (890271,)
 """Schedules that found a defect in a soak: the source of an invalid copy stayed in the cache."""
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
+)
 def test_no_schedule_changes_an_answer(part: int) -> None:
     """Preempted, aborted, stopped, sharing, drafting, looping or stuck in a loop, every request
     reads what it reads alone, all end, and every page always has one owner.

@@ -40,7 +40,9 @@ def speed(policy, num_streams, *shares):
     return sum(request.num_generated for request in requests) / simulator.machine.now
 
 
-@pytest.mark.parametrize("block", [1, 4, 8])
+@pytest.mark.parametrize(
+    "block", [*(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8)), 4]
+)
 def test_the_estimate_does_not_depend_on_the_block(block):
     """Tokens right with probability 0.6 are estimated at 0.6, however many are proposed at once."""
     learner = TokenBudgetPolicy(H200_MOONDREAM2, decay=0.999)

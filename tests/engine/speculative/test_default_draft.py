@@ -29,7 +29,7 @@ def asked(assembly, temperature=0.0):
     return Run(assembly, requests)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_it_says_what_the_model_will(assembly, temperature):
     """Answers are the same, greedy and sampled, and come in far fewer steps than by lookup."""
     plain = asked(assembly, temperature)

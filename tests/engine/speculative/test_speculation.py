@@ -170,7 +170,13 @@ def knowing(assembly, run, *rates):
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
-@pytest.mark.parametrize("setting", ["fixed:1", "fixed:8", "seed", "budget"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(pytest.param(setting, marks=pytest.mark.slow) for setting in ("fixed:1", "seed")),
+        *("fixed:8", "budget"),
+    ],
+)
 def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
@@ -182,7 +188,7 @@ def test_answers_are_those_without(assembly, setting, temperature):
         assert changed is not replay or run.total("accepted") > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 @pytest.mark.parametrize("setting", ["fixed:3", "budget"])
 def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperature):
     """A draft that says anything at all changes no answer; it speaks for every row that may."""
@@ -306,7 +312,7 @@ def test_a_stop_string_inside_a_block(assembly, depth):
 
 
 @pytest.mark.parametrize("how", ["abort", "stop"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_who_leaves_between_two_blocks_disturbs_nobody(assembly, depth, how):
     """Aborted or stopped at any step, one request gives all back and its neighbours go on."""
     plain = mixed(assembly, draw=random.Random(0), temperature=0.8)
@@ -375,7 +381,13 @@ class Foolish:
         draft_RK[:, 1:2] = -1
 
 
-@pytest.mark.parametrize("token", [-5, -1, 0, 5, 6, 299, 300, 2**40])
+@pytest.mark.parametrize(
+    "token",
+    [
+        *(-1, 0, 299, 300),  # on both sides of what the vocabulary has
+        *(pytest.param(token, marks=pytest.mark.slow) for token in (-5, 5, 6, 2**40)),
+    ],
+)
 def test_no_proposal_can_do_harm(assembly, token):
     """Ids that do not exist, coords and sizes, gaps: answers and their steps are as without."""
     plain = mixed(assembly, draw=random.Random(0))

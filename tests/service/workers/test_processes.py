@@ -147,6 +147,7 @@ async def test_a_killed_engine_fails_no_call(tmp_path):
         assert exists(worker)
 
 
+@pytest.mark.real_start
 async def test_all_processes_end_with_the_first():
     """When the first process is killed, the engine and the worker end."""
     async with two_processes() as (running, worker, clients):

@@ -44,7 +44,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=["random-tiny", "random-tiny3", "fixed:3"])
+@pytest.fixture(
+    scope="module",
+    params=["random-tiny", pytest.param("random-tiny3", marks=pytest.mark.slow), "fixed:3"],
+)
 def assembly(request):
     """Models with and without experts, and one that speculates."""
     changes = {"model": request.param}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from legato_engine.core import QueryTask, Request, RequestKey
 from legato_engine.models.registry import resolve
-from transformers import PreTrainedTokenizerFast
 
 from tests.engine.models import hub_folder
 
@@ -23,6 +22,8 @@ def prompt_of(folder, question):
 
 def theirs(folder):
     """The tokenizer as transformers uses it."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds, not needed by most
+
     return PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         bos_token=hub_folder.BOS,

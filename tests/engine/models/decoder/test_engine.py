@@ -15,7 +15,6 @@ from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken, tokens_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from transformers import AutoModelForCausalLM
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models.paged_session import PagedSession
@@ -53,6 +52,8 @@ def test_deltas_spell_the_answer(engine):
 
 def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
     """Each token has transformers' log-probability at temperature 1, EOS included."""
+    from transformers import AutoModelForCausalLM  # takes seconds, not needed by most
+
     theirs = AutoModelForCausalLM.from_pretrained(phi_folder, dtype=torch.float32)
     answers = engine.ask(QUESTIONS, logprobs=True, max_tokens=40, temperature=2.5)
     assert FinishReason.STOP in answers.reasons.values()

@@ -14,7 +14,6 @@ from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
@@ -49,6 +48,8 @@ def model(kind="llama", **fields):
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     }
+    from transformers import AutoConfig  # takes seconds, not needed by most
+
     config = AutoConfig.for_model(kind, **(sizes | fields))
     return hub_folder.random_model(config)
 
@@ -88,6 +89,8 @@ def test_linear_scaling_is_that_of_the_file(path):
 def test_quantised_weights_are_those_that_transformers_reads(path, kind):
     """The dequantised file, read by transformers on its own, gives the same logits."""
     gguf_files.write(path, model(), kind=kind)
+    from transformers import AutoModelForCausalLM  # takes seconds, not needed by most
+
     theirs = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )

@@ -10,7 +10,6 @@ from legato_engine.core import PromptToken
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
@@ -30,6 +29,8 @@ def config(**fields):
         "eos_token_id": 0,
         "architectures": ["LlamaForCausalLM"],
     }
+    from transformers import LlamaConfig  # takes seconds, not needed by most
+
     return LlamaConfig(**(sizes | fields))
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
-from transformers import Qwen2Config, Qwen3Config
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+VERSIONS = ("qwen2", "qwen3")
 
 
 def config(kind, **fields):
@@ -30,7 +29,10 @@ def config(kind, **fields):
     }
     if kind == "qwen3":
         sizes["head_dim"] = 24
-    return CONFIGS[kind](**(sizes | fields))
+    from transformers import Qwen2Config, Qwen3Config  # takes seconds, not needed by most
+
+    kinds = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    return kinds[kind](**(sizes | fields))
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,14 +53,14 @@ def test_logits_are_those_of_transformers(tmp_path, kind, length):
     same.check_prefill_and_decode(same.load("qwen", tmp_path), theirs, length=length)
 
 
-@pytest.mark.parametrize("version", CONFIGS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_greedy_answers_are_those_of_transformers(tmp_path, version):
     """A hundred prompts each, in the turns of a chat."""
     theirs = hub_folder.write(tmp_path, config(version), chat=hub_folder.CHAT)
     same.check_greedy("qwen", tmp_path, theirs, count=100)
 
 
-@pytest.mark.parametrize("version", CONFIGS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_neither_batch_nor_depth_changes_an_answer(tmp_path, version):
     """With normed heads, a row has the same bits in any batch."""
     hub_folder.write(tmp_path, config(version))
@@ -79,7 +81,7 @@ def test_thinking_is_switched_off(tmp_path):
         assert engine.prompt("why?") == tokenizer.encode("why? at once").ids
 
 
-@pytest.mark.parametrize("version", CONFIGS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

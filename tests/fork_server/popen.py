@@ -1,0 +1,103 @@
+"""`subprocess` as tests see it: a server's or engine's command is forked instead of executed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.fork_server.client import ForkServer
+
+FORKED = frozenset(
+    {
+        "legato_engine.engine.process",
+        "legato_engine.images.decoding_worker",
+        "legato_service",
+        "legato_service.workers.worker",
+        "tests.e2e.quick_service",
+        "tests.service.fake_process",
+        "tests.service.fake_service",
+        "tests.service.fakes",
+    }
+)
+"""Modules whose commands may be forked."""
+
+_OWN_VARIABLES = ("LEGATO_", "PYTEST_", "TMPDIR", "XDG_", "PYTHONPATH", "OPENBLAS_", "OMP_")
+"""What a forked process reads itself; all other variables are those of the fork server."""
+
+_execute: Any = vars(subprocess.Popen)["_execute_child"]
+
+
+class ForkingStarts:
+    """Replaces `subprocess`'s execution in this process while `active`."""
+
+    def __init__(self) -> None:
+        self.active = True
+        self._environment = dict(os.environ)
+        self._folders = frozenset(path for path in sys.path if path)
+        popen: Any = subprocess.Popen
+        popen._execute_child = functools.partialmethod(_start, self)
+
+    @functools.cached_property
+    def server(self) -> ForkServer:
+        """The fork server, from the first use on."""
+        path = os.pathsep.join(path for path in sys.path if path)
+        return ForkServer.begin({**self._environment, "PYTHONPATH": path})
+
+    def can_fork(self, command: object, environment: Mapping[str, str]) -> bool:
+        """Whether a forked process is what the command would be."""
+        if not self.active or isinstance(command, str | bytes) or not isinstance(command, Sequence):
+            return False
+        words = [str(word) for word in command]
+        if len(words) < 3 or words[:2] != [sys.executable, "-m"] or words[2] not in FORKED:
+            return False
+        return self._has_environment(environment) and _has_policy(words)
+
+    def _has_environment(self, environment: Mapping[str, str]) -> bool:
+        changed = set(environment.items()) ^ set(self._environment.items())
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        return all(name.startswith(_OWN_VARIABLES) for name, _ in changed) and all(
+            path in self._folders for path in paths if path
+        )
+
+
+def _has_policy(words: Sequence[str]) -> bool:
+    """What the policy sets is read by gRPC when it is imported."""
+    option = "--latency-policy"
+    if option not in words:
+        return not any(word.startswith(option) for word in words)
+    return words[words.index(option) + 1] == "auto"
+
+
+def _start(process: Any, starts: ForkingStarts, args: Any, *rest: Any) -> None:
+    """As `Popen._execute_child`."""
+    names = (
+        *("executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo"),
+        *("creationflags", "shell", "p2cread", "p2cwrite", "c2pread", "c2pwrite"),
+        *("errread", "errwrite", "restore_signals", "gid", "gids", "uid", "umask"),
+        *("start_new_session", "process_group"),
+    )
+    given = dict(zip(names, rest, strict=True))
+    environment = os.environ if given["env"] is None else given["env"]
+    unusual = ("executable", "preexec_fn", "shell")
+    if any(given[name] for name in unusual) or not starts.can_fork(args, environment):
+        _execute(process, args, *rest)
+        return
+    ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+    fds = {number: number if end == -1 else end for number, end in enumerate(ends)}
+    fds |= {number: number for number in given["pass_fds"]}
+    _, _, module, *arguments = map(str, args)
+    process.pid = starts.server.start(
+        module,
+        arguments,
+        environment,
+        fds,
+        folder=given["cwd"] or ".",
+        new_session=given["start_new_session"],
+    )
+    process._child_created = True
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[name] for name in pipes))
