@@ -18,7 +18,11 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
+#if VALUES  // registers that hold it would be spilled around the call
+      const Instruction& it = table[at.index];
+#else
       const Instruction it = table[at.index];
+#endif
       dawdle(11);
       note_time(a, at, 0);
       if (it.wait != NONE) wait_passed(shared, at);

@@ -55,15 +55,17 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
     const int id = shared.token[i / BLOCK], output = block * BLOCK + i % BLOCK;
     if (id != SCALAR && id != PAIR) x[i / BLOCK * DIM + output] = a.embedding[(i64)id * DIM + output];
   }
-  for (int token = 0; token < a.rows; token++) {
-    const int id = shared.token[token];
-    if (id != SCALAR && id != PAIR) continue;
-    const bool pair = id == PAIR;
-    const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
-    const bf16* frequencies = pair ? a.pair.frequencies : a.scalar.frequencies;
-    const Angles angles(shared.value[token].x, shared.value[token].y);
-    for (int i = threadIdx.x; i < count; i += THREADS)
-      store_feature(features + token * FEATURES, count, i, angles.phase(frequencies, count, i, pair));
+  for (int i = threadIdx.x; i < FEATURES / 2; i += THREADS) {
+    const float scalar = i < SCALAR_FEATURES ? to_float(a.scalar.frequencies[i]) : 0.f;
+    const float first = i < PAIR_FEATURES ? to_float(a.pair.frequencies[i]) : 0.f;
+    const float second = i < PAIR_FEATURES ? to_float(a.pair.frequencies[PAIR_FEATURES + i]) : 0.f;
+    for (int token = 0; token < a.rows; token++) {
+      const bool pair = shared.token[token] == PAIR;
+      const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
+      if ((!pair && shared.token[token] != SCALAR) || i >= count) continue;
+      const Angles angles(shared.value[token].x, shared.value[token].y);
+      store_feature(features + token * FEATURES, count, i, pair ? angles.phase(first, second) : angles.phase(scalar));
+    }
   }
   __syncwarp();
   workers_sync();
@@ -255,6 +257,7 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
     if (index >= a.rows) break;
     const int token = shared.chosen[index];
     const float *bins = a.bins + (i64)index * (SCALAR_BINS + PAIR_BINS), *scores = a.scores + (i64)index * VOCAB;
+    const float end = load_fresh_f32(scores + END), own = load_fresh_f32(scores + max(token, 0));
     if (axis < 2) {
       const Value read = read_value(token, axis, bins, bins + SCALAR_BINS);
       if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, read.logprob, 0.f};
@@ -265,7 +268,7 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
     if (threadIdx.x == 0) {
       const float4 first = shared.read[0], second = shared.read[1];
       const bool valued = token == SCALAR || token == PAIR;
-      const float exists = valued ? existence(load_fresh_f32(scores + END), load_fresh_f32(scores + token)) : 1.f;
+      const float exists = valued ? existence(end, own) : 1.f;
       a.value[index] = float4{first.x, second.x, exists, first.y * second.y};
       a.logprob[index] = logprob + first.z + second.z;
     }
@@ -273,8 +276,7 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
   }
 }
 
-// A function of its own, with few registers: what it needs is spilled in the code of the other instructions, whose
-// steps were 6 % slower with more.
+// A function of its own, with few registers: those that it needs are spilled in the code of the other instructions.
 __device__ __noinline__ void run_values(const Instruction& it) {
   switch (it.op) {
     case OP_EMBED: run_embed(it.dst, it.block); break;
