@@ -18,7 +18,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
-#if VALUES  // registers that hold it would be spilled around the call
+#if VALUES || TILES > 1  // registers that hold it would be spilled
       const Instruction& it = table[at.index];
 #else
       const Instruction it = table[at.index];

@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS) embed(
   const Angles angles(payload[0], payload[1]);
   for (int i = threadIdx.x; i < count; i += WORKERS) {
     const float frequency = to_float(frequencies[i]);
-    store_feature(features, count, i, pair ? angles.phase(frequency, to_float(frequencies[count + i])) : angles.phase(frequency));
+    const float phase = pair ? angles.phase(frequency, to_float(frequencies[count + i])) : angles.phase(frequency);
+    store_feature(features, count, i, phase);
   }
   __syncthreads();
   const bf16* weight = pair ? pair_weight : scalar_weight;
