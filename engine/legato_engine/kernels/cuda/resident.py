@@ -52,7 +52,7 @@ _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
 _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
-_SAMPLING_BYTES = 512  # at least `Sampling` in worker.cuh and single words
+_SAMPLING_BYTES = 768  # at least `Sampling` and `ValueArguments` in worker.cuh and single words
 _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
 """What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one."""
 
@@ -173,7 +173,7 @@ class ResidentBuild:
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
-        self._logprob = scratch(2, tokens, dtype=torch.float32)
+        self._logprob = scratch(tokens, dtype=torch.float32)
 
     def run(
         self,

@@ -25,6 +25,21 @@ struct ValueKind {
   const bf16 *frequencies, *encoder, *encoder_bias, *fc1, *fc1_bias, *fc2, *fc2_bias;
 };
 
+// What instructions of values take, as in `Arguments`.
+struct ValueArguments {
+  ValueKind scalar, pair;
+  const bf16* embedding;
+  bf16 *x0, *x1;
+  const int* token;
+  const float* scores;
+  bf16* inner;     // [TOKENS, 2 * INNER]: inner activations
+  float* bins;     // [TOKENS, SCALAR_BINS + PAIR_BINS]
+  float4* value;   // [TOKENS]: both values, and the certainties of their kind and of them
+  float* logprob;  // [TOKENS]: of a token and its values
+  int rows;
+  bool has_logprobs;
+};
+
 struct Arguments {
   const Instruction* table;  // [WORKERS, count]
   u32* counters;
@@ -59,12 +74,9 @@ struct Arguments {
   // well where no row wants them; they are told by these builds alone, to leave the others' registers alone.
   volatile float2 *payload_ring, *certainty_ring;
   volatile float* logprob_ring;
-  float* logprob;                // [2, TOKENS]: of tokens, and of their values
-  ValueKind scalar, pair;
+  const float* logprob;          // [TOKENS]
   float2* row_payload;           // [R]: as row_token
-  bf16* inner;                   // [TOKENS, 2 * INNER]: inner activations
-  float* bins;                   // [TOKENS, SCALAR_BINS + PAIR_BINS]
-  float4* value;                 // [TOKENS]: both values, and the certainties of their kind and of them
+  const float4* value;           // [TOKENS]: as in `ValueArguments`
   float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
@@ -99,6 +111,7 @@ struct __align__(16) Shared {
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
+  ValueArguments values;
   float4 value[TOKENS];   // as of the token
   float logprob[TOKENS];
   float4 read[2];  // what VALUE has of a token's values
@@ -111,6 +124,11 @@ struct __align__(16) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
 static_assert(TOKENS <= 32 && sizeof(Bin) * BINS <= sizeof(Shared::sums), "a lane for each row; bins in place of sums");
+
+__device__ __forceinline__ Shared& worker_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return *reinterpret_cast<Shared*>(memory);
+}
 
 // The worker's instructions, which follow the rest in shared memory.
 __device__ __forceinline__ Instruction* instructions(Shared& shared) {
