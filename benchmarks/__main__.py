@@ -46,6 +46,7 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
+    "start",
     "telemetry",
     "tracking",
 )
