@@ -23,7 +23,7 @@ DOCS_STAMP := $(DOCS_VENV)/.legato-setup
 DEPLOY_VENV := $(abspath .venv-deploy)
 DEPLOY_STAMP := $(DEPLOY_VENV)/.legato-setup
 
-# Tests start a hundred processes, which start in half the time from compiled modules, also where the environment wants none.
+# Processes of tests start in half the time from compiled modules, also where the environment wants none.
 export PYTHONDONTWRITEBYTECODE :=
 
 PACKAGES := -e ".[dev,mesh]" -e engine/tiny -e "service[gguf]"
