@@ -151,7 +151,12 @@ class Text(nn.Module):
         return self._on_cpu is not None
 
     def count_apart(self) -> None:
-        """Clear the tile counters of `cache_stacked` at once; then only one such pass may run."""
+        """Clear the tile counters of `cache_stacked` at once; then only one such pass may run.
+
+        They are those of the first call: graphs that were captured since read them.
+        """
+        if self._counters is not None:
+            return
         tall: list[Linear] = [attention.qkv for attention in self._attentions()]
         tall += [module.fc1 for module in self.modules() if isinstance(module, MLP)]
         self._counters = TileCounters(tall, self.wte.device)

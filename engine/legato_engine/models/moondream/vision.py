@@ -122,7 +122,12 @@ class Vision(nn.Module):
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
     def count_apart(self) -> None:
-        """Clear all tile counters at once; then only one pass may run at a time."""
+        """Clear all tile counters at once; then only one pass may run at a time.
+
+        They are those of the first call: graphs that were captured since read them.
+        """
+        if self._counters is not None:
+            return
         tall = list[Linear]()
         for block in self.blocks:
             assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
