@@ -402,7 +402,7 @@ def _resident_steps(backend: Backend, max_rows: int) -> ResidentSteps | None:
     if isinstance(steps, str):
         _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
         return None
-    _log.info("resident_kernel", max_rows=steps.max_rows)
+    _log.info("resident_kernel", max_rows=steps.max_rows, values=steps.has_values)
     return steps
 
 

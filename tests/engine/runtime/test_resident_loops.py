@@ -12,7 +12,8 @@ from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
-from legato_engine.kernels.resident import ResidentRows
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
+from legato_engine.kernels.resident import ResidentRows, values_obstacle
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for
@@ -45,6 +46,7 @@ class Fake:
         self._buckets = runner._resources.buckets
         self._left = steps
         self.launches = 0
+        self.kinds: set[tuple[bool, bool]] = set()
         self.stuck = False
 
     def run(
@@ -56,10 +58,11 @@ class Fake:
         payload: bool = False,
         logprobs: bool = False,
     ) -> None:
-        assert self.has_values or not payload
+        assert self.has_values or not (payload or logprobs)
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
+        self.kinds.add((payload, logprobs))
         if self._left is not None:
             self.stuck = num_steps > self._left
             num_steps = min(num_steps, self._left)
@@ -77,9 +80,11 @@ class Fake:
         return "worker 3, counter 5" if self.stuck else None
 
 
-def with_fake(graph: Assembly, steps: int | None = None) -> tuple[Assembly, Fake]:
+def with_fake(
+    graph: Assembly, steps: int | None = None, *, has_values: bool = True
+) -> tuple[Assembly, Fake]:
     made = with_decode_path(graph, "resident")
-    fake = Fake(made.runner, steps)
+    fake = Fake(made.runner, steps, has_values=has_values)
     assert made.runner._loops is not None
     made.runner._loops._resident = fake
     return made, fake
@@ -110,6 +115,20 @@ def test_every_step_of_rows_that_it_takes_is_its_own(
     assert fake.launches > 0
     totals = randomly(assembly, num_steps=60, seed=5, skills=False)
     assert totals["different"] == 0
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_values_and_logprobs_are_its_own_where_it_has_them(
+    graph: Assembly, has_values: bool
+) -> None:
+    """Answers of every skill are what they are alone; without values it gets words alone."""
+    assembly, fake = with_fake(graph, has_values=has_values)
+    totals = randomly(assembly, num_steps=100, seed=5)
+    assert totals["different"] == 0
+    if has_values:
+        assert {(True, False), (True, True)} <= fake.kinds
+    else:
+        assert fake.kinds <= {(False, False)}
 
 
 def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
@@ -159,6 +178,42 @@ WISH = Wish(SIZES, 24, True, torch.bfloat16, (9, 0), 132, 10_000_000_000)
 
 def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
     assert obstacle(WISH) is None
+
+
+VALUES = ValueSizes(
+    dim=2048,
+    inner_dim=8192,
+    scalar_features=128,
+    pair_features=256,
+    scalar_bins=1024,
+    pair_bins=2048,
+    scalar_divisor=1024,
+    scalar_token=5,
+    pair_token=6,
+    end_token=0,
+    scalar_reach=32,
+    pair_reach=51,
+    vocab=51200,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, None),
+        ({"inner_dim": 960}, "16 outputs of each layer"),
+        ({"scalar_bins": 448}, "multiples of 128"),
+        ({"pair_features": 516}, "512 frequencies"),
+    ],
+    ids=str,
+)
+def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: str | None) -> None:
+    """Moondream 2's are within the limits."""
+    none: Any = None  # no weights
+    sizes = dataclasses.replace(VALUES, **change)
+    obstacle = values_obstacle(SIZES, TwoLayerValues(sizes, none, none))
+    assert obstacle == text or str(text) in str(obstacle)
+    assert "two layers" in str(values_obstacle(SIZES, None))
 
 
 @pytest.mark.parametrize(
