@@ -58,19 +58,28 @@ class Made:
         self.form = form
         self.generator = torch.Generator().manual_seed(seed)
         fused = (form.heads + 2 * form.key_heads) * form.head_dim
-        up = INNER * (2 if form.gated else 1)
-        shapes = [(fused, DIM), (DIM, form.heads * form.head_dim), (up, DIM), (DIM, INNER)]
+        inner = INNER * (2 if form.gated else 1)
+        shapes = [(fused, DIM), (DIM, form.heads * form.head_dim), (inner, DIM), (DIM, INNER)]
         self.layers = []
         for _ in range(LAYERS):
-            maps = [
+            qkv, out, up, down = [
                 Map(PanelWeight(library, self.noise(*shape) / 6, form.kind), self.noise(shape[0]))
                 for shape in shapes
             ]
-            norms = [self.norm(DIM, biased=not form.gated) for _ in range(2)]
-            heads = [self.norm(form.head_dim, biased=False) for _ in range(2)]
-            heads = heads if form.normed_heads else [None, None]
-            later = norms[1] if form.gated else None
-            self.layers.append(Layer(norms[0], *maps, later, *heads))
+            norm, later = [self.norm(DIM, biased=not form.gated) for _ in range(2)]
+            query, key = [self.norm(form.head_dim, biased=False) for _ in range(2)]
+            self.layers.append(
+                Layer(
+                    norm,
+                    qkv,
+                    out,
+                    up,
+                    down,
+                    next_norm=later if form.gated else None,
+                    query_norm=query if form.normed_heads else None,
+                    key_norm=key if form.normed_heads else None,
+                )
+            )
         angle = torch.arange(PAGES * SLOTS)[:, None] / 7.0 ** torch.arange(form.rotary // 2)
         self.angles = angle.cos(), angle.sin()
         sizes = Sizes(form.heads, form.key_heads, form.head_dim, form.gated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from legato_engine.kernels.cpu.library import library
@@ -9,8 +11,8 @@ from legato_engine.models import registry
 
 
 def encoder(kernels):
-    bundle = registry.resolve("random-tiny")
-    model = bundle.load(torch.device("cpu"), torch.float32, cpu_kernels=kernels)
+    bundle: Any = registry.resolve("random-tiny")
+    model: Any = bundle.load(torch.device("cpu"), torch.float32, cpu_kernels=kernels)
     return model._network.vision, bundle.config.vision
 
 
