@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from legato_engine.device.base import Event
-from legato_engine.kernels.accelerated import captured_loop
+from legato_engine.kernels.accelerated import DraftKernels, LookupKernel, captured_loop
 from legato_engine.kernels.decode_loop import (
     NOT_BEHIND,
     AnyLoop,
@@ -28,7 +28,7 @@ from legato_engine.kernels.decode_loop import (
     control_step,
     place_behind,
 )
-from legato_engine.kernels.resident import ResidentRows, ResidentSteps
+from legato_engine.kernels.resident import ResidentDrafts, ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
@@ -78,7 +78,7 @@ class DecodeLoops:
         if self._resident is not None:
             for payload in (False, True)[: 1 + self._resident.has_values]:
                 plain = Needs(sampled=False, payload=payload, logprobs=False)
-                self._submit(self._resident, 0, num_rows=1, num_steps=1, needs=plain)
+                self._submit(self._resident, 0, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
 
@@ -93,15 +93,24 @@ class DecodeLoops:
         self._resources.graphs.run(self._place_work, slot)
 
     def start(
-        self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs
+        self,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        bucket: int,
+        rank: int,
+        num_steps: int,
+        needs: Needs,
     ) -> None:
-        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
+        """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, maybe none; rows and
+        constraints are staged.
+        """
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
         if resident is not None and not rank and _takes(resident, num_rows, needs):
             if num_steps:
-                self._submit(resident, slot, num_rows, num_steps, needs)
+                self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
 
@@ -138,7 +147,13 @@ class DecodeLoops:
         return None
 
     def _submit(
-        self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int, needs: Needs
+        self,
+        resident: ResidentSteps,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        num_steps: int,
+        needs: Needs,
     ) -> None:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         staged = buffers.staged.device
@@ -156,12 +171,49 @@ class DecodeLoops:
             certainty_SB2=ring.fields["certainty"],
             logprob_SB=ring.fields["logprob"],
             words=ring.words,
+            drafts=self._resident_drafts(slot) if resident.drafts else None,
         )
+        if resident.drafts:
+            self._resources.graphs.run(self._first_tokens_work, slot)
         self._resources.compute.submit(
             lambda: resident.run(
-                rows, num_rows, num_steps, payload=needs.payload, logprobs=needs.logprobs
+                rows,
+                num_rows,
+                num_steps,
+                payload=needs.payload,
+                logprobs=needs.logprobs,
+                num_tokens=num_tokens,
             )
         )
+
+    def _resident_drafts(self, slot: int) -> ResidentDrafts:
+        drafts, buffers = self._resources.state.drafts, self._resources.slots[slot]
+        assert drafts is not None, "steps of drafts without speculation"
+        kernels, proposer = drafts.operations, drafts.proposer
+        assert isinstance(kernels, DraftKernels), "a GPU has kernels"
+        assert isinstance(proposer, LookupKernel), "the kernel looks up"
+        return ResidentDrafts(
+            staged=buffers.staged.device,
+            state=drafts,
+            rules=kernels.rules,
+            seconds_P=kernels.seconds_P,
+            outputs=buffers.outputs.device,
+            ring=self._rings[slot].fields,
+            lengths=proposer.lengths,
+        )
+
+    def _first_tokens_work(self, slot: int) -> Work:
+        """Block sizes, proposals and tokens of a launch's first step."""
+        drafts, buffers = self._resources.state.drafts, self._resources.slots[slot]
+        assert drafts is not None, "steps of drafts without speculation"
+        table_RM = self._resources.state.page_table_RM
+
+        def work() -> None:
+            drafts.allot(buffers, table_RM)
+            drafts.propose(buffers, table_RM, drafts.max_block)
+            drafts.place(buffers)
+
+        return work
 
     def _forget_stuck(self) -> None:
         """After a launch that gave up a wait, whose rows go on after the last step that they have,

@@ -40,6 +40,10 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_BINS: run_bins(a, shared, it); break;
         case OP_VALUE: run_value(a, shared, it); break;
 #endif
+#if DRAFTS
+        case OP_SETTLE: run_settle(a, shared, it); break;
+        case OP_PLACE: run_place(a, at, shared, it); break;
+#endif
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
@@ -65,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const bf16* scalar_fc2, const bf16* scalar_fc2_bias, const bf16* pair_frequencies, const bf16* pair_encoder,
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
     const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
-    int num_steps, int ring_stride, int patience_ms, int zero) {
+    int num_steps, int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
@@ -78,13 +82,17 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                        {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
                         pair_fc2_bias},
                        row_payload, inner, bins, value, logits, trace, profile, count, layers, stream_stages,
-                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero};
+                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
       barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS), shared.begun[i] = 0;
     barriers_ready();
     shared.passed = 0, shared.ended = GOES_ON, shared.epoch = *epoch;
   }
+#if DRAFTS
+  if (threadIdx.x < 32) take_tokens(a, shared);
+  if (threadIdx.x == 0) shared.placed = 1;
+#else
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     const i64 mine = lane < rows ? row[lane] : 0;
@@ -96,13 +104,19 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const u32 drawn = __ballot_sync(~0u, lane < rows && row_temperature[mine] > GREEDY_TEMPERATURE);
     if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   }
+#endif
   for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
+#if DRAFTS
+  __syncthreads();
+  take_pages(a, shared, threadIdx.x, blockDim.x);
+#else
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
     const Unit unit(i / OWN_PAGES, rows);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.row] * row_pages + page] : 0;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.token] * row_pages + page] : 0;
   }
+#endif
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
