@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,19 +22,21 @@ from legato_engine.kernels.decode_loop import ANY
 from legato_engine.kernels.resident import ResidentDrafts, ResidentRows
 from legato_engine.kernels.step import StepCache
 from legato_engine.resident.program import build_program
+from legato_engine.resident.sizes import MOONDREAM2
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState, Layout
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, STARTS, WORDS
 from legato_engine.runtime.token_ring import TokenRing
-from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy
+from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy, FixedBlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 
-from benchmarks.resident_kernel import Rules
+from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_model import DEVICE, Cache, Model
 
 BACK = 150
 """An answer was planted so many positions before where it begins."""
 MAX_STEPS = 128
+CONTEXT, POSITIONS = 850, 1024
 
 
 @dataclasses.dataclass
@@ -228,6 +231,42 @@ class DraftingRows:
             over = (left < 0) | (newest + 1 + torch.minimum(room, left) > staged["reach"])
             ends.append(bool(over.any()))
         return told, ends
+
+
+def time_drafts(tiles: list[int]) -> None:
+    """Milliseconds of a step of so many rows and tokens of each, all of them right."""
+    del tiles
+    sizes, steps, block = MOONDREAM2, 12, 7
+    model = Model.random(sizes, POSITIONS)
+    kernel = ResidentKernel(model, 1)
+    first = torch.randint(sizes.vocab_size, (4,), device=DEVICE)
+    positions = torch.full((4,), CONTEXT, device=DEVICE)
+    whole = Cache.random(sizes, 4, POSITIONS // 16)
+    kernel.run(whole, first, positions, steps * (1 + block))
+    assert kernel.ended("answers")
+    answers = kernel.tokens(steps * (1 + block), 4).T.contiguous()
+    for count in (1, 2, 4):
+        cache = Cache(whole.keys, whole.values, whole.pages[:count].contiguous())
+        rows = DraftingRows(model, cache, positions[:count], FixedBlockPolicy(block))
+        for room in (0, 3, 7):
+            limit = steps * (1 + room) - 1
+            took, num_tokens = [], 0
+            for _ in range(30):
+                rows.begin(first[:count], answers[:count], limit, room, POSITIONS)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                rows.launch(kernel.weights, steps)
+                end.record()
+                told = rows.steps()
+                took.append(begin.elapsed_time(end) / len(told))
+                num_tokens = sum(len(tokens) for each in told for tokens in each.tokens)
+            assert rows.build is not None
+            print(
+                f"{count} rows, {1 + room} tokens of each, build for {rows.build.tokens}:",
+                f"{statistics.median(took[5:]):.4f} ms a step of {len(told)},",
+                f"{num_tokens / len(told) / count:.2f} tokens of a row",
+                flush=True,
+            )
 
 
 @functools.cache

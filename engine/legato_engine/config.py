@@ -77,7 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
     row needs the host between them; `resident` runs these as one kernel where it can, with
-    speculation by draft tokens of lookups. `auto` is `loop` where a GPU has kernels for the model's steps; else `graph`.
+    speculation by lookups alone. `auto` is `loop` where a GPU has kernels for the model's steps;
+    else `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
@@ -156,7 +157,7 @@ def check(config: EngineConfig) -> None:
         if not least <= getattr(config, field) <= most:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
-    max_block_size(config.speculation)
+    max_block_size(config.speculation)  # raises
     loops = config.decode_path in LOOP_PATHS
     if loops and not config.cuda_graphs:
         reason = f"decode_path {config.decode_path} needs cuda_graphs"

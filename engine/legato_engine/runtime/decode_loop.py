@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from legato_engine.device.base import Event
-from legato_engine.kernels.accelerated import DraftKernels, LookupKernel, captured_loop
+from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     NOT_BEHIND,
     AnyLoop,
@@ -28,9 +28,10 @@ from legato_engine.kernels.decode_loop import (
     control_step,
     place_behind,
 )
-from legato_engine.kernels.resident import ResidentDrafts, ResidentRows, ResidentSteps
+from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.resident_drafts import DraftLaunches
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.staging import StagingBuffer
 from legato_engine.runtime.token_ring import TokenRing
@@ -61,6 +62,8 @@ class DecodeLoops:
             StagingBuffer(resources.device, {"index": ((max_rows,), torch.int64)})
             for _ in resources.slots
         ]
+        drafts = resident is not None and resident.drafts
+        self._drafting = DraftLaunches(resources, self._rings) if drafts else None
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
         self._read_at = 0.0
@@ -141,7 +144,7 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                self._forget_stuck()
+                self._forget_stuck(slot)
                 break
             time.sleep(seconds)
         return None
@@ -171,10 +174,8 @@ class DecodeLoops:
             certainty_SB2=ring.fields["certainty"],
             logprob_SB=ring.fields["logprob"],
             words=ring.words,
-            drafts=self._resident_drafts(slot) if resident.drafts else None,
+            drafts=None if self._drafting is None else self._drafting.begin(slot),
         )
-        if resident.drafts:
-            self._resources.graphs.run(self._first_tokens_work, slot)
         self._resources.compute.submit(
             lambda: resident.run(
                 rows,
@@ -186,42 +187,15 @@ class DecodeLoops:
             )
         )
 
-    def _resident_drafts(self, slot: int) -> ResidentDrafts:
-        drafts, buffers = self._resources.state.drafts, self._resources.slots[slot]
-        assert drafts is not None, "steps of drafts without speculation"
-        kernels, proposer = drafts.operations, drafts.proposer
-        assert isinstance(kernels, DraftKernels), "a GPU has kernels"
-        assert isinstance(proposer, LookupKernel), "the kernel looks up"
-        return ResidentDrafts(
-            staged=buffers.staged.device,
-            state=drafts,
-            rules=kernels.rules,
-            seconds_P=kernels.seconds_P,
-            outputs=buffers.outputs.device,
-            ring=self._rings[slot].fields,
-            lengths=proposer.lengths,
-        )
-
-    def _first_tokens_work(self, slot: int) -> Work:
-        """Block sizes, proposals and tokens of a launch's first step."""
-        drafts, buffers = self._resources.state.drafts, self._resources.slots[slot]
-        assert drafts is not None, "steps of drafts without speculation"
-        table_RM = self._resources.state.page_table_RM
-
-        def work() -> None:
-            drafts.allot(buffers, table_RM)
-            drafts.propose(buffers, table_RM, drafts.max_block)
-            drafts.place(buffers)
-
-        return work
-
-    def _forget_stuck(self) -> None:
+    def _forget_stuck(self, slot: int) -> None:
         """After a launch that gave up a wait, whose rows go on after the last step that they have,
         there is no other of the kind.
         """
         if self._resident is not None and (fault := self._resident.fault()):
             _log.error("resident_kernel_stuck", wait=fault)
             self._resident = None
+            if self._drafting is not None:
+                self._drafting.restore(slot)
 
     def _place_work(self, slot: int) -> Work:
         slots, scratch_row = self._resources.slots, self._resources.state.scratch_row

@@ -35,6 +35,7 @@ class Fake:
     """Steps of torch's operations instead; gives up a wait after `steps` of them, if any."""
 
     max_rows = 4
+    drafts = False
 
     def __init__(
         self, runner: ModelRunner, steps: int | None = None, *, has_values: bool = True
@@ -55,7 +56,9 @@ class Fake:
         *,
         payload: bool = False,
         logprobs: bool = False,
+        num_tokens: int = 0,
     ) -> None:
+        del num_tokens
         assert self.has_values or not payload
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"

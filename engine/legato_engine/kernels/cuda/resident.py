@@ -46,7 +46,9 @@ PATIENCE_MS = 1000
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 UNDER_WAY = {1: 3, 2: 3, 4: 3}
-"""Stages that are being copied at once: the fastest on an H100 (docs/log/decode-kernels.md)."""
+"""Stages that are being copied at once: the fastest on an H100 and, but for 0.5 % with four tiles, on
+an H200 (docs/log/decode-kernels.md).
+"""
 MOST_ROWS = 8 * max(RING_STAGES)
 """Of a launch."""
 
@@ -54,7 +56,7 @@ _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
 _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
-_SAMPLING_BYTES = 512  # at least `Sampling` in worker.cuh and single words
+_SAMPLING_BYTES = 768  # at least `Sampling` and `ValueArguments` in worker.cuh and single words
 _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
 """What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one, and a
 step's tokens.
@@ -136,8 +138,8 @@ class ResidentBuild:
     ) -> None:
         """`values` as the program has them; rows draft by `policy`, if the program has drafts.
 
-        `under_way`: stages that are being copied at once, 0: what suits the device. `delays`: warps
-        come late at random, for tests.
+        `under_way`: stages that are being copied at once, for measuring; 0: `UNDER_WAY`. `delays`:
+        warps come late at random, for tests.
         """
         sizes, device = program.sizes, embedding.device
         assert (values is None) == (sizes.values is None), "the program has other values"
@@ -180,7 +182,7 @@ class ResidentBuild:
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
-        self._logprob = scratch(2, tokens, dtype=torch.float32)
+        self._logprob = scratch(tokens, dtype=torch.float32)
 
     def run(
         self,

@@ -137,21 +137,6 @@ __device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int 
   return best;
 }
 
-// The logarithm of a token's probability; sums are of one order.
-__device__ __noinline__ void note_logprob(Shared& shared, const float* scores, float highest, int token, float* to) {
-  float mass = 0.f;
-  each_score(scores, [&](float score, int) { mass += expf(score - highest); });
-  __syncwarp();
-  mass = warp_sum(mass);
-  if (threadIdx.x % 32 == 0) shared.sampling.mass[threadIdx.x / 32] = mass;
-  workers_sync();
-  mass = shared.sampling.mass[0];
-#pragma unroll
-  for (int warp = 1; warp < WARPS; warp++) mass += shared.sampling.mass[warp];
-  if (threadIdx.x == 0) *to = load_fresh_f32(scores + token) - highest - logf(mass);
-  workers_sync();  // before the next row's
-}
-
 __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, Shared& shared, const Instruction& it) {
   for (int i = 0; i < it.num_blocks; i++) {
     const int index = it.block + i * WORKERS;
@@ -176,8 +161,6 @@ __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, 
       best.y = draw_token(shared, rules, bounded ? find_last(shared, rules) : 0).id;
     }
     if (threadIdx.x == 0) a.token[index] = best.y < VOCAB ? (int)best.y : -1;
-    if (VALUES && a.logprob_ring && best.y < VOCAB)
-      note_logprob(shared, a.scores + (i64)index * VOCAB, highest, best.y, a.logprob + index);
   }
 }
 
@@ -198,8 +181,7 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
       const uint4 value = load_fresh(a.value + lane);
       shared.value[lane] = float4{__uint_as_float(value.x), __uint_as_float(value.y), __uint_as_float(value.z),
                                   __uint_as_float(value.w)};
-      if (a.logprob_ring)
-        shared.logprob[lane] = load_fresh_f32(a.logprob + lane) + load_fresh_f32(a.logprob + TOKENS + lane);
+      if (a.logprob_ring) shared.logprob[lane] = load_fresh_f32(a.logprob + lane);
     }
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;

@@ -27,14 +27,14 @@ struct Drafting {
   int* follows;  // whether a step follows
 };
 
-__device__ __forceinline__ bool aborted(const Arguments& a) {
+__device__ __forceinline__ bool aborted(const DraftArguments& a) {
   u32 word;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(a.abort) : "memory");
   return word != 0;
 }
 
 // The tokens that are placed, by one warp; padding follows them.
-__device__ __forceinline__ void take_tokens(const Arguments& a, Shared& shared) {
+__device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
   const Drafting& d = *a.drafting;
   const int lane = threadIdx.x % 32;
   const bool within = lane < TOKENS && lane < d.max_tokens;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void take_tokens(const Arguments& a, Shared& shared) 
 }
 
 // Pages of the tokens' units; `take_tokens` came before.
-__device__ __forceinline__ void take_pages(const Arguments& a, Shared& shared, int thread, int threads) {
+__device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
   for (int i = thread; i < shared.count * OWN_PAGES; i += threads) {
     const Unit unit(i / OWN_PAGES, shared.count);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
@@ -65,11 +65,11 @@ __device__ __forceinline__ void take_pages(const Arguments& a, Shared& shared, i
 }
 
 // After a wait that was given up nothing is what it should be: rows stay as they were.
-__device__ __forceinline__ void run_settle(const Arguments& a, Shared& shared, const Instruction& it) {
+__device__ __forceinline__ void run_settle(const DraftArguments& a, Shared& shared, int first, int count) {
   const Drafting& d = *a.drafting;
   if (aborted(a)) return;
-  for (int k = 0; k < it.num_blocks; k++) {
-    const int i = it.block + k * WORKERS;
+  for (int k = 0; k < count; k++) {
+    const int i = first + k * WORKERS;
     if (i >= a.rows) break;
     const int fed = (int)load_fresh_i64(d.rows.fed + i), start = (int)load_fresh_i64(d.rows.start + i);
     const int accepted = settle_row(
@@ -90,8 +90,7 @@ __device__ __forceinline__ void run_settle(const Arguments& a, Shared& shared, c
   }
 }
 
-__device__ __forceinline__ void run_place(const Arguments& a, const Place& at, Shared& shared, const Instruction& it) {
-  if (!it.num_blocks) return;
+__device__ __forceinline__ void run_place(const DraftArguments& a, Shared& shared, int step) {
   const Drafting& d = *a.drafting;
   Candidate* candidates = reinterpret_cast<Candidate*>(&shared.sums[0][0][0][0]);
   Auction* auction = reinterpret_cast<Auction*>(candidates + TOKENS);
@@ -108,7 +107,7 @@ __device__ __forceinline__ void run_place(const Arguments& a, const Place& at, S
       ends = row_ends(load_fresh_i64(d.state.newest + row), d.state.last[row], d.rows.room[thread], d.rows.reach[thread], token);
     }
     any = __any_sync(~0u, any), ends = __any_sync(~0u, ends) || !any;
-    const bool goes_on = follows(ends, at.step + 1, a.steps, load_fresh_u32(a.stop) != 0);
+    const bool goes_on = follows(ends, step + 1, a.steps, load_fresh_u32(a.stop) != 0);
     if (thread == 0) *d.follows = goes_on, shared.longest = shared.groups = 0, shared.goes_on = goes_on;
     if (RULE == BUDGET && thread == 0) {  // in the order of the launch
       Counts all = *d.overall;
@@ -129,7 +128,7 @@ __device__ __forceinline__ void run_place(const Arguments& a, const Place& at, S
              shared.sums_of_warps, &shared.groups, thread, THREADS);
 }
 
-__device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, Shared& shared) {
+__device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shared, int step) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x, told = shared.count;
     const bool gone = aborted(a), goes_on = !gone && load_fresh_u32(a.drafting->follows) != 0;
@@ -145,7 +144,19 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
   __syncwarp();
   workers_sync();
   if (threadIdx.x == 0)
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.placed)), "r"(at.step + 2) : "memory");
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.placed)), "r"(step + 2) : "memory");
+}
+
+// A function of its own, with few registers: those that it needs would be spilled in the code of the other instructions.
+__device__ __noinline__ void run_drafts(const Instruction& it, int step) {
+  Shared& shared = worker_memory();
+  switch (it.op) {
+    case OP_SETTLE: run_settle(shared.drafts, shared, it.block, it.num_blocks); break;
+    case OP_PLACE:
+      if (it.num_blocks) run_place(shared.drafts, shared, step);
+      break;
+    case OP_COMMIT: run_commit(shared.drafts, shared, step); break;
+  }
 }
 
 // What the host hears of a step: of tokens, and of rows.

@@ -105,9 +105,10 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
 // them again for every block.
 constexpr int AT_ONCE = TILES < 4 ? CHUNKS : 1;
 
-// A chunk of the residual stream of the tokens, as a warp holds it.
+// A chunk of the residual stream of the tokens, as a warp holds it; `a` are arguments of either kind.
+template <class Taken>
 __device__ __forceinline__ void load_chunk(
-    const Arguments& a, const Shared& shared, int source, int chunk, Inputs& to) {
+    const Taken& a, const Shared& shared, int source, int chunk, Inputs& to) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll

@@ -18,7 +18,11 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
+#if VALUES || DRAFTS || TILES > 1  // registers that hold it would be spilled
+      const Instruction& it = table[at.index];
+#else
       const Instruction it = table[at.index];
+#endif
       dawdle(11);
       note_time(a, at, 0);
       if (it.wait != NONE) wait_passed(shared, at);
@@ -33,16 +37,15 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
-        case OP_COMMIT: run_commit(a, at, shared); break;
-#if VALUES
-        case OP_EMBED: run_embed(a, shared, it); break;
-        case OP_INNER: run_inner(a, shared, it); break;
-        case OP_BINS: run_bins(a, shared, it); break;
-        case OP_VALUE: run_value(a, shared, it); break;
-#endif
 #if DRAFTS
-        case OP_SETTLE: run_settle(a, shared, it); break;
-        case OP_PLACE: run_place(a, at, shared, it); break;
+        default:
+          if (it.op >= OP_COMMIT) run_drafts(table[at.index], at.step);
+#else
+        case OP_COMMIT: run_commit(a, at, shared); break;
+#endif
+#if VALUES
+        default:
+          if (it.op >= OP_EMBED) run_values(table[at.index]);
 #endif
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
@@ -70,18 +73,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
     const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
     int num_steps, int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
                        logprob_ring, logprob,
-                       {scalar_frequencies, scalar_encoder, scalar_encoder_bias, scalar_fc1, scalar_fc1_bias, scalar_fc2,
-                        scalar_fc2_bias},
-                       {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
-                        pair_fc2_bias},
-                       row_payload, inner, bins, value, logits, trace, profile, count, layers, stream_stages,
+                       row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
@@ -89,9 +87,17 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     barriers_ready();
     shared.passed = 0, shared.ended = GOES_ON, shared.epoch = *epoch;
   }
+  if (VALUES && threadIdx.x == 32)
+    shared.values = {{scalar_frequencies, scalar_encoder, scalar_encoder_bias, scalar_fc1, scalar_fc1_bias, scalar_fc2,
+                      scalar_fc2_bias},
+                     {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
+                      pair_fc2_bias},
+                     embedding, x0, x1, token, scores, inner, bins, value, logprob, rows,
+                     logprob_ring != nullptr};
 #if DRAFTS
-  if (threadIdx.x < 32) take_tokens(a, shared);
-  if (threadIdx.x == 0) shared.placed = 1;
+  const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
+  if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
+  if (threadIdx.x < 32) take_tokens(drafts, shared);
 #else
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
@@ -109,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
 #if DRAFTS
   __syncthreads();
-  take_pages(a, shared, threadIdx.x, blockDim.x);
+  take_pages(drafts, shared, threadIdx.x, blockDim.x);
 #else
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
     const Unit unit(i / OWN_PAGES, rows);

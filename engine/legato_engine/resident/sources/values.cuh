@@ -46,28 +46,32 @@ __device__ __forceinline__ void embed_values(
   }
 }
 
-__device__ __forceinline__ void run_embed(const Arguments& a, Shared& shared, const Instruction& it) {
+__device__ __forceinline__ void run_embed(int dst, int block) {
+  Shared& shared = worker_memory();
+  const ValueArguments& a = shared.values;
   bf16* features = reinterpret_cast<bf16*>(&shared.sums[0][0][0][0]);
-  bf16* x = it.dst == SOURCE_X0 ? a.x0 : a.x1;
+  bf16* x = dst == SOURCE_X0 ? a.x0 : a.x1;
   for (int i = threadIdx.x; i < a.rows * BLOCK; i += THREADS) {
-    const int id = shared.token[i / BLOCK], output = it.block * BLOCK + i % BLOCK;
+    const int id = shared.token[i / BLOCK], output = block * BLOCK + i % BLOCK;
     if (id != SCALAR && id != PAIR) x[i / BLOCK * DIM + output] = a.embedding[(i64)id * DIM + output];
   }
-  for (int token = 0; token < a.rows; token++) {
-    const int id = shared.token[token];
-    if (id != SCALAR && id != PAIR) continue;
-    const bool pair = id == PAIR;
-    const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
-    const bf16* frequencies = pair ? a.pair.frequencies : a.scalar.frequencies;
-    const Angles angles(shared.value[token].x, shared.value[token].y);
-    for (int i = threadIdx.x; i < count; i += THREADS)
-      store_feature(features + token * FEATURES, count, i, angles.phase(frequencies, count, i, pair));
+  for (int i = threadIdx.x; i < FEATURES / 2; i += THREADS) {
+    const float scalar = i < SCALAR_FEATURES ? to_float(a.scalar.frequencies[i]) : 0.f;
+    const float first = i < PAIR_FEATURES ? to_float(a.pair.frequencies[i]) : 0.f;
+    const float second = i < PAIR_FEATURES ? to_float(a.pair.frequencies[PAIR_FEATURES + i]) : 0.f;
+    for (int token = 0; token < a.rows; token++) {
+      const bool pair = shared.token[token] == PAIR;
+      const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
+      if ((!pair && shared.token[token] != SCALAR) || i >= count) continue;
+      const Angles angles(shared.value[token].x, shared.value[token].y);
+      store_feature(features + token * FEATURES, count, i, pair ? angles.phase(first, second) : angles.phase(scalar));
+    }
   }
   __syncwarp();
   workers_sync();
   embed_values<2 * SCALAR_FEATURES>(
-      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, a.rows, SCALAR, it.block);
-  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, a.rows, PAIR, it.block);
+      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, a.rows, SCALAR, block);
+  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, a.rows, PAIR, block);
 }
 
 // The warp's part of a chunk of a packed map: rows 0 to 7 of its 32 first and 32 other inputs, then rows 8 to 15.
@@ -93,21 +97,18 @@ struct Past {
 // Sums of a block of a map with COUNT chunks of WIDTH inputs; `load(chunk, inputs)` has the tokens'.
 template <int WIDTH, int COUNT, class Load>
 __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sums& sums, Load load) {
-  constexpr int AT_ONCE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
-  constexpr bool TOGETHER = TILES < 4;  // as many inputs as registers hold
+  constexpr int AT_ONCE = COUNT % 2 == 0 ? 2 : 1;  // few registers: see `run_values`
   if (threadIdx.x / 32 * GROUP >= WIDTH) return;
 #pragma unroll 1
   for (int first = 0; first < COUNT; first += AT_ONCE) {
     Past past[AT_ONCE];
-    Inputs in[TOGETHER ? AT_ONCE : 1];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) past[i].load(block + (i64)(first + i) * (BLOCK * WIDTH), policy);
 #pragma unroll
-    for (int i = 0; TOGETHER && i < AT_ONCE; i++) load(first + i, in[i]);
-#pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      if (!TOGETHER) load(first + i, in[0]);
-      past[i].add_to(sums, in[TOGETHER ? i : 0]);
+      Inputs in;
+      load(first + i, in);
+      past[i].add_to(sums, in);
     }
   }
 }
@@ -116,33 +117,33 @@ __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sum
 // are, `multiply(block, sums)` has their sums, `finish(block, tile, sum)` takes them.
 template <class Of, class Multiply, class Finish>
 __device__ __forceinline__ void each_block(
-    Shared& shared, const Instruction& it, Of of, Multiply multiply, Finish finish) {
+    Shared& shared, int begin, int num_blocks, Of of, Multiply multiply, Finish finish) {
   const int warp = threadIdx.x / 32;
-  for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
-    const int count = min(BLOCKS_AT_ONCE, it.num_blocks - first);
+  for (int first = 0; first < num_blocks; first += BLOCKS_AT_ONCE) {
+    const int count = min(BLOCKS_AT_ONCE, num_blocks - first);
     u32 mine = 0;
     for (int i = 0; i < count; i++)
-      if (shared.needed & of(it.block + (first + i) * WORKERS)) mine |= 1u << i;
+      if (shared.needed & of(begin + (first + i) * WORKERS)) mine |= 1u << i;
     if (!mine) continue;
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
       if (!(mine >> i & 1)) continue;
       Sums sums;
       sums.clear();
-      multiply(it.block + (first + i) * WORKERS, sums);
+      multiply(begin + (first + i) * WORKERS, sums);
       sums.store(shared, i);
     }
     workers_sync();
     for (int i = warp; i < count * TILES; i += WARPS)
       if (mine >> i / TILES & 1)
-        finish(it.block + (first + i / TILES) * WORKERS, i % TILES, total(shared, i / TILES, i % TILES));
+        finish(begin + (first + i / TILES) * WORKERS, i % TILES, total(shared, i / TILES, i % TILES));
     workers_sync();
   }
 }
 
 // A lane's sums of a block are of rows g and g + 8, and tokens 2t and 2t + 1 of a tile: `store(token, row, low, high)`.
 template <class Store>
-__device__ __forceinline__ void each_sum(const Arguments& a, int block, int tile, const float4& sum, Store store) {
+__device__ __forceinline__ void each_sum(const ValueArguments& a, int block, int tile, const float4& sum, Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -152,13 +153,13 @@ __device__ __forceinline__ void each_sum(const Arguments& a, int block, int tile
 }
 
 __device__ __forceinline__ u32 decoder_of_bins(int block) { return block < SCALAR_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; }
-__device__ __forceinline__ const bf16* bin_weights(const Arguments& a, int block) {
+__device__ __forceinline__ const bf16* bin_weights(const ValueArguments& a, int block) {
   const bool pair = block >= SCALAR_BLOCKS;
   return (pair ? a.pair.fc2 : a.scalar.fc2) + (i64)(block - pair * SCALAR_BLOCKS) * (BLOCK * INNER);
 }
 
 // What BINS will read comes closer while the workers wait for each other.
-__device__ __forceinline__ void fetch_bins(const Arguments& a, const Shared& shared) {
+__device__ __forceinline__ void fetch_bins(const ValueArguments& a, const Shared& shared) {
   constexpr int PIECE = BLOCK * INNER_CHUNK * 2, PIECES = INNER / INNER_CHUNK;
   for (int i = threadIdx.x; blockIdx.x + i / PIECES * WORKERS < BIN_BLOCKS; i += THREADS) {
     const int block = blockIdx.x + i / PIECES * WORKERS;
@@ -168,7 +169,9 @@ __device__ __forceinline__ void fetch_bins(const Arguments& a, const Shared& sha
   }
 }
 
-__device__ __forceinline__ void run_inner(const Arguments& a, Shared& shared, const Instruction& it) {
+__device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
+  Shared& shared = worker_memory();
+  const ValueArguments& a = shared.values;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x, token = lane < a.rows ? (int)load_fresh_u32(a.token + lane) : -1;
     const bool scalar = __any_sync(~0u, token == SCALAR), pair = __any_sync(~0u, token == PAIR);
@@ -180,12 +183,12 @@ __device__ __forceinline__ void run_inner(const Arguments& a, Shared& shared, co
   if (!shared.needed) return;
   const u64 policy = stream_policy();
   each_block(
-      shared, it, [](int block) { return block < INNER_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; },
+      shared, begin, num_blocks, [](int block) { return block < INNER_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; },
       [&](int block, Sums& sums) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
         multiply_past<CHUNK, CHUNKS>(
-            weights, policy, sums, [&](int chunk, Inputs& in) { load_chunk(a, shared, it.src, chunk, in); });
+            weights, policy, sums, [&](int chunk, Inputs& in) { load_chunk(a, shared, src, chunk, in); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= INNER_BLOCKS;
@@ -199,11 +202,13 @@ __device__ __forceinline__ void run_inner(const Arguments& a, Shared& shared, co
   fetch_bins(a, shared);
 }
 
-__device__ __forceinline__ void run_bins(const Arguments& a, Shared& shared, const Instruction& it) {
+__device__ __forceinline__ void run_bins(int begin, int num_blocks) {
+  Shared& shared = worker_memory();
+  const ValueArguments& a = shared.values;
   if (!shared.needed) return;
   const u64 policy = stream_policy();
   each_block(
-      shared, it, [](int block) { return decoder_of_bins(block); },
+      shared, begin, num_blocks, [](int block) { return decoder_of_bins(block); },
       [&](int block, Sums& sums) {
         const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + threadIdx.x / 32 * GROUP;
         multiply_past<INNER_CHUNK, INNER / INNER_CHUNK>(
@@ -220,28 +225,64 @@ __device__ __forceinline__ void run_bins(const Arguments& a, Shared& shared, con
       });
 }
 
+// The logarithm of a token's probability, for the first thread; sums are in one order.
+__device__ __forceinline__ float token_logprob(Shared& shared, const float* scores, int token) {
+  Sampling& sampling = shared.sampling;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  u32 highest = 0;
+  each_score(scores, [&](float score, int) { highest = max(highest, to_key(score)); });
+  __syncwarp();
+  highest = __reduce_max_sync(~0u, highest);
+  if (lane == 0) sampling.rough[warp] = highest;
+  workers_sync();
+  const float top = from_key(__reduce_max_sync(~0u, sampling.rough[lane % WARPS]));
+  float mass = 0.f;
+  each_score(scores, [&](float score, int) { mass += expf(score - top); });
+  __syncwarp();
+  mass = warp_sum(mass);
+  if (lane == 0) sampling.mass[warp] = mass;
+  workers_sync();
+  mass = 0.f;
+  for (int i = 0; i < WARPS; i++) mass += sampling.mass[i];
+  return load_fresh_f32(scores + max(token, 0)) - top - logf(mass);
+}
+
 // The values of rows that the worker sampled; others have zeros and certainties of one.
-__device__ __forceinline__ void run_value(const Arguments& a, Shared& shared, const Instruction& it) {
+__device__ __forceinline__ void run_value(int begin, int num_rows) {
+  Shared& shared = worker_memory();
+  const ValueArguments& a = shared.values;
   const int axis = threadIdx.x / 32;
-  for (int i = 0; i < it.num_blocks; i++) {
-    const int index = it.block + i * WORKERS;
+  for (int i = 0; i < num_rows; i++) {
+    const int index = begin + i * WORKERS;
     if (index >= a.rows) break;
     const int token = shared.chosen[index];
     const float *bins = a.bins + (i64)index * (SCALAR_BINS + PAIR_BINS), *scores = a.scores + (i64)index * VOCAB;
+    const float end = load_fresh_f32(scores + END), own = load_fresh_f32(scores + max(token, 0));
     if (axis < 2) {
       const Value read = read_value(token, axis, bins, bins + SCALAR_BINS);
       if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, read.logprob, 0.f};
     }
+    const float logprob = a.has_logprobs ? token_logprob(shared, scores, token) : 0.f;
     __syncwarp();
     workers_sync();
     if (threadIdx.x == 0) {
       const float4 first = shared.read[0], second = shared.read[1];
       const bool valued = token == SCALAR || token == PAIR;
-      const float exists = valued ? existence(load_fresh_f32(scores + END), load_fresh_f32(scores + token)) : 1.f;
+      const float exists = valued ? existence(end, own) : 1.f;
       a.value[index] = float4{first.x, second.x, exists, first.y * second.y};
-      a.logprob[TOKENS + index] = first.z + second.z;
+      a.logprob[index] = logprob + first.z + second.z;
     }
     workers_sync();  // before the next row's
+  }
+}
+
+// A function of its own, with few registers: those that it needs are spilled in the code of the other instructions.
+__device__ __noinline__ void run_values(const Instruction& it) {
+  switch (it.op) {
+    case OP_EMBED: run_embed(it.dst, it.block); break;
+    case OP_INNER: run_inner(it.src, it.block, it.num_blocks); break;
+    case OP_BINS: run_bins(it.block, it.num_blocks); break;
+    case OP_VALUE: run_value(it.block, it.num_blocks); break;
   }
 }
 #endif

@@ -25,7 +25,31 @@ struct ValueKind {
   const bf16 *frequencies, *encoder, *encoder_bias, *fc1, *fc1_bias, *fc2, *fc2_bias;
 };
 
+// What instructions of drafts take, as in `Arguments`.
 struct Drafting;  // see drafts.cuh
+struct DraftArguments {
+  const Drafting* drafting;
+  const u32* abort;
+  const int *token, *stop;
+  const i64 (*successors)[2];
+  const float* row_temperature;
+  const i64* pages;
+  int row_pages, rows, steps;
+};
+// What instructions of values take, as in `Arguments`.
+struct ValueArguments {
+  ValueKind scalar, pair;
+  const bf16* embedding;
+  bf16 *x0, *x1;
+  const int* token;
+  const float* scores;
+  bf16* inner;     // [TOKENS, 2 * INNER]: inner activations
+  float* bins;     // [TOKENS, SCALAR_BINS + PAIR_BINS]
+  float4* value;   // [TOKENS]: both values, and the certainties of their kind and of them
+  float* logprob;  // [TOKENS]: of a token and its values
+  int rows;
+  bool has_logprobs;
+};
 
 struct Arguments {
   const Instruction* table;  // [WORKERS, count]
@@ -61,12 +85,9 @@ struct Arguments {
   // well where no row wants them; they are told by these builds alone, to leave the others' registers alone.
   volatile float2 *payload_ring, *certainty_ring;
   volatile float* logprob_ring;
-  float* logprob;                // [2, TOKENS]: of tokens, and of their values
-  ValueKind scalar, pair;
+  const float* logprob;          // [TOKENS]
   float2* row_payload;           // [R]: as row_token
-  bf16* inner;                   // [TOKENS, 2 * INNER]: inner activations
-  float* bins;                   // [TOKENS, SCALAR_BINS + PAIR_BINS]
-  float4* value;                 // [TOKENS]: both values, and the certainties of their kind and of them
+  const float4* value;           // [TOKENS]: as in `ValueArguments`
   float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
   bf16* trace;                   // [steps, layers, TOKENS, DIM]: the residual stream after each layer, or null
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
@@ -102,6 +123,7 @@ struct __align__(16) Shared {
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
+  ValueArguments values;
   float4 value[TOKENS];   // as of the token
   float logprob[TOKENS];
   float4 read[2];  // what VALUE has of a token's values
@@ -112,6 +134,7 @@ struct __align__(16) Shared {
   u32 passed;  // waits of the program that are over
   u32 ended;   // GOES_ON, ENDED or ABORTED
 #if DRAFTS
+  DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
   int count, chosen_count;
   u32 placed;  // steps whose tokens are here, or were
@@ -140,6 +163,11 @@ __device__ __forceinline__ int first_position(const Shared& shared, int token, i
 #else
   return shared.position[token] + step;
 #endif
+}
+
+__device__ __forceinline__ Shared& worker_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return *reinterpret_cast<Shared*>(memory);
 }
 
 // The worker's instructions, which follow the rest in shared memory.

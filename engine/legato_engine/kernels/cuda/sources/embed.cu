@@ -24,8 +24,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS) embed(
   const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
   const bf16* frequencies = pair ? pair_features : scalar_features;
   const Angles angles(payload[0], payload[1]);
-  for (int i = threadIdx.x; i < count; i += WORKERS)
-    store_feature(features, count, i, angles.phase(frequencies, count, i, pair));
+  for (int i = threadIdx.x; i < count; i += WORKERS) {
+    const float frequency = to_float(frequencies[i]);
+    const float phase = pair ? angles.phase(frequency, to_float(frequencies[count + i])) : angles.phase(frequency);
+    store_feature(features, count, i, phase);
+  }
   __syncthreads();
   const bf16* weight = pair ? pair_weight : scalar_weight;
   const bf16* bias = pair ? pair_bias : scalar_bias;

@@ -8,10 +8,8 @@ struct Angles {
   float a, b;
   __device__ __forceinline__ Angles(float first, float second)
       : a(rounded(6.283185307179586f * rounded(first))), b(rounded(6.283185307179586f * rounded(second))) {}
-  __device__ __forceinline__ float phase(const bf16* frequencies, int count, int i, bool pair) const {
-    return pair ? rounded(a * to_float(frequencies[i]) + b * to_float(frequencies[count + i]))
-                : rounded(a * to_float(frequencies[i]));
-  }
+  __device__ __forceinline__ float phase(float frequency) const { return rounded(a * frequency); }
+  __device__ __forceinline__ float phase(float first, float second) const { return rounded(a * first + b * second); }
 };
 
 // Features are `count` cosines, then as many sines.
