@@ -145,8 +145,9 @@ struct __align__(16) Shared {
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
 static_assert(TOKENS <= 32 && sizeof(Bin) * BINS <= sizeof(Shared::sums), "a lane for each row; bins in place of sums");
 
-// Tokens of the step, and a token's position.
-__device__ __forceinline__ int num_tokens(const Arguments& a, const Shared& shared) {
+// Tokens of the step, and a token's position. `Taken` has the rows of the launch.
+template <class Taken>
+__device__ __forceinline__ int num_tokens(const Taken& a, const Shared& shared) {
 #if DRAFTS
   return shared.count;
 #else
