@@ -253,7 +253,10 @@ def time_drafts(tiles: list[int]) -> None:
             took, num_tokens = [], 0
             for _ in range(30):
                 rows.begin(first[:count], answers[:count], limit, room, POSITIONS)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin, end = (
+                    torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                    for _ in range(2)
+                )
                 begin.record()
                 rows.launch(kernel.weights, steps)
                 end.record()

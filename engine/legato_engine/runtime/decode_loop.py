@@ -81,7 +81,8 @@ class DecodeLoops:
         if self._resident is not None:
             for payload in (False, True)[: 1 + self._resident.has_values]:
                 plain = Needs(sampled=False, payload=payload, logprobs=False)
-                self._submit(self._resident, 0, 1, 1, num_steps=1, needs=plain)
+                for slot in slots if self._resident.drafts else (0,):
+                    self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
 

@@ -41,6 +41,10 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   const i64 row = within ? load_fresh_i64(d.placed.row + lane) : d.scratch;
   const bool live = row != d.scratch;
   float temperature = 0.f;
+  if (lane < TOKENS && !live) {  // of no token, but attention looks at the first one
+    shared.row[lane] = (int)d.scratch, shared.position[lane] = shared.first[lane] = 0;
+    shared.token[lane] = shared.constraint[lane] = 0;
+  }
   if (live) {
     const i64 source = load_fresh_i64(d.placed.source + lane), drafted = load_fresh_i64(d.placed.token + lane);
     const i64 index = load_fresh_i64(d.placed.scheduled + lane);
@@ -56,7 +60,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
 
 // Pages of the tokens' units; `take_tokens` came before.
 __device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
-  for (int i = thread; i < shared.count * OWN_PAGES; i += threads) {
+  for (int i = thread; i < max(shared.count, 1) * OWN_PAGES; i += threads) {
     const Unit unit(i / OWN_PAGES, shared.count);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
     shared.pages[i / OWN_PAGES][i % OWN_PAGES] =
