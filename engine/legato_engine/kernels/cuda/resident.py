@@ -46,8 +46,8 @@ PATIENCE_MS = 1000
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 UNDER_WAY = {1: 3, 2: 3, 4: 3}
-"""Stages that are being copied at once: the fastest on an H100 and, but for 0.5 % with four tiles, on
-an H200 (docs/log/decode-kernels.md).
+"""Stages that are being copied at once: the fastest on an H100 and, but for 0.5 % with four tiles,
+on an H200 (docs/log/decode-kernels.md).
 """
 MOST_ROWS = 8 * max(RING_STAGES)
 """Of a launch."""
