@@ -115,7 +115,7 @@ def test_short_steps_of_every_skill(resident: Assembly, monkeypatch: pytest.Monk
     assert steps_of(resident) is not None
 
 
-def lists(assembly: Assembly, kinds: list[int]) -> list[list[tuple[object, ...]]]:
+def lists(assembly: Assembly, kinds: list[int]) -> list[list[tuple[Any, ...]]]:
     """What each detection or list of points has."""
     image = picture(assembly)
     sequences = [skilled(assembly, image, kind, 30) for kind in kinds]

@@ -43,6 +43,7 @@ from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
@@ -403,14 +404,14 @@ def _resident_steps(
 ) -> ResidentSteps | None:
     """None, with the reason in the log, where loops stand in."""
     steps: ResidentSteps | str
-    if drafts is not None and not isinstance(drafts.proposer, LookupKernel):
+    if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
         steps = "takes draft tokens of lookups alone"
     else:
         steps = backend.resident(max_rows, None if drafts is None else drafts.policy)
     if isinstance(steps, str):
         _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
         return None
-    _log.info("resident_kernel", max_rows=steps.max_rows)
+    _log.info("resident_kernel", max_rows=steps.max_rows, values=steps.has_values)
     return steps
 
 

@@ -32,7 +32,7 @@ class TokenRing:
         field = outputs.device[name]
         first = field.data_ptr() - outputs.device_bytes.data_ptr()
         whole = self.ring_SN[:, first : first + field.nbytes].view(field.dtype)
-        return whole.unflatten(1, field.shape)
+        return whole.view(len(whole), *field.shape)
 
     def reset(self) -> None:
         """No loop may be in flight."""

@@ -26,9 +26,19 @@ pytestmark = [
 
 _CPU = torch.device("cpu")
 _VALUES = {
-    **{"VALUES": 1, "INNER": 1280, "INNER_CHUNK": 256, "SCALAR": 5, "PAIR": 6, "END": 0},
-    **{"SCALAR_BINS": 1024, "SCALAR_DIVISOR": 1024, "SCALAR_REACH": 2, "SCALAR_FEATURES": 256},
-    **{"PAIR_BINS": 2048, "PAIR_REACH": 2, "PAIR_FEATURES": 256},
+    "VALUES": 1,
+    "INNER": 1280,
+    "INNER_CHUNK": 256,
+    "SCALAR": 5,
+    "PAIR": 6,
+    "END": 0,
+    "SCALAR_BINS": 1024,
+    "SCALAR_DIVISOR": 1024,
+    "SCALAR_REACH": 2,
+    "SCALAR_FEATURES": 256,
+    "PAIR_BINS": 2048,
+    "PAIR_REACH": 2,
+    "PAIR_FEATURES": 256,
 }
 _WORDS = BuildValues(None, 8, _CPU).defines
 _NO_DRAFTS = BuildDrafts(None, _CPU).defines

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
-from legato_engine.kernels.resident import ResidentRows
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
+from legato_engine.kernels.resident import ResidentRows, values_obstacle
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import Proposer, RowHistory
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 
@@ -46,6 +50,7 @@ class Fake:
         self._buckets = runner._resources.buckets
         self._left = steps
         self.launches = 0
+        self.kinds: set[tuple[bool, bool]] = set()
         self.stuck = False
 
     def run(
@@ -59,10 +64,11 @@ class Fake:
         num_tokens: int = 0,
     ) -> None:
         del num_tokens
-        assert self.has_values or not payload
+        assert self.has_values or not (payload or logprobs)
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
+        self.kinds.add((payload, logprobs))
         if self._left is not None:
             self.stuck = num_steps > self._left
             num_steps = min(num_steps, self._left)
@@ -80,9 +86,11 @@ class Fake:
         return "worker 3, counter 5" if self.stuck else None
 
 
-def with_fake(graph: Assembly, steps: int | None = None) -> tuple[Assembly, Fake]:
+def with_fake(
+    graph: Assembly, steps: int | None = None, *, has_values: bool = True
+) -> tuple[Assembly, Fake]:
     made = with_decode_path(graph, "resident")
-    fake = Fake(made.runner, steps)
+    fake = Fake(made.runner, steps, has_values=has_values)
     assert made.runner._loops is not None
     made.runner._loops._resident = fake
     return made, fake
@@ -115,6 +123,20 @@ def test_every_step_of_rows_that_it_takes_is_its_own(
     assert totals["different"] == 0
 
 
+@pytest.mark.parametrize("has_values", [True, False])
+def test_values_and_logprobs_are_its_own_where_it_has_them(
+    graph: Assembly, has_values: bool
+) -> None:
+    """Answers of every skill are what they are alone; without values it gets words alone."""
+    assembly, fake = with_fake(graph, has_values=has_values)
+    totals = randomly(assembly, num_steps=100, seed=5)
+    assert totals["different"] == 0
+    if has_values:
+        assert {(True, False), (True, True)} <= fake.kinds
+    else:
+        assert fake.kinds <= {(False, False)}
+
+
 def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
     assembly, fake = with_fake(graph)
     lengths = [20] * (fake.max_rows + 1)
@@ -137,15 +159,36 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     assert [line["wait"] for line in stuck] == ["worker 3, counter 5"]
 
 
-def test_where_it_cannot_run_loops_stand_in(graph: Assembly) -> None:
-    """The log says why when the engine starts."""
+class Silent:
+    """Another proposer than lookups."""
+
+    sequential = False
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        del history, draft_RK
+
+
+@pytest.mark.parametrize(
+    ("proposer", "reason"),
+    [
+        (None, "it needs kernels for the model"),
+        (LookupProposer(), "it needs kernels for the model"),
+        (Silent(), "it takes draft tokens of lookups alone"),
+    ],
+    ids=("off", "lookup", "another"),
+)
+def test_where_it_cannot_run_loops_stand_in(
+    graph: Assembly, proposer: Proposer | None, reason: str
+) -> None:
+    """The log says why when the engine starts, with speculation too."""
+    config = msgspec.structs.replace(graph.config, decode_path="resident")
+    setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
-        assembly = with_decode_path(graph, "resident")
+        assembly = speculating(dataclasses.replace(graph, config=config), setting, proposer)
     assert assembly.runner.resident_rows == 0
     assert assembly.runner.decodes_by_loops
-    assert [line["reason"] for line in lines if line["event"] == "no_resident_kernel"] == [
-        "it needs kernels for the model"
-    ]
+    said = [line["reason"] for line in lines if line["event"] == "no_resident_kernel"]
+    assert said == [reason]
 
 
 SIZES = DecoderSizes(
@@ -162,6 +205,42 @@ WISH = Wish(SIZES, 24, True, torch.bfloat16, (9, 0), 132, 10_000_000_000)
 
 def test_moondream_2_on_a_hopper_gpu_is_within_all_limits() -> None:
     assert obstacle(WISH) is None
+
+
+VALUES = ValueSizes(
+    dim=2048,
+    inner_dim=8192,
+    scalar_features=128,
+    pair_features=256,
+    scalar_bins=1024,
+    pair_bins=2048,
+    scalar_divisor=1024,
+    scalar_token=5,
+    pair_token=6,
+    end_token=0,
+    scalar_reach=32,
+    pair_reach=51,
+    vocab=51200,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, None),
+        ({"inner_dim": 960}, "16 outputs of each layer"),
+        ({"scalar_bins": 448}, "multiples of 128"),
+        ({"pair_features": 516}, "512 frequencies"),
+    ],
+    ids=str,
+)
+def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: str | None) -> None:
+    """Moondream 2's are within the limits."""
+    none: Any = None  # no weights
+    sizes = dataclasses.replace(VALUES, **change)
+    obstacle = values_obstacle(SIZES, TwoLayerValues(sizes, none, none))
+    assert obstacle == text or str(text) in str(obstacle)
+    assert "two layers" in str(values_obstacle(SIZES, None))
 
 
 @pytest.mark.parametrize(

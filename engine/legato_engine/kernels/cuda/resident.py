@@ -46,8 +46,8 @@ PATIENCE_MS = 1000
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 UNDER_WAY = {1: 3, 2: 3, 4: 3}
-"""Stages that are being copied at once: the fastest on an H100 and, but for 0.5 % with four tiles,
-on an H200 (docs/log/decode-kernels.md).
+"""Stages that are being copied at once: the fastest on an H100, and on an H200 but for 0.5 % with
+four tiles (docs/log/decode-kernels.md).
 """
 MOST_ROWS = 8 * max(RING_STAGES)
 """Of a launch."""
@@ -260,9 +260,8 @@ class ResidentDecoder:
             for tiles, stages in RING_STAGES.items()
             if 8 * tiles < 2 * self.max_rows * (1 + block) or tiles == 1
         }
-        self.program = build_program(
-            sizes, rings[1]
-        )  # the others' differ in the ring and in values
+        self.program = build_program(sizes, rings[1])
+        """Of words, for 8 rows; the others differ in the ring and in values."""
         weights = ResidentWeights(self.program, layers, head, head_norm)
 
         def builds(of: ModelSizes, values: TwoLayerValues | None) -> list[ResidentBuild]:

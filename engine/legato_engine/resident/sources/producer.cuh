@@ -157,8 +157,8 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
     const int token = shared.chosen[lane];
     a.row_token[shared.row[lane]] = max(token, 0);
     publish_token(a.ring, a.ring_stride, step, lane, token);
-    const int at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
     if (VALUES) {
+      const int at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
       const float4 value = shared.value[lane];
       a.row_payload[shared.row[lane]] = float2{value.x, value.y};
       a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;

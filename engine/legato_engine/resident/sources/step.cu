@@ -71,15 +71,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const bf16* scalar_encoder, const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
     const bf16* scalar_fc2, const bf16* scalar_fc2_bias, const bf16* pair_frequencies, const bf16* pair_encoder,
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
-    const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace, i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows,
-    int num_steps, int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
+    const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace,
+    i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows, int num_steps,
+    int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
   Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
-                       logprob_ring, logprob,
-                       row_payload, value, logits, trace, profile, count, layers, stream_stages,
+                       logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)

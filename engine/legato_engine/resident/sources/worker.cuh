@@ -81,8 +81,8 @@ struct Arguments {
   const float* constraints;      // [C, VOCAB], added to logits
   const i64 (*successors)[2];    // [C], as in decode_loop.cuh
   volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
-  // With VALUES, else null: the same ring's other fields, [steps, B] at the same stride. Log-probabilities are null as
-  // well where no row wants them; they are told by these builds alone, to leave the others' registers alone.
+  // With VALUES alone, which spares the other builds registers: the same ring's other fields, [steps, B] at the same
+  // stride. Log-probabilities are null where no row wants them.
   volatile float2 *payload_ring, *certainty_ring;
   volatile float* logprob_ring;
   const float* logprob;          // [TOKENS]
