@@ -15,6 +15,7 @@ from legato_engine.kernels.cuda.resident import RING_STAGES
 from legato_engine.resident.program import Op, Program
 from legato_engine.resident.sizes import MOONDREAM2, ModelSizes
 
+from benchmarks.resident_drafts import time_drafts
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model, forward
 from benchmarks.resident_times import time_graph, time_steps, time_under_way, time_values
@@ -36,7 +37,7 @@ def main(options: list[str] | None = None) -> int:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     parts = (
         *(check_layer, check_model, check_watchdog, check_repeats),
-        *(time_steps, time_values, time_under_way, time_graph),
+        *(time_steps, time_values, time_drafts, time_under_way, time_graph),
     )
     chosen = arguments.parts or [part.__name__ for part in parts]
     for part in (part for part in parts if part.__name__ in chosen):

@@ -78,8 +78,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     GPU that cuts images.
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
-    row needs the host between them; `resident` runs these as one kernel where it can, and excludes
-    speculation. `auto` is `loop` where a GPU has kernels for the model's steps; else `graph`.
+    row needs the host between them; `resident` runs these as one kernel where it can, with
+    speculation by lookups alone. `auto` is `loop` where a GPU has kernels for the model's steps;
+    else `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
@@ -159,11 +160,8 @@ def check(config: EngineConfig) -> None:
         if not least <= getattr(config, field) <= most:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
-    speculates = max_block_size(config.speculation) > 0
+    max_block_size(config.speculation)  # raises
     loops = config.decode_path in LOOP_PATHS
-    if config.decode_path == RESIDENT_PATH and speculates:
-        reason = f"decode_path {RESIDENT_PATH} excludes speculation {config.speculation}"
-        raise InvalidField(f"{reason}; its steps have one token a row", field="decode_path")
     if loops and not config.cuda_graphs:
         reason = f"decode_path {config.decode_path} needs cuda_graphs"
         raise InvalidField(reason, field="decode_path")

@@ -25,6 +25,7 @@ __all__ = [
     "DraftTensors",
     "DraftWeights",
     "ImagePipeline",
+    "LookupKernel",
     "RowTensors",
     "SampledTokens",
     "Sampler",

@@ -7,24 +7,45 @@ vocabulary, S steps.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from legato_engine.kernels.accelerated import RowTensors
 from legato_engine.kernels.cuda import resident_limits
+from legato_engine.kernels.cuda.drafting import DraftTensors
 from legato_engine.kernels.cuda.resident import ResidentDecoder, model_sizes
 from legato_engine.kernels.cuda.resident_values import values_obstacle
 from legato_engine.kernels.step import DecoderSizes
 
 __all__ = [
     "ResidentDecoder",
+    "ResidentDrafts",
     "ResidentRows",
     "ResidentSteps",
     "model_sizes",
     "obstacle",
     "values_obstacle",
 ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ResidentDrafts:
+    """Speculation of a launch whose first tokens are placed, at fixed addresses.
+
+    Staged fields of tokens and of rows, the draft `state`, the policy's constants and step costs
+    (`DraftKernels`), a step's `outputs` by row of the launch and the same fields of the host's
+    `ring`, and how many tokens a lookup matches at least and at most.
+    """
+
+    staged: Mapping[str, torch.Tensor]
+    state: DraftTensors
+    rules: torch.Tensor
+    seconds_P: torch.Tensor
+    outputs: Mapping[str, torch.Tensor]
+    ring: Mapping[str, torch.Tensor]
+    lengths: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +70,17 @@ class ResidentRows:
     certainty_SB2: torch.Tensor
     logprob_SB: torch.Tensor
     words: torch.Tensor
+    drafts: ResidentDrafts | None = None
 
 
 class ResidentSteps(Protocol):
-    """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s."""
+    """Launches of several steps. Every step's control is `kernels.decode_loop.control_step`'s, or
+    with drafts `control_drafting_step`'s.
+    """
 
     max_rows: int
+    drafts: bool
+    """Rows draft, all of them; their tokens have neither values nor log-probabilities."""
     has_values: bool
     """Rows' tokens may have values, and log-probabilities."""
 
@@ -66,8 +92,10 @@ class ResidentSteps(Protocol):
         *,
         payload: bool = False,
         logprobs: bool = False,
+        num_tokens: int = 0,
     ) -> None:
-        """Enqueue at most `num_steps` steps of the first `num_rows` rows.
+        """Enqueue at most `num_steps` steps of the first `num_rows` rows, with drafts of up to
+        `num_tokens` tokens each.
 
         What is not asked for, values (`payload`) and log-probabilities, is not written.
         """

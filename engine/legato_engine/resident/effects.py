@@ -1,7 +1,11 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART and BEST are workers, those of TOKEN and VALUE rows; STOP has one.
+step and layer. The cells of PART and BEST are workers, those of TOKEN and VALUE tokens, those of
+DRAFT rows; STOP and PLACED have one.
+
+A program with drafts is examined with the draft tokens that reuse most memory: each step writes two
+positions of a row, the second of which the next step writes again, as its token was wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from legato_engine.resident.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes, Va
 
 Version = tuple[int, int]
 """A step and a layer; X's layer is the one that it enters."""
+UNWRITTEN = (-1, -1)
+"""What memory has before a launch."""
 
 
 class Buffer(enum.IntEnum):
@@ -31,7 +37,9 @@ class Buffer(enum.IntEnum):
     VACT = 9
     BINS = 10
     VALUE = 11
-    KV = 12  # one for each layer and position: see `Access.position`
+    DRAFT = 12  # a row's history and newest place, its proposal and its descriptor
+    PLACED = 13  # the tokens of the next step
+    KV = 14  # one for each layer and position: see `Access.position`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Access:
 
 def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
     """What an instruction reads of other workers' results."""
-    everybody, version = sizes.num_workers, (step, it.layer)
+    everybody, version, newest = sizes.num_workers, (step, it.layer), step + 1 + sizes.drafts
     head = worker // SPLITS * SPLITS
     match it.op:
         case Op.NORM | Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
@@ -68,12 +76,12 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
                     Buffer.KV,
                     head,
                     SPLITS,
-                    (position, it.layer),
+                    (min(position, step), it.layer),
                     layer=it.layer,
                     position=position,
                     copied=position < step,
                 )
-                for position in range(step + 1)
+                for position in range(newest)
             ]
             return [Access(Buffer.Q, head, SPLITS, version), *cached]
         case Op.OUT:
@@ -84,6 +92,8 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
         case Op.SAMPLE if it.num_blocks:
             logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
             return [Access(Buffer.BEST, 0, everybody, version), logits]
+        case _ if sizes.drafts:
+            return _draft_reads(sizes, it, version)
         case Op.COMMIT:
             chosen = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
             return [
@@ -92,6 +102,22 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
             ]
         case _ if sizes.values is not None:
             return _value_reads(sizes, sizes.values, it, version)
+    return []
+
+
+def _draft_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
+    """Before the first step the host has placed its tokens."""
+    before = (version[0] - 1, it.layer) if version[0] else UNWRITTEN
+    tokens = Access(Buffer.TOKEN, 0, MAX_ROWS, version)
+    match it.op:
+        case Op.SETTLE if it.num_blocks:
+            own = Access(Buffer.DRAFT, it.block, it.num_blocks, before, stride=sizes.num_workers)
+            return [tokens, own, Access(Buffer.PLACED, 0, 1, before)]
+        case Op.PLACE if it.num_blocks:
+            drafts = Access(Buffer.DRAFT, 0, MAX_ROWS, version)
+            return [tokens, drafts, Access(Buffer.STOP, 0, 1, version)]
+        case Op.COMMIT:
+            return [tokens, Access(Buffer.PLACED, 0, 1, version)]
     return []
 
 
@@ -118,8 +144,11 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
             blocks = it.num_blocks
             return [Access(Buffer.ACT, it.block, blocks, version, stride=sizes.num_workers)]
         case Op.QKV:
-            cached = Access(Buffer.KV, worker, 1, version, layer=it.layer, position=step)
-            return [Access(Buffer.Q, worker, 1, version), cached]
+            cached = [
+                Access(Buffer.KV, worker, 1, version, layer=it.layer, position=position)
+                for position in range(step, step + 1 + sizes.drafts)
+            ]
+            return [Access(Buffer.Q, worker, 1, version), *cached]
         case Op.ATTEND:
             return [Access(Buffer.PART, worker, 1, version)]
         case Op.OUT:
@@ -132,7 +161,10 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
             return [Access(Buffer.BEST, worker, 1, version), logits]
         case Op.EMBED:
             return [Access(Buffer(it.dst), worker, 1, version)]
-        case Op.SAMPLE | Op.INNER | Op.BINS | Op.VALUE if it.num_blocks:
+        case Op.PLACE if it.num_blocks:
+            drafts = Access(Buffer.DRAFT, 0, MAX_ROWS, version)  # block sizes
+            return [drafts, Access(Buffer.PLACED, 0, 1, version)]
+        case Op.SAMPLE | Op.SETTLE | Op.INNER | Op.BINS | Op.VALUE if it.num_blocks:
             count, stride = it.num_blocks, sizes.num_workers
             return [Access(_RESULTS[Op(it.op)], it.block, count, version, stride=stride)]
     return []
@@ -140,6 +172,7 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
 
 _RESULTS = {
     Op.SAMPLE: Buffer.TOKEN,
+    Op.SETTLE: Buffer.DRAFT,
     Op.INNER: Buffer.VACT,
     Op.BINS: Buffer.BINS,
     Op.VALUE: Buffer.VALUE,

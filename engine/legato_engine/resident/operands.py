@@ -35,9 +35,12 @@ _USED = {
     Op.INNER: {"src", "block", "num_blocks"},
     Op.BINS: {"block", "num_blocks"},
     Op.VALUE: {"block", "num_blocks"},
+    Op.SETTLE: {"block", "num_blocks"},
+    Op.PLACE: {"num_blocks"},
 }
 _OF_VALUES = {Op.EMBED, Op.INNER, Op.BINS, Op.VALUE}
-_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE}
+_OF_DRAFTS = {Op.SETTLE, Op.PLACE}
+_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE, *_OF_DRAFTS}
 _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
 
 
@@ -90,6 +93,8 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
 def _missing(sizes: ModelSizes, op: Op) -> Iterator[str]:
     if op in _OF_VALUES and sizes.values is None:
         yield f"op {op.name} without values"
+    if op in _OF_DRAFTS and not sizes.drafts:
+        yield f"op {op.name} without drafts"
 
 
 def _layers(sizes: ModelSizes, op: Op) -> range:
@@ -119,8 +124,8 @@ def _blocks(sizes: ModelSizes) -> dict[Op, int]:
 
 def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
     own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.EMBED: 1}
-    own[Op.SAMPLE] = own[Op.VALUE] = sizes.sampled_rows(worker)
-    if op is Op.LISTEN and it.num_blocks != (worker == 0):
+    own[Op.SAMPLE] = own[Op.VALUE] = own[Op.SETTLE] = sizes.sampled_rows(worker)
+    if op in (Op.LISTEN, Op.PLACE) and it.num_blocks != (worker == 0):
         yield f"num_blocks {it.num_blocks}"
     if op in own and (it.block, it.num_blocks) != (worker, own[op]):
         yield f"block {it.block} and num_blocks {it.num_blocks}"

@@ -14,6 +14,11 @@ activations are needed after the QKV weights, queries after half of fc2, heads a
 A model with values has a program of its own for launches in which some row may have one: the
 embedding is an instruction, as that of a value is a map, and between SAMPLE and COMMIT values are
 read. Their weights are no part of the stream, since only the sampled tokens say which are needed.
+
+So has a model whose rows draft: a step has several tokens of a row, and only the step before it
+says how many, at which positions. Between SAMPLE and COMMIT draft tokens are verified and those of
+the next step placed. Producers run ahead with weights, which do not depend on that, and wait for
+COMMIT before they copy keys and values.
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ class Op(enum.IntEnum):
     INNER = 11  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
     BINS = 12  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
     VALUE = 13  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
+    SETTLE = 14  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    PLACE = 15  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
 
 
 class Source(enum.IntEnum):
@@ -59,7 +66,9 @@ class Source(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of counters; those from BEST on are not of a layer, from EMBED on of values."""
+    """Kinds of counters: those from BEST on are not of a layer, those from EMBED on are of values,
+    and the last two of drafts.
+    """
 
     X = 0
     ACT = 1
@@ -71,6 +80,8 @@ class Kind(enum.IntEnum):
     INNER = 7
     BINS = 8
     VALUE = 9
+    SETTLED = 10
+    PLACED = 11
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +159,8 @@ def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int
 
 def num_counters(sizes: ModelSizes) -> int:
     """One of each kind and layer, Q's also by head."""
+    if sizes.drafts:
+        return counter(sizes, Kind.PLACED) + 1
     return counter(sizes, Kind.TOKEN if sizes.values is None else Kind.VALUE) + 1
 
 
@@ -183,7 +196,23 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     if sizes.values is not None:
         yield from _values(sizes, sizes.values, worker)
         token = counter(sizes, Kind.VALUE)
-    yield Instruction(Op.COMMIT, last, **_wait_samplers(sizes, token))
+    if sizes.drafts:
+        yield from _drafts(sizes, worker)
+        placed = {"wait": counter(sizes, Kind.PLACED), "wait_count": 1, "wait_stride": 1}
+        yield Instruction(Op.COMMIT, last, **placed)
+    else:
+        yield Instruction(Op.COMMIT, last, **_wait_samplers(sizes, token))
+
+
+def _drafts(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
+    """What becomes of a step's draft tokens, and the tokens of the next."""
+    last, rows = sizes.num_layers, sizes.sampled_rows(worker)
+    token, settled = counter(sizes, Kind.TOKEN), counter(sizes, Kind.SETTLED)
+    settling = {**_wait_samplers(sizes, token), "signal": settled} if rows else {}
+    yield Instruction(Op.SETTLE, last, block=worker, num_blocks=rows, **settling)
+    placing = {**_wait_samplers(sizes, settled), "signal": counter(sizes, Kind.PLACED)}
+    places = worker == 0
+    yield Instruction(Op.PLACE, last, num_blocks=int(places), **(placing if places else {}))
 
 
 def _values(sizes: ModelSizes, values: ValueDims, worker: int) -> Iterator[Instruction]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from legato_engine.resident.draft_simulator import DraftMemory, Drafts, Placed, one_each
 from legato_engine.resident.maps import Floats, Map, gelu
 from legato_engine.resident.order import Stuck
 from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
@@ -46,24 +47,30 @@ def simulate(
     chance: random.Random,
     *,
     rules: Sequence[Rule] = (),
+    drafts: Drafts | None = None,
     stops: bool = False,
 ) -> Outcome:
     """Run at most `steps` steps in one random order; rows without a rule are greedy.
 
-    With `stops` the host wishes for the end at some time, so that there may be fewer.
+    With `stops` the host wishes for the end at some time, so that there may be fewer. With `drafts`
+    rows feed draft tokens too, and an outcome's arrays are of a step's tokens.
 
     Raises:
         Stuck: no worker can go on, or workers go on for different numbers of steps.
     """
-    simulation = _Simulation(program, weights, cache, tokens, steps, chance, rules)
+    assert program.sizes.drafts == (drafts is not None), "drafts are of their own program"
+    simulation = _Simulation(program, weights, cache, tokens, steps, chance, rules, drafts)
     return simulation.run(stops=stops)
 
 
 class _Memory:
-    """What workers share; B rows."""
+    """What workers share; B tokens of a step, which are rows without drafts."""
 
-    def __init__(self, program: Program, rows: int, steps: int) -> None:
-        sizes = program.sizes
+    def __init__(
+        self, program: Program, tokens: list[int], steps: int, drafts: Drafts | None
+    ) -> None:
+        sizes, most = program.sizes, 1 + (0 if drafts is None else drafts.most)
+        rows = len(tokens) * most
         nan, num = np.nan, sizes.num_workers
         self.counters = [0] * program.num_counters
         self.x = np.full((2, rows, sizes.dim), nan)
@@ -73,7 +80,8 @@ class _Memory:
         self.ends = np.full((rows, num, 2), nan)
         self.best = np.full((num, rows), nan)
         self.best_id = np.zeros((num, rows), np.int64)
-        self.kv = np.full((2, sizes.num_layers, steps, rows, sizes.dim), nan)
+        positions = steps * most
+        self.kv = np.full((2, sizes.num_layers, positions, len(tokens), sizes.dim), nan)
         self.trace = np.full((steps, sizes.num_layers, rows, sizes.dim), nan)
         self.logits = np.full((rows, sizes.vocab_size), nan)
         self.token = [-1] * rows
@@ -82,6 +90,7 @@ class _Memory:
         self.published: list[list[int]] = []
         self.best_logits = np.full((steps, rows), nan)
         self.values = None if sizes.values is None else ValueMemory(sizes.values, rows)
+        self.drafts = None if drafts is None else DraftMemory(drafts, tokens)
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,12 +98,16 @@ class _Worker:
     """What a worker holds itself."""
 
     number: int
-    token: list[int]
+    placed: list[Placed]
     held: Floats
     sums: Floats
     copies: dict[int, Floats]  # keys and values of earlier steps, by the event that takes them
     payload: list[tuple[float, ...]]  # of its token
     ended: bool = False
+
+    @property
+    def token(self) -> list[int]:
+        return [each.token for each in self.placed]
 
 
 class _Simulation:
@@ -107,19 +120,22 @@ class _Simulation:
         steps: int,
         chance: random.Random,
         rules: Sequence[Rule],
+        drafts: Drafts | None,
     ) -> None:
         self._program, self._sizes = program, program.sizes
         self._rules = [*rules, *[GREEDY] * (len(tokens) - len(rules))]
         self._weights, self._cache, self._steps = weights, cache, steps
         self._chance = chance
         rows = len(tokens)
-        self._memory = _Memory(program, rows, steps)
+        self._memory = _Memory(program, tokens, steps, drafts)
+        settled = self._memory.drafts
+        placed = one_each(tokens, 0) if settled is None else settled.placed
         self._workers = [
             _Worker(
                 number,
-                list(tokens),
-                np.full((rows, self._sizes.dim), np.nan),
-                np.full((rows, BLOCK), np.nan),
+                placed,
+                np.full((len(placed), self._sizes.dim), np.nan),
+                np.full((len(placed), BLOCK), np.nan),
                 {},
                 [PLAIN] * rows,
             )
@@ -137,6 +153,8 @@ class _Simulation:
             Op.SAMPLE: self._sample,
             Op.COMMIT: self._commit,
             Op.EMBED: self._embed,
+            Op.SETTLE: self._settle,
+            Op.PLACE: self._place,
         }
         if self._memory.values is not None and weights.values is not None:
             value = ValueWork(self._sizes, weights.values, self._memory.values, rows)
@@ -179,7 +197,9 @@ class _Simulation:
         memory = self._memory
         steps = len(memory.published)
         told = [] if memory.values is None else memory.values.told
-        return Outcome(memory.published, memory.trace[:steps], memory.best_logits[:steps], told)
+        accepted = [] if memory.drafts is None else memory.drafts.told
+        best = memory.best_logits[:steps]
+        return Outcome(memory.published, memory.trace[:steps], best, told, accepted)
 
     def _thread(self, worker: _Worker) -> Iterator[tuple[int, int] | None]:
         """Yields where it may be held up: the counter and the value that it waits for, or None."""
@@ -222,11 +242,11 @@ class _Simulation:
         return plan
 
     def _copy(self, worker: _Worker, event: int) -> Floats:
-        """Keys and values [2, earlier steps, B, E] of the worker's head."""
+        """Keys and values [2, P, rows, E] of the worker's head, at all positions of the launch."""
         instructions = self._program.workers[worker.number]
-        step, index = divmod(event, len(instructions))
+        index = event % len(instructions)
         head = slice(*_head(worker))
-        return self._memory.kv[:, instructions[index].layer, :step, :, head].copy()
+        return self._memory.kv[:, instructions[index].layer, :, :, head].copy()
 
     def _norm(self, worker: _Worker, it: Instruction, _step: int, _event: int) -> _Write:
         worker.held = self._source(worker, it).copy()
@@ -237,24 +257,29 @@ class _Simulation:
         act = gelu(self._project(worker, it, rows))
 
         def write() -> None:
-            self._memory.act[:, rows] = act
+            self._memory.act[: len(act), rows] = act
 
         return write
 
-    def _qkv(self, worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
+    def _qkv(self, worker: _Worker, it: Instruction, _step: int, _event: int) -> _Write:
         num = self._sizes.num_workers
         rows = [row for i in range(3) for row in qkv_rows(it.block + i * num)]
         q, k, v = np.split(self._project(worker, it, rows), 3, axis=1)
         dims = rows[:BLOCK]
         first = dims[0] % HEAD_DIM
         if first < 32:
-            cosine, sine = (each[first : first + 8] for each in angles(self._cache.length + step))
+            turns = [angles(self._cache.length + each.position) for each in worker.placed]
+            cosine, sine = (
+                np.stack(each)[:, first : first + 8] for each in zip(*turns, strict=True)
+            )
             q, k = (_turn(each, cosine, sine) for each in (q, k))
+        placed = worker.placed
 
         def write() -> None:
-            self._memory.q[:, dims] = q
-            self._memory.kv[0, it.layer, step][:, dims] = k
-            self._memory.kv[1, it.layer, step][:, dims] = v
+            self._memory.q[: len(q), dims] = q
+            for index, each in enumerate(placed):
+                self._memory.kv[0, it.layer, each.position, each.row, dims] = k[index]
+                self._memory.kv[1, it.layer, each.position, each.row, dims] = v[index]
 
         return write
 
@@ -262,51 +287,61 @@ class _Simulation:
         chunk = self._sizes.chunk
         inputs = slice(it.chunk * chunk, (it.chunk + it.num_chunks) * chunk)
         weight = self._map(it).weight[self._block_rows(it), inputs]
-        sums = self._memory.act[:, inputs] @ weight.T
+        sums = self._memory.act[: len(worker.placed), inputs] @ weight.T
         worker.sums = sums if it.chunk == 0 else worker.sums + sums
         return _nothing
 
-    def _attend(self, worker: _Worker, it: Instruction, step: int, event: int) -> _Write:
-        """The worker's quarter of every row's pages; of this step's position what QKV wrote."""
-        memory, length = self._memory, self._cache.length
-        quarter, head = worker.number % SPLITS, worker.number // SPLITS
-        span = slice(*_head(worker))
+    def _attend(self, worker: _Worker, it: Instruction, _step: int, event: int) -> _Write:
+        """The worker's quarter of every token's pages; of its row's positions of this step what QKV
+        wrote.
+        """
+        memory, count = self._memory, len(worker.placed)
         earlier = worker.copies.pop(event, None)
-        fresh = memory.kv[:, it.layer, step : step + 1, :, span]
-        cached = np.stack(
-            [each[it.layer, :, :, head] for each in (self._cache.keys, self._cache.values)]
-        )
-        parts = [cached, fresh] if earlier is None else [cached, earlier, fresh]
-        both = np.concatenate(parts, axis=1)
-        own = [p for p in range(length + step + 1) if p // PAGE % SPLITS == quarter]
-        keys, values = both[:, own]
-        scores = np.einsum("be,pbe->bp", memory.q[:, span], keys) / HEAD_DIM**0.5
-        top = scores.max(-1, initial=-np.inf)
-        shares = np.exp(scores - np.where(np.isinf(top), 0.0, top)[:, None])
-        out = np.einsum("bp,pbe->be", shares, values)
-        ends = np.stack([top, shares.sum(-1)], axis=-1)
+        parts = [self._part(worker, it, index, earlier) for index in range(count)]
 
         def write() -> None:
-            memory.part[:, worker.number] = out
-            memory.ends[:, worker.number] = ends
+            for index, (out, ends) in enumerate(parts):
+                memory.part[index, worker.number] = out
+                memory.ends[index, worker.number] = ends
 
         return write
 
+    def _part(
+        self, worker: _Worker, it: Instruction, index: int, earlier: Floats | None
+    ) -> tuple[Floats, tuple[float, float]]:
+        """A token's softmax over a quarter of its positions."""
+        memory, length, at = self._memory, self._cache.length, worker.placed[index]
+        quarter, head = worker.number % SPLITS, worker.number // SPLITS
+        span = slice(*_head(worker))
+        fresh = memory.kv[:, it.layer, at.first : at.position + 1, at.row, span]
+        cached = np.stack(
+            [each[it.layer, :, at.row, head] for each in (self._cache.keys, self._cache.values)]
+        )
+        copied = [] if earlier is None else [earlier[:, : at.first, at.row]]
+        both = np.concatenate([cached, *copied, fresh], axis=1)
+        own = [p for p in range(length + at.position + 1) if p // PAGE % SPLITS == quarter]
+        keys, values = both[:, own]
+        scores = keys @ memory.q[index, span] / HEAD_DIM**0.5
+        top = scores.max(initial=-np.inf)
+        shares = np.exp(scores - (0.0 if np.isinf(top) else top))
+        return shares @ values, (top, float(shares.sum()))
+
     def _out(self, worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
         memory, rows = self._memory, self._block_rows(it)
-        shape = (len(worker.token), -1, SPLITS)
-        top, total = np.moveaxis(memory.ends.reshape(*shape, 2), -1, 0)
+        count = len(worker.placed)
+        shape = (count, -1, SPLITS)
+        top, total = np.moveaxis(memory.ends[:count].reshape(*shape, 2), -1, 0)
         shares = np.exp(top - top.max(-1, keepdims=True))
-        merged = (shares[..., None] * memory.part.reshape(*shape, HEAD_DIM)).sum(2)
-        heads = (merged / (shares * total).sum(-1)[..., None]).reshape(len(worker.token), -1)
+        merged = (shares[..., None] * memory.part[:count].reshape(*shape, HEAD_DIM)).sum(2)
+        heads = (merged / (shares * total).sum(-1)[..., None]).reshape(count, -1)
         layer = self._weights.layers[it.layer].maps
         proj = layer[Matrix.PROJ]
         bias = proj.bias[rows] + layer[Matrix.FC2].bias[rows]
         x = self._source(worker, it)[:, rows] + worker.sums + heads @ proj.weight[rows].T + bias
 
         def write() -> None:
-            memory.x[it.dst][:, rows] = x
-            memory.trace[step, it.layer][:, rows] = x
+            memory.x[it.dst][:count, rows] = x
+            memory.trace[step, it.layer][:count, rows] = x
 
         return write
 
@@ -316,9 +351,10 @@ class _Simulation:
         best = logits.argmax(-1)
 
         def write() -> None:
-            self._memory.logits[:, rows] = logits
-            self._memory.best[worker.number] = np.take_along_axis(logits, best[:, None], 1)[:, 0]
-            self._memory.best_id[worker.number] = rows[best]
+            count, highest = len(logits), np.take_along_axis(logits, best[:, None], 1)[:, 0]
+            self._memory.logits[:count, rows] = logits
+            self._memory.best[worker.number, :count] = highest
+            self._memory.best_id[worker.number, :count] = rows[best]
 
         return write
 
@@ -334,7 +370,8 @@ class _Simulation:
     def _sample(self, worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
         memory, num = self._memory, self._sizes.num_workers
         rows = range(it.block, it.block + it.num_blocks * num, num)
-        chosen = {row: self._choose(row, step) for row in rows if row < len(worker.token)}
+        placed = worker.placed
+        chosen = {row: self._choose(row, placed[row]) for row in rows if row < len(placed)}
 
         def write() -> None:
             for row, (token, logit) in chosen.items():
@@ -343,16 +380,30 @@ class _Simulation:
 
         return write
 
-    def _choose(self, row: int, step: int) -> tuple[int, float]:
-        memory, rule = self._memory, self._rules[row]
-        logit, token = max(zip(memory.best[:, row], -memory.best_id[:, row], strict=True))
+    def _choose(self, index: int, at: Placed) -> tuple[int, float]:
+        memory, rule = self._memory, self._rules[at.row]
+        logit, token = max(zip(memory.best[:, index], -memory.best_id[:, index], strict=True))
         if rule.temperature == 0.0:
             return -int(token), logit
-        return draw(memory.logits[row], rule, self._cache.length + step + 1), logit
+        return draw(memory.logits[index], rule, self._cache.length + at.position + 1), logit
+
+    def _settle(self, worker: _Worker, it: Instruction, _step: int, _event: int) -> _Write:
+        drafts = self._memory.drafts
+        assert drafts is not None, "an instruction of rows that draft"
+        return drafts.settle(it, self._sizes.num_workers, worker.placed, list(self._memory.token))
+
+    def _place(self, _worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
+        drafts = self._memory.drafts
+        assert drafts is not None, "an instruction of rows that draft"
+        if not it.num_blocks:
+            return _nothing
+        return drafts.place(step, self._steps, stop=bool(self._memory.stop))
 
     def _commit(self, worker: _Worker, _it: Instruction, step: int, _event: int) -> _Write:
         memory = self._memory
-        worker.token = list(memory.token)
+        if memory.drafts is not None:
+            return self._commit_drafts(worker, memory.drafts)
+        worker.placed = one_each(memory.token, step + 1)
         if memory.values is not None:
             worker.payload = list(memory.values.value)
         worker.ended = bool(memory.stop) or step + 1 == self._steps
@@ -362,6 +413,17 @@ class _Simulation:
                 memory.published.append(list(worker.token))
                 if memory.values is not None:
                     memory.values.told.append(worker.payload)
+
+        return write
+
+    def _commit_drafts(self, worker: _Worker, drafts: DraftMemory) -> _Write:
+        worker.placed, worker.ended = list(drafts.placed), not drafts.follows
+        told = [list(each or ()) for each in drafts.settled]
+
+        def write() -> None:
+            if worker.number == 0:
+                self._memory.published.append(list(self._memory.token))
+                drafts.told.append(told)
 
         return write
 
@@ -382,7 +444,7 @@ class _Simulation:
         if it.src == Source.EMBED:
             embedded: Floats = self._weights.embedding[worker.token]
             return embedded
-        stream: Floats = self._memory.x[it.src]
+        stream: Floats = self._memory.x[it.src][: len(worker.placed)]
         return stream
 
     def _project(self, worker: _Worker, it: Instruction, rows: list[int]) -> Floats:

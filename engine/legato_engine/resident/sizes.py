@@ -17,7 +17,7 @@ WARPS = 8
 PRODUCERS = 2
 """Warps of a worker that fill its ring, in turns."""
 MAX_ROWS = 32
-"""Rows of a launch, each with one token a step."""
+"""Tokens of a step: one of each row, or with drafts several of some."""
 PAGE = 16
 """Positions of a KV page."""
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
@@ -48,6 +48,7 @@ class ModelSizes:
     """A decoder; the MLP is `ff_ratio` times as wide as the residual stream.
 
     `values`: steps read the values of tokens and feed them back; None: all tokens are words.
+    `drafts`: rows feed draft tokens too, and each step verifies them and proposes the next.
 
     Raises:
         ValueError: a size that the kernel's division into workers does not fit.
@@ -58,6 +59,7 @@ class ModelSizes:
     num_layers: int
     vocab_size: int
     values: ValueDims | None = None
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % HEAD_DIM:
@@ -68,6 +70,8 @@ class ModelSizes:
             )
         if self.ff_ratio < 2 or self.num_layers < 1:
             raise ValueError(f"ff_ratio {self.ff_ratio} or num_layers {self.num_layers} too small")
+        if self.values is not None and self.drafts:
+            raise ValueError("rows with values do not draft")
         if self.values is not None:
             blocks = self.values.inner_blocks, self.values.bin_blocks
             if min(blocks) < self.num_workers:
@@ -129,7 +133,9 @@ class ModelSizes:
         return len(range(worker, blocks, self.num_workers))
 
     def sampled_rows(self, worker: int) -> int:
-        """Rows whose tokens a worker chooses: `worker`, `worker + num_workers`, ..."""
+        """Tokens from which a worker samples, and rows that it settles: `worker`, `worker +
+        num_workers`, ...
+        """
         return self.share(worker, MAX_ROWS)
 
 

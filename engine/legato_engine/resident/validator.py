@@ -14,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from legato_engine.resident.effects import Access, Buffer, Version, reads, writes
+from legato_engine.resident.effects import UNWRITTEN, Access, Buffer, Version, reads, writes
 from legato_engine.resident.operands import check_operands
 from legato_engine.resident.order import Event, Order, Stuck
 from legato_engine.resident.program import Instruction, Op, Program, Source
@@ -22,7 +22,6 @@ from legato_engine.resident.ring import RunAhead
 from legato_engine.resident.sizes import MAX_ROWS
 
 STEPS = 3
-_UNWRITTEN = (-1, -1)
 
 
 class InvalidProgram(Exception):
@@ -62,7 +61,7 @@ class _Cells:
         return cls(
             np.zeros(count, np.int32),
             np.full(count, -1, np.int32),
-            [_UNWRITTEN] * count,
+            [UNWRITTEN] * count,
             np.zeros((count, workers), np.int32),
         )
 
@@ -73,10 +72,10 @@ class _Worker:
     needs, a step's token.
     """
 
-    moments: Version = _UNWRITTEN
-    sums: Version = _UNWRITTEN
+    moments: Version = UNWRITTEN
+    sums: Version = UNWRITTEN
     next_chunk: int = 0
-    needed: Version = _UNWRITTEN
+    needed: Version = UNWRITTEN
     token: int = 0
 
 
@@ -102,6 +101,11 @@ class _Execution:
                 (Buffer.VACT, 0, 0): _Cells.make(values.inner_blocks, num),
                 (Buffer.BINS, 0, 0): _Cells.make(values.bin_blocks, num),
                 (Buffer.VALUE, 0, 0): _Cells.make(MAX_ROWS, num),
+            }
+        if self._sizes.drafts:
+            self._cells |= {
+                (Buffer.DRAFT, 0, 0): _Cells.make(MAX_ROWS, num),
+                (Buffer.PLACED, 0, 0): _Cells.make(1, num),
             }
         self._workers = [_Worker() for _ in range(num)]
         self._chosen: list[range] = [range(0)] * num  # the blocks of each BEST
@@ -170,7 +174,7 @@ class _Execution:
         elif it.op == Op.OUT:
             whole = worker.next_chunk == self._sizes.ff_ratio * self._sizes.chunks
             _require(worker.sums == version and whole, where, "lacks chunks of fc2")
-            worker.sums = _UNWRITTEN
+            worker.sums = UNWRITTEN
         elif it.op == Op.SAMPLE and it.num_blocks:
             blocks = sorted(block for chosen in self._chosen for block in chosen)
             whole = blocks == list(range(self._sizes.vocab_blocks))

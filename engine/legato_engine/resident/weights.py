@@ -111,14 +111,15 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What S steps gave: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], and
-    with values what each token has [S][B] (see `values.PLAIN`).
+    """What S steps gave: tokens [S][B], residual streams [S, L, B, D], best logits [S, B], with
+    values what each token has [S][B] (see `values.PLAIN`), and with drafts those of each row.
     """
 
     tokens: list[list[int]]
     trace: Floats
     best: Floats
     values: list[list[tuple[float, ...]]] = dataclasses.field(default_factory=list)
+    accepted: list[list[list[int]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
+from legato_engine.speculative.block_policy import BlockPolicy
 
 
 class Needs(NamedTuple):
@@ -50,8 +51,10 @@ class Backend(Protocol):
         """The work of a step, in order, to be repeated at fixed addresses."""
         ...
 
-    def resident(self, max_rows: int) -> ResidentSteps | str:
-        """Make launches of several steps in one kernel, or say why there are none."""
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+        """Make launches of several steps in one kernel, whose rows draft by a `policy` if there is
+        one, or say why there are none.
+        """
         ...
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:

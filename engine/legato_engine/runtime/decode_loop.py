@@ -31,6 +31,7 @@ from legato_engine.kernels.decode_loop import (
 from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.resident_drafts import DraftLaunches
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.staging import StagingBuffer
 from legato_engine.runtime.token_ring import TokenRing
@@ -61,6 +62,8 @@ class DecodeLoops:
             StagingBuffer(resources.device, {"index": ((max_rows,), torch.int64)})
             for _ in resources.slots
         ]
+        drafts = resident is not None and resident.drafts
+        self._drafting = DraftLaunches(resources, self._rings) if drafts else None
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
         self._read_at = 0.0
@@ -78,7 +81,8 @@ class DecodeLoops:
         if self._resident is not None:
             for payload in (False, True)[: 1 + self._resident.has_values]:
                 plain = Needs(sampled=False, payload=payload, logprobs=False)
-                self._submit(self._resident, 0, num_rows=1, num_steps=1, needs=plain)
+                for slot in slots if self._resident.drafts else (0,):
+                    self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
 
@@ -93,15 +97,24 @@ class DecodeLoops:
         self._resources.graphs.run(self._place_work, slot)
 
     def start(
-        self, slot: int, num_rows: int, bucket: int, rank: int, num_steps: int, needs: Needs
+        self,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        bucket: int,
+        rank: int,
+        num_steps: int,
+        needs: Needs,
     ) -> None:
-        """Enqueue at most `num_steps` steps, maybe none; rows and constraints are staged."""
+        """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, maybe none; rows and
+        constraints are staged.
+        """
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
         if resident is not None and not rank and _takes(resident, num_rows, needs):
             if num_steps:
-                self._submit(resident, slot, num_rows, num_steps, needs)
+                self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
         loop = self._loop(slot, bucket, rank, _widened(needs))
 
@@ -132,13 +145,19 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                self._forget_stuck()
+                self._forget_stuck(slot)
                 break
             time.sleep(seconds)
         return None
 
     def _submit(
-        self, resident: ResidentSteps, slot: int, num_rows: int, num_steps: int, needs: Needs
+        self,
+        resident: ResidentSteps,
+        slot: int,
+        num_rows: int,
+        num_tokens: int,
+        num_steps: int,
+        needs: Needs,
     ) -> None:
         buffers, ring, state = self._resources.slots[slot], self._rings[slot], self._resources.state
         staged = buffers.staged.device
@@ -156,20 +175,28 @@ class DecodeLoops:
             certainty_SB2=ring.fields["certainty"],
             logprob_SB=ring.fields["logprob"],
             words=ring.words,
+            drafts=None if self._drafting is None else self._drafting.begin(slot),
         )
         self._resources.compute.submit(
             lambda: resident.run(
-                rows, num_rows, num_steps, payload=needs.payload, logprobs=needs.logprobs
+                rows,
+                num_rows,
+                num_steps,
+                payload=needs.payload,
+                logprobs=needs.logprobs,
+                num_tokens=num_tokens,
             )
         )
 
-    def _forget_stuck(self) -> None:
+    def _forget_stuck(self, slot: int) -> None:
         """After a launch that gave up a wait, whose rows go on after the last step that they have,
         there is no other of the kind.
         """
         if self._resident is not None and (fault := self._resident.fault()):
             _log.error("resident_kernel_stuck", wait=fault)
             self._resident = None
+            if self._drafting is not None:
+                self._drafting.restore(slot)
 
     def _place_work(self, slot: int) -> Work:
         slots, scratch_row = self._resources.slots, self._resources.state.scratch_row

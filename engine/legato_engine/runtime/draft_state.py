@@ -74,8 +74,8 @@ class DraftState:
         )
         self._choice_B3 = torch.zeros(1, _MAX_GROUPS, dtype=torch.int32, device=device)
         self._row_R = torch.arange(rows, device=device)
-        self._proposer = proposer
-        self._policy = policy
+        self.proposer = proposer
+        self.policy = policy
         kernels = draft_kernels(policy, num_rows=num_rows, vocab_size=vocab_size, device=device)
         self.operations = kernels or ReferenceDrafts(policy, vocab_size)
         self.forget()
@@ -136,14 +136,14 @@ class DraftState:
         """Fill `block` draft tokens a row; on the CPU, of staged rows only."""
         state = (self._row_R, self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
         if self.draft_RK.device.type != "cpu":
-            self._proposer.propose(RowHistory(*state), self.draft_RK[:, :block])
+            self.proposer.propose(RowHistory(*state), self.draft_RK[:, :block])
             return
         row_S, room_S = (slot.staged.device[name] for name in ("scheduled_row", "room"))
         row_P = row_S[(row_S != self.scratch_row) & (room_S != NO_DRAFTS)]
         if not len(row_P):
             return
         draft_PK = self.draft_RK[row_P, :block]
-        self._proposer.propose(RowHistory(*(each[row_P] for each in state)), draft_PK)
+        self.proposer.propose(RowHistory(*(each[row_P] for each in state)), draft_PK)
         self.draft_RK[row_P, :block] = draft_PK
 
     def place(self, slot: DecodeSlot) -> None:

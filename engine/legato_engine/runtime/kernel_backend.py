@@ -44,6 +44,7 @@ from legato_engine.runtime.prefill_step import (
 from legato_engine.runtime.resources import Resources
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
+from legato_engine.speculative.block_policy import BlockPolicy
 
 _MIN_QUEUE_LENGTH = 16
 """Waiting sequences for a launch to compute several images: three in one launch take 5 % less time,
@@ -130,8 +131,8 @@ class KernelBackend:
             works.append(graphs.captured(self._logprobs_work, slot, payload, False))
         return tuple(works)
 
-    def resident(self, max_rows: int) -> ResidentSteps | str:
-        return self._kernels.resident(max_rows)
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+        return self._kernels.resident(max_rows, policy)
 
     def grow(self, slot: int) -> None:
         self._graphs.run(self._grow_work, slot)

@@ -18,6 +18,7 @@ import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
+from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
@@ -42,6 +43,7 @@ from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
@@ -133,7 +135,7 @@ class ModelRunner:
         self._backend = _backend(kernels, self._resources)
         self._loops = None
         if loops:
-            steps = _resident_steps(self._backend, max_running) if resident else None
+            steps = _resident_steps(self._backend, max_running, self._drafts) if resident else None
             self._loops = DecodeLoops(self._resources, self._backend, steps)
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
@@ -251,12 +253,12 @@ class ModelRunner:
         """Forwards with their sampling; in the times all of it is the forward."""
         assert self._loops is not None, "a loop on a runner without loops"
         rows, events = launch.plan.rows, self._events[launch.slot]
-        bucket = self._staging.bucket(sum(1 + row.num_drafts for row in rows))
-        rank = self._rank(rows)
+        num_tokens = sum(1 + row.num_drafts for row in rows)
+        bucket, rank = self._staging.bucket(num_tokens), self._rank(rows)
         events.needs = _needs(rows)
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
-        self._loops.start(launch.slot, len(rows), bucket, rank, num_steps, events.needs)
+        self._loops.start(launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
@@ -397,8 +399,15 @@ def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> St
     return None if step is None else step.step_kernels(kv, adapters)
 
 
-def _resident_steps(backend: Backend, max_rows: int) -> ResidentSteps | None:
-    steps = backend.resident(max_rows)
+def _resident_steps(
+    backend: Backend, max_rows: int, drafts: DraftState | None
+) -> ResidentSteps | None:
+    """None, with the reason in the log, where loops stand in."""
+    steps: ResidentSteps | str
+    if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
+        steps = "takes draft tokens of lookups alone"
+    else:
+        steps = backend.resident(max_rows, None if drafts is None else drafts.policy)
     if isinstance(steps, str):
         _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
         return None

@@ -16,6 +16,7 @@ from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
 from legato_engine.runtime.resources import Resources
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
+from legato_engine.speculative.block_policy import BlockPolicy
 
 
 class TorchBackend:
@@ -57,8 +58,8 @@ class TorchBackend:
         else:
             self._graphs.run(self._forward_work, slot, bucket, 1, rank)
 
-    def resident(self, max_rows: int) -> ResidentSteps | str:
-        del max_rows
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+        del max_rows, policy
         return "needs kernels for the model"
 
     def grow(self, slot: int) -> None:

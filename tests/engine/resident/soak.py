@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
+from legato_engine.resident.draft_simulator import Drafts
 from legato_engine.resident.order import Stuck
 from legato_engine.resident.program import Program, build_program
 from legato_engine.resident.simulator import simulate
@@ -31,7 +33,9 @@ SIZES = (
 SMALLEST = ModelSizes(64, 2, 1, 64)
 """Four workers with twelve instructions each: a mutant of it is validated in milliseconds."""
 SMALLEST_VALUES = ModelSizes(64, 2, 1, 64, VALUES)
+SMALLEST_DRAFTS = ModelSizes(64, 2, 1, 64, drafts=True)
 RING_STAGES = 4
+MOST_DRAFTS = 2
 
 
 @dataclasses.dataclass
@@ -60,6 +64,9 @@ class World:
         given = self.weights, self.cache, TOKENS, STEPS, random.Random(seed)
         return simulate(program, *given, rules=RULES, stops=stops)
 
+    def agrees(self, outcome: Outcome) -> bool:
+        return agree(outcome, self.expected)
+
     def fault(self, program: Program, orders: int, seed: int) -> str | None:
         """What is wrong in one of so many orders."""
         for order in range(orders):
@@ -67,9 +74,62 @@ class World:
                 outcome = self.simulate(program, seed * 1000 + order)
             except Stuck as stuck:
                 return str(stuck)
-            if not agree(outcome, self.expected):
+            if not self.agrees(outcome):
                 return f"order {order}: tokens {outcome.tokens} of {self.expected.tokens}"
         return None
+
+
+class DraftingWorld(World):
+    """Rows whose drafts are right up to a place that depends on the row and its length."""
+
+    length = 6
+
+    def __init__(self, sizes: ModelSizes, rates: float = 0.6) -> None:
+        super().__init__(dataclasses.replace(sizes, drafts=False))
+        self.program = build_program(dataclasses.replace(sizes, drafts=True), RING_STAGES)
+        self.expected = forward(self.weights, self.cache, TOKENS, self.length + MOST_DRAFTS, RULES)
+        self._answers = list(zip(*self.expected.tokens, strict=True))
+        self._rates = rates
+
+    def _propose(self, row: int, history: Sequence[int]) -> list[int]:
+        chance = random.Random(f"{row} {len(history)} {self._rates}")
+        right = self._answers[row][len(history) - 1 :][:MOST_DRAFTS]
+        wrong = [(token + 1) % self.program.sizes.vocab_size for token in right]
+        count = chance.randint(0, MOST_DRAFTS)
+        pairs = zip(right[:count], wrong[:count], strict=True)
+        return [pair[chance.random() > self._rates] for pair in pairs]
+
+    def simulate(self, program: Program, seed: int, *, stops: bool = False) -> Outcome:
+        drafts = Drafts(self._propose, MOST_DRAFTS, self.length)
+        given = self.weights, self.cache, TOKENS, self.length, random.Random(seed)
+        return simulate(program, *given, rules=RULES, drafts=drafts, stops=stops)
+
+    def agrees(self, outcome: Outcome) -> bool:
+        """Accepted tokens and their residual streams are those of single tokens, and the launch
+        ends when a row has all of its own, unless the host ends it.
+        """
+        had = [0] * len(TOKENS)
+        for step, rows in enumerate(outcome.accepted):
+            first = 0
+            for row, tokens in enumerate(rows):
+                begin, count = had[row], len(tokens)
+                if tokens != list(self._answers[row][begin : begin + count]):
+                    return False
+                got = outcome.trace[step][:, first : first + count]
+                want = self.expected.trace[begin : begin + count, :, row].swapaxes(0, 1)
+                if not np.allclose(got, want, rtol=0, atol=1e-9):
+                    return False
+                history = [TOKENS[row], *self._answers[row][:begin]]
+                first += 1 + len(self._propose(row, history)[:MOST_DRAFTS])
+                had[row] += count
+        return True
+
+    def whole(self, outcome: Outcome) -> bool:
+        """Nothing but a row's last token has ended it."""
+        counts = [sum(len(rows[row]) for rows in outcome.accepted) for row in range(len(TOKENS))]
+        last = [len(rows) for rows in outcome.accepted[-1]]
+        before = max(map(int.__sub__, counts, last))
+        return max(counts) >= self.length > before
 
 
 def agree(outcome: Outcome, expected: Outcome) -> bool:

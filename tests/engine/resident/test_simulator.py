@@ -20,7 +20,9 @@ from legato_engine.resident.weights import Cache, Weights, forward
 from tests.engine.resident.soak import (
     SIZES,
     SMALLEST,
+    SMALLEST_DRAFTS,
     SMALLEST_VALUES,
+    DraftingWorld,
     Tally,
     World,
     agree,
@@ -29,6 +31,8 @@ from tests.engine.resident.soak import (
 
 WORLDS = [World(sizes) for sizes in SIZES]
 VALUED = World(SMALLEST_VALUES)
+DRAFTING = [DraftingWorld(SMALLEST_DRAFTS, rate) for rate in (0.0, 0.7, 1.0)]
+DRAFTING.append(DraftingWorld(ModelSizes(128, 3, 2, 160, drafts=True)))
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: str(world.program.sizes))
@@ -64,6 +68,25 @@ def test_values_are_read_and_fed_back_in_every_order() -> None:
         assert np.allclose(outcome.values, VALUED.expected.values[:steps], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("world", DRAFTING, ids=("wrong", "mixed", "right", "larger"))
+def test_drafts_change_no_token_in_any_order(world: DraftingWorld) -> None:
+    """Greedy and sampled rows; with right drafts there are fewer steps, and so with a host that
+    ends them.
+    """
+    steps = set()
+    for seed in range(12):
+        outcome = world.simulate(world.program, seed, stops=seed % 3 == 0)
+        assert world.agrees(outcome)
+        if seed % 3:
+            assert world.whole(outcome)
+            steps.add(len(outcome.accepted))
+    assert len(steps) == 1
+    if world is DRAFTING[0]:
+        assert steps == {world.length}
+    else:
+        assert max(steps) < world.length
+
+
 def test_several_chunks_of_a_block_are_added() -> None:
     """A width of more than one stage, as Moondream 2 has."""
     sizes = ModelSizes(1024, 2, 1, 1024)
@@ -91,6 +114,20 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
     program = dataclasses.replace(world.program, workers=tuple(map(tuple, workers)))
     with pytest.raises(Stuck, match="wait for"):
         world.simulate(program, 0)
+
+
+@pytest.mark.parametrize("op", [Op.SETTLE, Op.PLACE, Op.COMMIT], ids=lambda op: op.name)
+def test_a_wait_of_drafts_that_is_dropped_shows_in_some_order(op: Op) -> None:
+    """Each hop between sampling and the next step's tokens is needed."""
+    world = DRAFTING[1]
+    workers = tuple(
+        tuple(
+            dataclasses.replace(it, wait=NONE, wait_count=0, wait_stride=0) if it.op == op else it
+            for it in instructions
+        )
+        for instructions in world.program.workers
+    )
+    assert world.fault(dataclasses.replace(world.program, workers=workers), 50, 0) is not None
 
 
 @pytest.mark.parametrize(
@@ -137,6 +174,14 @@ def test_mutants_of_a_program_with_values() -> None:
     try_mutants([VALUED], range(600), 2, tally)
     assert len(tally.tried) > 400
     assert 3 < tally.accepted < len(tally.tried) / 10
+
+
+def test_mutants_of_a_program_with_drafts() -> None:
+    """None that is accepted gives other tokens."""
+    tally = Tally()
+    try_mutants([DRAFTING[1]], range(300), 2, tally)
+    assert len(tally.tried) > 200
+    assert 1 < tally.accepted < len(tally.tried) / 10
 
 
 def _tiny_tensors() -> dict[str, np.ndarray]:

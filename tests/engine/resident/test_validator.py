@@ -20,6 +20,7 @@ from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, Va
 from legato_engine.resident.validator import InvalidProgram, validate
 
 SMALL = ModelSizes(64, 2, 2, 128)
+DRAFTING = dataclasses.replace(SMALL, drafts=True)
 VALUED = dataclasses.replace(SMALL, values=ValueDims(64, 32, 96))
 Lists = list[list[Instruction]]
 
@@ -35,6 +36,8 @@ Lists = list[list[Instruction]]
         VALUED,
         ModelSizes(64, 3, 5, 80, ValueDims(48, 48, 32)),
         dataclasses.replace(LEGATO_TINY, values=ValueDims(320, 1024, 2048)),
+        DRAFTING,
+        dataclasses.replace(LEGATO_TINY, drafts=True),
     ],
     ids=[
         "64",
@@ -45,6 +48,8 @@ Lists = list[list[Instruction]]
         "64 with values",
         "64x5 with values",
         "tiny with values",
+        "64 with drafts",
+        "tiny with drafts",
     ],
 )
 def test_programs_of_models_are_accepted(sizes: ModelSizes) -> None:
@@ -57,12 +62,61 @@ def test_more_steps_are_as_valid_as_three() -> None:
     """The examined steps stand for those after them."""
     validate(build_program(SMALL, 4), steps=7)
     validate(build_program(VALUED, 4), steps=7)
+    validate(build_program(DRAFTING, 4), steps=7)
 
 
 def test_a_ring_that_holds_a_whole_layer_twice_is_refused() -> None:
     """A producer so far ahead copies keys and values before they are written."""
     with pytest.raises(InvalidProgram, match="ATTEND: reads KV that may not be written"):
         validate(build_program(dataclasses.replace(SMALL, num_layers=1), 40))
+
+
+def test_with_drafts_a_ring_of_any_size_waits_for_a_steps_tokens() -> None:
+    """Their keys and values are copied after the step before is over everywhere."""
+    validate(build_program(dataclasses.replace(DRAFTING, num_layers=1), 40))
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Op.SETTLE, "SETTLE: reads TOKEN"),
+        (Op.COMMIT, "COMMIT: reads PLACED"),
+    ],
+    ids=lambda each: each.name if isinstance(each, Op) else "",
+)
+def test_a_wait_of_drafts_that_is_dropped_is_refused(op: Op, text: str) -> None:
+    with pytest.raises(InvalidProgram, match=text):
+        _validate_changed(op, _without_wait, sizes=DRAFTING)
+
+
+def test_tokens_that_are_placed_before_rows_are_settled_are_refused() -> None:
+    program = build_program(DRAFTING, 4)
+    workers: Lists = [list(instructions) for instructions in program.workers]
+    index = next(i for i, it in enumerate(workers[0]) if it.op == Op.PLACE)
+    workers[0][index] = _without_wait(workers[0][index])
+    with pytest.raises(InvalidProgram, match="PLACE: reads DRAFT"):
+        validate(Program(DRAFTING, 4, tuple(map(tuple, workers))))
+
+
+@pytest.mark.parametrize("op", [Op.SETTLE, Op.PLACE], ids=lambda op: op.name)
+def test_a_program_without_drafts_has_none_of_their_instructions(op: Op) -> None:
+    with pytest.raises(InvalidProgram, match="without drafts"):
+        _validate_changed(Op.LISTEN, lambda it: dataclasses.replace(it, op=op))
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        (Op.SETTLE, {"num_blocks": 1}),
+        (Op.SETTLE, {"layer": 0}),
+        (Op.PLACE, {"num_blocks": 1}),
+        (Op.PLACE, {"src": 0}),
+    ],
+    ids=str,
+)
+def test_an_operand_of_drafts_out_of_range_is_refused(op: Op, fields: dict[str, int]) -> None:
+    with pytest.raises(InvalidProgram, match=r"instruction \d+: "):
+        _validate_changed(op, lambda it: _with(it, fields), sizes=DRAFTING)
 
 
 def test_a_wait_for_too_many_signals_is_refused() -> None:

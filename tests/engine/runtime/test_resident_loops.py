@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
@@ -17,6 +18,8 @@ from legato_engine.kernels.resident import ResidentRows, values_obstacle
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import Proposer, RowHistory
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 
@@ -36,6 +39,7 @@ class Fake:
     """Steps of torch's operations instead; gives up a wait after `steps` of them, if any."""
 
     max_rows = 4
+    drafts = False
 
     def __init__(
         self, runner: ModelRunner, steps: int | None = None, *, has_values: bool = True
@@ -57,7 +61,9 @@ class Fake:
         *,
         payload: bool = False,
         logprobs: bool = False,
+        num_tokens: int = 0,
     ) -> None:
+        del num_tokens
         assert self.has_values or not (payload or logprobs)
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
@@ -153,15 +159,36 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     assert [line["wait"] for line in stuck] == ["worker 3, counter 5"]
 
 
-def test_where_it_cannot_run_loops_stand_in(graph: Assembly) -> None:
-    """The log says why when the engine starts."""
+class Silent:
+    """Another proposer than lookups."""
+
+    sequential = False
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        del history, draft_RK
+
+
+@pytest.mark.parametrize(
+    ("proposer", "reason"),
+    [
+        (None, "it needs kernels for the model"),
+        (LookupProposer(), "it needs kernels for the model"),
+        (Silent(), "it takes draft tokens of lookups alone"),
+    ],
+    ids=("off", "lookup", "another"),
+)
+def test_where_it_cannot_run_loops_stand_in(
+    graph: Assembly, proposer: Proposer | None, reason: str
+) -> None:
+    """The log says why when the engine starts, with speculation too."""
+    config = msgspec.structs.replace(graph.config, decode_path="resident")
+    setting = "off" if proposer is None else "fixed:2"
     with structlog.testing.capture_logs() as lines:
-        assembly = with_decode_path(graph, "resident")
+        assembly = speculating(dataclasses.replace(graph, config=config), setting, proposer)
     assert assembly.runner.resident_rows == 0
     assert assembly.runner.decodes_by_loops
-    assert [line["reason"] for line in lines if line["event"] == "no_resident_kernel"] == [
-        "it needs kernels for the model"
-    ]
+    said = [line["reason"] for line in lines if line["event"] == "no_resident_kernel"]
+    assert said == [reason]
 
 
 SIZES = DecoderSizes(

@@ -76,7 +76,7 @@ class RuleConstants:
         pressed = budget.pressure_block if kind == 2 else seed.pressure_block
         defines = {
             "RULE": kind,
-            "BLOCK": block,
+            "MOST_DRAFTS": block,
             "FIRST_BLOCK": seed.first_block,
             "MIN_BLOCK": seed.min_block,
             "MID_BLOCK": seed.mid_block,
@@ -93,7 +93,10 @@ class RuleConstants:
 
 
 class DraftKernels:
-    """The operations of `runtime.draft_state.DraftState`. Can be captured."""
+    """The operations of `runtime.draft_state.DraftState`. Can be captured.
+
+    `rules` and `seconds_P` are the policy's constants and the costs of steps on the device.
+    """
 
     def __init__(
         self, policy: BlockPolicy, *, num_rows: int, vocab_size: int, device: torch.device
@@ -102,22 +105,22 @@ class DraftKernels:
         rule = RuleConstants.of(policy)
         defines = {**rule.defines, "ROWS": num_rows, "VOCAB": vocab_size, "GROUP": GROUP}
         module = Module(SOURCE, defines)
-        block = rule.defines["BLOCK"]
+        block = rule.defines["MOST_DRAFTS"]
         auction = _AUCTION_BYTES * num_rows * block + _VECTOR_BYTES
         is_budget = isinstance(policy, TokenBudgetPolicy)
         self._allot = module.kernel("allot_blocks", shared=auction if is_budget else 0)
         self._place = module.kernel("place")
         self._settle = module.kernel("settle")
-        self._rules = torch.tensor(rule.values, dtype=torch.float64, device=device)
+        self.rules = torch.tensor(rule.values, dtype=torch.float64, device=device)
         num_positions = num_rows * (1 + block) + 1
-        self._seconds_P = torch.ones(num_positions, dtype=torch.float64, device=device)
+        self.seconds_P = torch.ones(num_positions, dtype=torch.float64, device=device)
 
     def set_costs(self, policy: TokenBudgetPolicy) -> None:
         """Take the costs of a policy of the same kind; nothing may be in flight."""
         values = RuleConstants.of(policy).values
-        self._rules.copy_(torch.tensor(values, dtype=torch.float64))
-        seconds = [policy.costs.step(count) for count in range(len(self._seconds_P))]
-        self._seconds_P.copy_(torch.tensor(seconds, dtype=torch.float64))
+        self.rules.copy_(torch.tensor(values, dtype=torch.float64))
+        seconds = [policy.costs.step(count) for count in range(len(self.seconds_P))]
+        self.seconds_P.copy_(torch.tensor(seconds, dtype=torch.float64))
 
     def allot(
         self,
@@ -133,7 +136,7 @@ class DraftKernels:
             _ALLOT_THREADS,
             [
                 *(*fields, page_table_RM, state.position_R, state.limit_R, state.descriptor_R4),
-                *(self._rules, state.overall, self._seconds_P, proposal_K),
+                *(self.rules, state.overall, self.seconds_P, proposal_K),
                 *(state.block_S, state.proposal),
                 *(len(staged["scheduled_row"]), len(staged["entry"]), state.scratch_row),
             ],
@@ -182,7 +185,7 @@ class DraftKernels:
             [
                 *(*scheduled, state.draft_RK, staged["sample_position"]),
                 *(sampled_B, hidden_BD, state.tokens_RC, state.position_R, token_R),
-                *(state.hidden_RD, state.descriptor_R4, self._rules, state.overall),
+                *(state.hidden_RD, state.descriptor_R4, self.rules, state.overall),
                 *(outputs["count"], outputs["proposed"], outputs["descriptor"]),
                 *(num_rows, state.tokens_RC.shape[1], width // _VECTOR_BYTES, state.scratch_row),
             ],
@@ -190,12 +193,12 @@ class DraftKernels:
 
 
 class LookupKernel:
-    """A `LookupProposer` in one launch."""
+    """A `LookupProposer` in one launch; `lengths` are the fewest and the most tokens that match."""
 
     sequential = False
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
-        self._lengths = (shortest, longest)
+        self.lengths = (shortest, longest)
         self._lookup = Module(LOOKUP_SOURCE, {}).kernel("lookup")
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
@@ -205,6 +208,6 @@ class LookupKernel:
             _LOOKUP_THREADS,
             [
                 *(history.tokens_RC, history.position_R, draft_RK),
-                *(context, draft_RK.stride(0), draft_RK.shape[1], *self._lengths),
+                *(context, draft_RK.stride(0), draft_RK.shape[1], *self.lengths),
             ],
         )

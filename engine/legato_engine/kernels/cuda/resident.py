@@ -17,6 +17,7 @@ import torch
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.module import Argument, Module
 from legato_engine.kernels.cuda.packing import fold_norm
+from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
@@ -33,6 +34,7 @@ from legato_engine.resident.sizes import (
     ModelSizes,
 )
 from legato_engine.resident.stream import Matrix, Stage, qkv_rows, worker_stages
+from legato_engine.speculative.block_policy import BlockPolicy
 
 if TYPE_CHECKING:
     from legato_engine.kernels.resident import ResidentRows
@@ -56,7 +58,9 @@ _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
 _SAMPLING_BYTES = 768  # at least `Sampling` and `ValueArguments` in worker.cuh and single words
 _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
-"""What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one."""
+"""What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one, and a
+step's tokens.
+"""
 
 
 def model_sizes(sizes: DecoderSizes, num_layers: int) -> ModelSizes:
@@ -128,16 +132,18 @@ class ResidentBuild:
         tiles: int,
         *,
         values: TwoLayerValues | None = None,
+        policy: BlockPolicy | None = None,
         under_way: int = 0,
         delays: bool = False,
     ) -> None:
-        """`values` as the program has them.
+        """`values` as the program has them; rows draft by `policy`, if the program has drafts.
 
         `under_way`: stages that are being copied at once, for measuring; 0: `UNDER_WAY`. `delays`:
         warps come late at random, for tests.
         """
         sizes, device = program.sizes, embedding.device
         assert (values is None) == (sizes.values is None), "the program has other values"
+        assert (policy is not None) == sizes.drafts, "a policy is of a program with drafts"
         self._weights, self._embedding, self._cache = weights, embedding, cache
         self.tokens = tokens = 8 * tiles
         self.patience_ms = PATIENCE_MS
@@ -149,7 +155,8 @@ class ResidentBuild:
         assert fault is None, fault
         constants = defines(sizes, program.ring_stages, under_way, tiles) | {"SHARED": body}
         self._values = BuildValues(values, tokens, device)
-        constants |= self._values.defines
+        self._drafts = BuildDrafts(policy, device)
+        constants |= self._values.defines | self._drafts.defines
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
@@ -184,13 +191,15 @@ class ResidentBuild:
         num_steps: int,
         *,
         logprobs: bool = False,
+        num_tokens: int = 0,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
         profile: torch.Tensor | None = None,
         patience_ms: int | None = None,
     ) -> None:
         """Enqueue; the last tensors are for measuring (see `Arguments` in worker.cuh)."""
-        assert 0 < num_rows <= self.tokens, f"{num_rows} rows in a build for {self.tokens}"
+        most = max(num_rows, num_tokens)
+        assert 0 < num_rows <= most <= self.tokens, f"{most} tokens in a build for {self.tokens}"
         weights, cache, state = self._weights, self._cache, rows.state
         pointers: tuple[Argument, ...] = (
             *(self._table, self._counters, self._epoch, self._abort, self._report),
@@ -211,6 +220,7 @@ class ResidentBuild:
             *(rows.page_table_RM.shape[1], num_rows, num_steps, rows.ring_SB.stride(0)),
             self.patience_ms if patience_ms is None else patience_ms,
             0,
+            self._drafts.table(rows),
         )
         self._kernel.launch(self._grid, _THREADS, (*pointers, *numbers), cooperative=True)
 
@@ -236,14 +246,19 @@ class ResidentDecoder:
         *,
         values: TwoLayerValues | None = None,
         max_rows: int = MOST_ROWS,
+        policy: BlockPolicy | None = None,
     ) -> None:
-        """Compile for up to `max_rows` rows, at most `MOST_ROWS`; tokens may have `values`."""
-        self.max_rows = min(max_rows, MOST_ROWS)
-        self.has_values = values is not None
+        """Compile for up to `max_rows` rows, as far as their tokens are at most `MOST_ROWS`; tokens
+        may have `values`, unless rows draft by a `policy`.
+        """
+        block = 0 if policy is None else policy.max_block
+        self.max_rows = min(max_rows, MOST_ROWS // (1 + block))
+        self.drafts = policy is not None
+        self.has_values = values is not None and not self.drafts
         rings = {
             tiles: stages
             for tiles, stages in RING_STAGES.items()
-            if 8 * tiles < 2 * self.max_rows or tiles == 1
+            if 8 * tiles < 2 * self.max_rows * (1 + block) or tiles == 1
         }
         self.program = build_program(sizes, rings[1])
         """Of words, for 8 rows; the others differ in the ring and in values."""
@@ -252,16 +267,22 @@ class ResidentDecoder:
         def builds(of: ModelSizes, values: TwoLayerValues | None) -> list[ResidentBuild]:
             return [
                 ResidentBuild(
-                    build_program(of, stages), weights, embedding, cache, tiles, values=values
+                    build_program(of, stages),
+                    weights,
+                    embedding,
+                    cache,
+                    tiles,
+                    values=values,
+                    policy=policy,
                 )
                 for tiles, stages in rings.items()
             ]
 
-        self.builds = builds(sizes, None)
-        """For 8, 16 and 32 rows."""
+        self.builds = builds(dataclasses.replace(sizes, drafts=self.drafts), None)
+        """For 8, 16 and 32 tokens."""
         self.value_builds: list[ResidentBuild] = []
         """The same where some row's tokens may have values or log-probabilities."""
-        if values is not None:
+        if values is not None and self.has_values:
             with_values = dataclasses.replace(sizes, values=value_dims(values))
             self.value_builds = builds(with_values, values)
 
@@ -273,10 +294,11 @@ class ResidentDecoder:
         *,
         payload: bool = False,
         logprobs: bool = False,
+        num_tokens: int = 0,
     ) -> None:
         builds = self.value_builds if payload or logprobs else self.builds
-        build = next(each for each in builds if num_rows <= each.tokens)
-        build.run(rows, num_rows, num_steps, logprobs=logprobs)
+        build = next(each for each in builds if max(num_rows, num_tokens) <= each.tokens)
+        build.run(rows, num_rows, num_steps, logprobs=logprobs, num_tokens=num_tokens)
 
     def fault(self) -> str | None:
         builds = (*self.builds, *self.value_builds)
@@ -287,5 +309,5 @@ def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (10 + _OWN_PAGES)
+    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (11 + _OWN_PAGES)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

@@ -42,6 +42,7 @@ from legato_engine.models.moondream.step_weights import (
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepInputs
+from legato_engine.speculative.block_policy import BlockPolicy
 
 
 class MoondreamStep:
@@ -125,7 +126,7 @@ class MoondreamStep:
         for part in _passes(sampled.hidden_BD.shape[0]):
             self._values.read(state, sampled.part(part))
 
-    def resident(self, max_rows: int) -> ResidentSteps | str:
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
         text = self._text
         layers = decoder_layers(text)
         plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
@@ -141,6 +142,7 @@ class MoondreamStep:
             self._cache,
             values=None if values_obstacle(self._sizes, values) else values,
             max_rows=max_rows,
+            policy=policy,
         )
 
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:

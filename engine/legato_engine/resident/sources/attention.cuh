@@ -1,8 +1,8 @@
-// Attention of one token per row. A worker has a head, and units of rows and quarters of their pages: every
-// SPLITS-th. What the softmax of a row's quarters leaves is merged by its worker, or by the workers of OUT.
+// Attention of the tokens. A worker has a head, and units of tokens and quarters of their rows' pages: every
+// SPLITS-th. What the softmax of a token's quarters leaves is merged by its worker, or by the workers of OUT.
 //
 // In a warp lane = 4p + e: of a stage each warp has 8 positions, and lane (p, e) has dimensions 8e.. and 32 + 8e.. of
-// position p. Results depend on a row's own keys, values and position alone.
+// position p. Results depend on a token's own query, keys, values and position alone.
 #pragma once
 #include "matrix.cuh"
 
@@ -83,9 +83,39 @@ __device__ __forceinline__ float raise(Softmax& track, float top) {
   return base;
 }
 
-// The cached positions of a unit, from the ring.
+// Of a warp's 8 positions from `begin` on, those of the row that this step's QKV wrote, which the ring does not have: they
+// are put where it would have them, so that a token has the same bits with its row's tokens in one step or in several.
+struct Written {
+  int first = 0, end = 0;  // of the 8
+  u32 keys[8], values[8];  // dimensions 2 lane and 2 lane + 1
+  // `slot`: of the first of the 8 positions.
+  __device__ __forceinline__ void load(const Arguments& a, i64 slot, int fresh, int position, int begin) {
+    first = max(0, fresh - begin), end = min(8, position - begin);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (first <= i && i < end) {
+        const i64 at = slot + i * HEAD_DIM + threadIdx.x % 32 * 2;
+        keys[i] = load_fresh_u32(a.keys + at), values[i] = load_fresh_u32(a.values + at);
+      }
+  }
+  __device__ __forceinline__ void store(unsigned char* to) const {
+    to += threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (first <= i && i < end) {
+        *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = keys[i];
+        *reinterpret_cast<u32*>(to + PAGE_BYTES / 2 + i * (HEAD_DIM * 2)) = values[i];
+      }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the next copy to the stage comes after these
+    __syncwarp();
+  }
+};
+
+// A unit's positions before its token's own, from the ring.
 __device__ __forceinline__ void attend_cached(
-    const Arguments& a, Place& at, Ring& ring, Softmax& track, const Query& q, int position, int quarter) {
+    const Arguments& a, Place& at, const Shared& shared, Ring& ring, Softmax& track, const Query& q, int layer, int index,
+    const Unit& unit) {
+  const int position = position_of(shared, unit.token, at.step), quarter = unit.quarter;
   const int warp = threadIdx.x / 32, own = own_pages(position, quarter);
   for (int first = 0; first < own; first += STAGES_AT_ONCE * STAGE_PAGES) {
     const int stages = min(STAGES_AT_ONCE, (own - first + STAGE_PAGES - 1) / STAGE_PAGES);
@@ -98,8 +128,21 @@ __device__ __forceinline__ void attend_cached(
       here[i].count = 0;
       if (i >= stages) continue;
       const int which = first + i * STAGE_PAGES + warp / 2, begin = (quarter + SPLITS * which) * PAGE + warp % 2 * 8;
+#if DRAFTS
+      const int fresh = first_position(shared, unit.token, at.step);
+      const bool writes = warp / 2 < STAGE_PAGES && which < own && begin + 8 > fresh && position > max(fresh, begin);
+      Written written;
+      if (writes) {
+        const i64 page = (i64)layer * a.layer_pages + shared.pages[index][which];
+        const i64 slot = ((page * HEADS + blockIdx.x / SPLITS) * PAGE + warp % 2 * 8) * HEAD_DIM;
+        written.load(a, slot, fresh, position, begin);
+      }
+#endif
       here[i].keys = ahead.get(a, at) + warp / 2 * PAGE_BYTES + warp % 2 * (8 * HEAD_DIM * 2);
       ahead.next();
+#if DRAFTS
+      if (writes) written.store(const_cast<unsigned char*>(here[i].keys));
+#endif
       if (warp / 2 < STAGE_PAGES && which < own) here[i].count = max(0, min(8, position - begin));
       if (here[i].count) scores[i] = here[i].score(q);
       top = fmaxf(top, scores[i]);
@@ -127,9 +170,9 @@ struct Fresh {
   bool newest;
   __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int layer, int step, int index) {
     const int lane = threadIdx.x % 32, e = lane % 4, head = blockIdx.x / SPLITS;
-    const Unit unit(index, a.rows);
-    const int position = shared.position[unit.row] + step, page = position / PAGE;
-    const bf16* q = a.q + unit.row * DIM + head * HEAD_DIM;
+    const Unit unit(index, num_tokens(a, shared));
+    const int position = position_of(shared, unit.token, step), page = position / PAGE;
+    const bf16* q = a.q + unit.token * DIM + head * HEAD_DIM;
     low = load_fresh(q + e * 8), high = load_fresh(q + 32 + e * 8);
     newest = threadIdx.x < 32 && page % SPLITS == unit.quarter;
     if (!newest) return;
@@ -205,13 +248,13 @@ __device__ __forceinline__ void run_attend(
   static_assert(sizeof(shared.sums) >= sizeof(float2) * TOKENS * WARPS * 32, "the parts of all units");
   Fresh next;
   next.load(a, shared, it.layer, at.step, 0);
-  for (int index = 0; index < a.rows; index++) {
+  for (int index = 0; index < num_tokens(a, shared); index++) {
     const Fresh fresh = next;
-    if (index + 1 < a.rows) next.load(a, shared, it.layer, at.step, index + 1);
-    const Unit unit(index, a.rows);
+    if (index + 1 < num_tokens(a, shared)) next.load(a, shared, it.layer, at.step, index + 1);
+    const Unit unit(index, num_tokens(a, shared));
     const Query q(fresh.low, fresh.high);
     Softmax track;
-    attend_cached(a, at, ring, track, q, shared.position[unit.row] + at.step, unit.quarter);
+    attend_cached(a, at, shared, ring, track, q, it.layer, index, unit);
     if (fresh.newest) fresh.add(track);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes <<= 1) track.sum += __shfl_xor_sync(~0u, track.sum, lanes);
@@ -219,13 +262,13 @@ __device__ __forceinline__ void run_attend(
     if (lane == 0) shared.ends[index][warp] = float2{track.top, track.sum};
   }
   workers_sync();
-  const int whole = a.rows / SPLITS;
-  for (int job = warp; job < whole + a.rows % SPLITS; job += WARPS) {
+  const int whole = num_tokens(a, shared) / SPLITS;
+  for (int job = warp; job < whole + num_tokens(a, shared) % SPLITS; job += WARPS) {
     if (job < whole) {
       Part quarters[SPLITS];
 #pragma unroll
       for (int i = 0; i < SPLITS; i++) quarters[i] = Part(shared, job * SPLITS + i);
-      const int row = Unit(job * SPLITS, a.rows).row;
+      const int row = Unit(job * SPLITS, num_tokens(a, shared)).token;
       bf16* to = a.heads + row * DIM + blockIdx.x / SPLITS * HEAD_DIM + 2 * lane;
       *reinterpret_cast<u32*>(to) = merged_pair(quarters);
     } else {

@@ -140,7 +140,7 @@ __device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int 
 __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, Shared& shared, const Instruction& it) {
   for (int i = 0; i < it.num_blocks; i++) {
     const int index = it.block + i * WORKERS;
-    if (index >= a.rows) break;
+    if (index >= num_tokens(a, shared)) break;
     uint2 best = {0u, ~0u};
     for (int j = threadIdx.x % 32; j < WORKERS; j += 32) {
       const float2 one = load_fresh_float2(reinterpret_cast<const float2*>(a.best + j * TOKENS + index));
@@ -156,7 +156,7 @@ __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, 
       rules.temperature = a.row_temperature[row];
       rules.peak = __fdiv_rn(highest, rules.temperature);
       rules.top_p = a.row_top_p[row], rules.top_k = a.row_top_k[row];
-      rules.key = noise_key(a.row_seed[row], a.sample_position[index] + at.step);
+      rules.key = noise_key(a.row_seed[row], DRAFTS ? shared.position[index] + 1 : a.sample_position[index] + at.step);
       const bool bounded = rules.top_p < 1.f || rules.top_k > 0;
       best.y = draw_token(shared, rules, bounded ? find_last(shared, rules) : 0).id;
     }
@@ -164,6 +164,7 @@ __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, 
   }
 }
 
+#if !DRAFTS
 __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, Shared& shared) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x;
@@ -185,3 +186,4 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;
 }
+#endif

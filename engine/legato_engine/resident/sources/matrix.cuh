@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_chunk(
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int token = tile * 8 + g, input = chunk * CHUNK + warp * GROUP + half * 32 + t * 8;
-      const bool live = token < a.rows && active();
+      const bool live = token < num_tokens(a, shared) && active();
       const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
                                                 : x + (live ? token * DIM : 0);
       to.of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
@@ -226,7 +226,7 @@ __device__ __forceinline__ void run_fc1(
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
-      if (token >= a.rows) continue;
+      if (token >= num_tokens(a, shared)) continue;
       const float2 m = moments(shared, token);
       bf16* out = a.act + (i64)token * FF + row;
       out[0] = to_bf16(gelu_tanh(normed(j ? sum.y : sum.x, m, low[i])));
@@ -255,8 +255,8 @@ __device__ __forceinline__ void run_qkv(
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
-      if (token >= a.rows) continue;
-      const int position = shared.position[token] + at.step;
+      if (token >= num_tokens(a, shared)) continue;
+      const int position = position_of(shared, token, at.step);
       c[i][j] = rotated && index < 2 ? a.cosines[position * HALF + dim] : 1.f;
       s[i][j] = rotated && index < 2 ? a.sines[position * HALF + dim] : 0.f;
       const i64 page = (i64)it.layer * a.layer_pages + a.pages[(i64)shared.row[token] * a.row_pages + position / PAGE];
@@ -273,7 +273,7 @@ __device__ __forceinline__ void run_qkv(
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
-      if (token >= a.rows) continue;
+      if (token >= num_tokens(a, shared)) continue;
       const float2 m = moments(shared, token);
       const float x = normed(j ? sum.y : sum.x, m, low[i]), y = normed(j ? sum.w : sum.z, m, high[i]);
       bf16* out = index == 0 ? a.q + token * DIM + head * HEAD_DIM + dim : (index == 1 ? a.keys : a.values) + slot[i][j];
@@ -289,12 +289,13 @@ constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
 __device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
   if (it.chunk == 0) sums.clear();
   const bf16* from = a.act + it.chunk * CHUNK + threadIdx.x / 32 * GROUP;
+  const int tokens = num_tokens(a, ring.shared);
   Reader reader;
   for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
     Inputs in[INNER_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++)
-      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? a.rows : 0);
+      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? tokens : 0);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++) {

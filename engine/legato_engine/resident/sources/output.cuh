@@ -19,7 +19,7 @@ __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shar
   for (int j = 0; j < 2; j++) {
     const int token = tile * 8 + t * 2 + j;
     uint2 mine = {0u, 0u};
-    if (token < a.rows) {
+    if (token < num_tokens(a, shared)) {
       const float2 m = moments(shared, token);
       const float* allowed = a.constraints + (i64)shared.constraint[token] * VOCAB + row;
       const float forbidden[2] = {allowed[0], allowed[8]};
@@ -57,7 +57,7 @@ __device__ __forceinline__ void run_head(
     }
     workers_sync();
   }
-  if (threadIdx.x < a.rows) {
+  if (threadIdx.x < num_tokens(a, shared)) {
     uint2 all = shared.best[0][threadIdx.x];
     for (int i = 1; i < WARPS; i++) all = best_of(all, shared.best[i][threadIdx.x]);
     a.best[blockIdx.x * TOKENS + threadIdx.x] = all;

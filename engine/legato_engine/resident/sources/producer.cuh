@@ -2,8 +2,7 @@
 // in its order: they wait for free stages alone. They take turns by stages, as the many small copies of keys and
 // values take one too long. What they copy of those was written in earlier steps.
 #pragma once
-#include "decode_loop.cuh"
-#include "worker.cuh"
+#include "drafts.cuh"
 
 // Whose turn a stage is.
 struct Turn {
@@ -70,25 +69,44 @@ __device__ __forceinline__ void produce_weights(
 // A unit's pages; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
 __device__ __forceinline__ void produce_unit(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
-  const Unit unit(index, a.rows);
+  const Unit unit(index, num_tokens(a, ring.shared));
   const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
-  const int position = ring.shared.position[unit.row] + at.step, own = own_pages(position, unit.quarter);
+  const int own = own_pages(position_of(ring.shared, unit.token, at.step), unit.quarter);
+  const int cached = first_position(ring.shared, unit.token, at.step);
   const bf16* from = lane % 2 ? a.values : a.keys;
   for (int first = 0; first < own; first += STAGE_PAGES, ring.next()) {
     if (!turn.mine()) continue;
     const int which = first + lane / 2;
     const bool mine = lane / 2 < STAGE_PAGES && which < own;
-    const int filled = mine ? min(PAGE, position - (unit.quarter + SPLITS * which) * PAGE) : 0;
+    const int before = min(PAGE, cached - (unit.quarter + SPLITS * which) * PAGE);
+    const int filled = mine ? DRAFTS ? max(0, before) : before : 0;
     const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
     if (lane == 0) acquire(a, at, ring, turn, total);
     at.dead = __shfl_sync(~0u, at.dead, 0);
-    if (mine && !at.dead) {
+    if (mine && !at.dead && (!DRAFTS || bytes)) {
       const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];
       const bf16* source = from + (page * HEADS + head) * (PAGE * HEAD_DIM);
       copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
                 ring.shared.full + ring.slot, policy);
     }
   }
+}
+
+// Before it copies keys and values a producer needs to know the step's tokens. It has begun all stages before those, which
+// is all that the warps wait for until they commit the step before.
+__device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const Shared& shared) {
+#if DRAFTS
+  u64 deadline = 0;
+  for (u32 polls = 1; !at.dead; polls++) {
+    u32 placed;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(placed) : "r"(shared_address(&shared.placed)) : "memory");
+    if ((int)placed > at.step) break;
+    at.dead = is_over(shared);
+    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{3, 0, (u32)at.step + 1, placed});
+    __nanosleep(40);
+  }
+  at.dead = __any_sync(~0u, at.dead);
+#endif
 }
 
 __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
@@ -104,7 +122,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const Instruction& it = table[at.index];
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
-        for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+        if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
+        for (int unit = 0; unit < num_tokens(a, shared); unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
@@ -131,6 +150,9 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
 __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared, int step) {
   const int lane = threadIdx.x % 32;
   dawdle(10);
+#if DRAFTS
+  publish_drafts(a, shared, step);
+#else
   if (lane < a.rows) {
     const int token = shared.chosen[lane];
     a.row_token[shared.row[lane]] = max(token, 0);
@@ -144,6 +166,7 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
       if (a.logprob_ring) a.logprob_ring[2 * step * a.ring_stride + lane] = shared.logprob[lane];
     }
   }
+#endif
   __threadfence_system();
   __syncwarp();
   if (lane) return;

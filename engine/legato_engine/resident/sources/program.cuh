@@ -27,6 +27,8 @@ constexpr int OP_EMBED = 10;
 constexpr int OP_INNER = 11;
 constexpr int OP_BINS = 12;
 constexpr int OP_VALUE = 13;
+constexpr int OP_SETTLE = 14;
+constexpr int OP_PLACE = 15;
 
 constexpr int SOURCE_X0 = 0;
 constexpr int SOURCE_X1 = 1;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void merge_heads(const Arguments& a, bf16 (*merged)[H
 
 // A chunk of the tokens' heads: those of rows that one worker has whole, then those that this warp merged.
 __device__ __forceinline__ void load_heads(
-    const Arguments& a, bf16 (*merged)[CHUNKS][HEAD_DIM], int whole, int chunk, Inputs& to) {
+    const Arguments& a, const Shared& shared, bf16 (*merged)[CHUNKS][HEAD_DIM], int whole, int chunk, Inputs& to) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++)
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_heads(
       const int token = tile * 8 + g, input = half * 32 + t * 8;
       uint4 value = {0, 0, 0, 0};
       if (active() && token < whole) value = load_fresh(a.heads + token * DIM + chunk * CHUNK + warp * GROUP + input);
-      if (active() && token >= whole && token < a.rows)
+      if (active() && token >= whole && token < num_tokens(a, shared))
         value = *reinterpret_cast<const uint4*>(&merged[token - whole][chunk][input]);
       to.of[tile][half] = value;
     }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void run_out(
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = warp * 8 + t * 2 + j;
-    const bool live = warp < TILES && token < a.rows;
+    const bool live = warp < TILES && token < num_tokens(a, shared);
     const bf16* x = it.src == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
                                            : from + (live ? token * DIM : 0);
     base[j][0] = live ? bias[0] + to_float(load_fresh_bf16(x + row)) : 0.f;
@@ -55,16 +55,16 @@ __device__ __forceinline__ void run_out(
   // Each warp's sums are free: the heads that it merges lie there until it has loaded them.
   auto* merged = reinterpret_cast<bf16(*)[CHUNKS][HEAD_DIM]>(&shared.sums[warp][0][0][0]);
   static_assert(BLOCKS_AT_ONCE * TILES * 512 >= (SPLITS - 1) * CHUNKS * HEAD_DIM * 2, "a warp's heads");
-  const int whole = a.rows / SPLITS * SPLITS;
+  const int whole = num_tokens(a, shared) / SPLITS * SPLITS;
   if (active())
-    for (int token = whole; token < a.rows; token++) merge_heads(a, merged[token - whole], token);
+    for (int token = whole; token < num_tokens(a, shared); token++) merge_heads(a, merged[token - whole], token);
   __syncwarp();
   Reader reader;
 #pragma unroll 1
   for (int first = 0; first < CHUNKS; first += AT_ONCE) {
     Inputs in[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) load_heads(a, merged, whole, first + i, in[i]);
+    for (int i = 0; i < AT_ONCE; i++) load_heads(a, shared, merged, whole, first + i, in[i]);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void run_out(
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = warp * 8 + t * 2 + j;
-    if (token >= a.rows) continue;
+    if (token >= num_tokens(a, shared)) continue;
     const bf16 low = to_bf16(base[j][0] + (j ? all.y : all.x)), high = to_bf16(base[j][1] + (j ? all.w : all.z));
     to[token * DIM + row] = low, to[token * DIM + row + 8] = high;
     if (a.trace) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
-#if VALUES || TILES > 1  // registers that hold it would be spilled
+#if VALUES || DRAFTS || TILES > 1  // registers that hold it would be spilled
       const Instruction& it = table[at.index];
 #else
       const Instruction it = table[at.index];
@@ -37,7 +37,12 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
+#if DRAFTS
+        default:
+          if (it.op >= OP_COMMIT) run_drafts(table[at.index], at.step);
+#else
         case OP_COMMIT: run_commit(a, at, shared); break;
+#endif
 #if VALUES
         default:
           if (it.op >= OP_EMBED) run_values(table[at.index]);
@@ -68,14 +73,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
     const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace,
     i64* profile, int count, int layers, int stream_stages, int layer_pages, int row_pages, int rows, int num_steps,
-    int ring_stride, int patience_ms, int zero) {
+    int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
   Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
                        logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
-                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero};
+                       layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
       barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS), shared.begun[i] = 0;
@@ -89,6 +94,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                       pair_fc2_bias},
                      embedding, x0, x1, token, scores, inner, bins, value, logprob, rows,
                      logprob_ring != nullptr};
+#if DRAFTS
+  const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
+  if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
+  if (threadIdx.x < 32) take_tokens(drafts, shared);
+#else
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     const i64 mine = lane < rows ? row[lane] : 0;
@@ -100,13 +110,19 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const u32 drawn = __ballot_sync(~0u, lane < rows && row_temperature[mine] > GREEDY_TEMPERATURE);
     if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   }
+#endif
   for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
+#if DRAFTS
+  __syncthreads();
+  take_pages(drafts, shared, threadIdx.x, blockDim.x);
+#else
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
     const Unit unit(i / OWN_PAGES, rows);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.row] * row_pages + page] : 0;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.token] * row_pages + page] : 0;
   }
+#endif
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {

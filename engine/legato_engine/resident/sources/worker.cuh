@@ -2,8 +2,8 @@
 //
 // Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
 // RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
-// VALUES: whether tokens may have values (see values.cuh).
-// B tokens, one per row, of at most TOKENS.
+// VALUES: whether tokens may have values (see values.cuh). DRAFTS: whether rows feed draft tokens too (see drafts.cuh).
+// T tokens of a step, at most TOKENS: one of each of B rows, or with DRAFTS as many as the step before has placed.
 #pragma once
 #include "common.cuh"
 #include "program.cuh"
@@ -25,6 +25,17 @@ struct ValueKind {
   const bf16 *frequencies, *encoder, *encoder_bias, *fc1, *fc1_bias, *fc2, *fc2_bias;
 };
 
+// What instructions of drafts take, as in `Arguments`.
+struct Drafting;  // see drafts.cuh
+struct DraftArguments {
+  const Drafting* drafting;
+  const u32* abort;
+  const int *token, *stop;
+  const i64 (*successors)[2];
+  const float* row_temperature;
+  const i64* pages;
+  int row_pages, rows, steps;
+};
 // What instructions of values take, as in `Arguments`.
 struct ValueArguments {
   ValueKind scalar, pair;
@@ -82,6 +93,7 @@ struct Arguments {
   i64* profile;                  // [WORKERS, steps, count, 3]: clocks, or null
   int count, layers, stream_stages, layer_pages, row_pages, rows, steps, ring_stride, patience_ms;
   u32 zero;  // which the compiler does not know
+  const Drafting* drafting;  // with DRAFTS
 };
 
 constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
@@ -107,7 +119,7 @@ struct __align__(16) Shared {
   u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
   Sampling sampling;
   int token[TOKENS];      // that the step begins with; -1 for the host only
-  int chosen[TOKENS];
+  int chosen[TOKENS];     // the host's, as of the step that is over
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
@@ -121,9 +133,38 @@ struct __align__(16) Shared {
   u32 epoch;
   u32 passed;  // waits of the program that are over
   u32 ended;   // GOES_ON, ENDED or ABORTED
+#if DRAFTS
+  DraftArguments drafts;
+  int first[TOKENS];  // of the positions that its row writes in the step
+  int count, chosen_count;
+  u32 placed;  // steps whose tokens are here, or were
+  int longest, groups, sums_of_warps[WARPS];  // of PLACE and SETTLE
+  bool goes_on;  // as PLACE says
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
 static_assert(TOKENS <= 32 && sizeof(Bin) * BINS <= sizeof(Shared::sums), "a lane for each row; bins in place of sums");
+
+// Tokens of the step, and a token's position. `Taken` has the rows of the launch.
+template <class Taken>
+__device__ __forceinline__ int num_tokens(const Taken& a, const Shared& shared) {
+#if DRAFTS
+  return shared.count;
+#else
+  return a.rows;
+#endif
+}
+__device__ __forceinline__ int position_of(const Shared& shared, int token, int step) {
+  return shared.position[token] + (DRAFTS ? 0 : step);
+}
+// Positions before it are cached: earlier steps wrote them.
+__device__ __forceinline__ int first_position(const Shared& shared, int token, int step) {
+#if DRAFTS
+  return shared.first[token];
+#else
+  return shared.position[token] + step;
+#endif
+}
 
 __device__ __forceinline__ Shared& worker_memory() {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -260,15 +301,15 @@ __device__ __forceinline__ u32 load_fresh_u32(const void* address) {
   return v;
 }
 
-// Attention's work of a worker, as many units as there are rows: a unit is a row and a quarter of its pages. Of each
-// four rows a worker has all quarters of one; of what is left over, its own quarter of each.
+// Attention's work of a worker, as many units as there are tokens: a unit is a token and a quarter of its row's pages. Of
+// each four tokens a worker has all quarters of one; of what is left over, its own quarter of each.
 struct Unit {
-  int row, quarter;
+  int token, quarter;
   bool whole;
-  __device__ __forceinline__ Unit(int index, int rows) {
-    whole = index < rows / SPLITS * SPLITS;
+  __device__ __forceinline__ Unit(int index, int tokens) {
+    whole = index < tokens / SPLITS * SPLITS;
     const int own = blockIdx.x % SPLITS;
-    row = whole ? index / SPLITS * SPLITS + own : index;
+    token = whole ? index / SPLITS * SPLITS + own : index;
     quarter = whole ? index % SPLITS : own;
   }
 };

@@ -1,7 +1,7 @@
 // The block policies of speculative/block_policy.py and speculative/budget_policy.py, bit for bit: the `_rn` functions
 // round once and are never fused.
 //
-// RULE is FIXED, ADAPTIVE or BUDGET; ROWS are the most rows of a launch, BLOCK the most draft tokens of one. A function
+// RULE is FIXED, ADAPTIVE or BUDGET; ROWS are the most rows of a launch, MOST_DRAFTS the most draft tokens of one. A function
 // with `thread` is called by `threads` threads together; SYNC() is their barrier.
 #pragma once
 
@@ -33,8 +33,8 @@ struct Candidate {
 };
 
 struct Auction {  // draft tokens by candidate and depth, then in the order of their gains
-  double gain[ROWS * BLOCK], committed[ROWS * BLOCK], seconds[ROWS * BLOCK], speed[ROWS * BLOCK];
-  unsigned short rank[ROWS * BLOCK], longest[ROWS * BLOCK];
+  double gain[ROWS * MOST_DRAFTS], committed[ROWS * MOST_DRAFTS], seconds[ROWS * MOST_DRAFTS], speed[ROWS * MOST_DRAFTS];
+  unsigned short rank[ROWS * MOST_DRAFTS], longest[ROWS * MOST_DRAFTS];
   int num_rows, num_tokens, best_count;
 };
 
@@ -44,12 +44,12 @@ __device__ __forceinline__ int capped(int block, int flags) {
 
 __device__ __forceinline__ int adaptive_size(const RequestDescriptor& request, const Rule& rule) {
   const float average = request.ema_acceptance_rate;
-  const int block = average >= (float)rule.high ? BLOCK : average >= (float)rule.low ? MID_BLOCK : MIN_BLOCK;
+  const int block = average >= (float)rule.high ? MOST_DRAFTS : average >= (float)rule.low ? MID_BLOCK : MIN_BLOCK;
   return capped(block, request.flags);
 }
 
 __device__ __forceinline__ void begin(RequestDescriptor& request, const Rule& rule, const Counts& overall) {
-  if (RULE == FIXED) request.current_block_size = BLOCK;
+  if (RULE == FIXED) request.current_block_size = MOST_DRAFTS;
   if (RULE == ADAPTIVE) {
     const bool verified = request.flags & VERIFIED;
     request.current_block_size = verified ? adaptive_size(request, rule) : capped(FIRST_BLOCK, request.flags);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void count(Counts& overall, const Rule& rule, int acc
 }
 
 __device__ __forceinline__ int budget_limit(const RequestDescriptor& request, int most) {
-  const int limit = capped(BLOCK, request.flags);
+  const int limit = capped(MOST_DRAFTS, request.flags);
   return most < limit ? most : limit;
 }
 
@@ -124,19 +124,19 @@ __device__ inline void allot_budget(RequestDescriptor* requests, const Rule& rul
     const int limit = candidates[i].most < 0 ? 0 : budget_limit(request, candidates[i].most);
     const double rate = limit ? __ddiv_rn(request.accepted_weight, request.tried_weight) : 0.0;
     double gain = 1.0;
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < MOST_DRAFTS; d++) {
       gain = __dmul_rn(gain, rate);
-      all.gain[i * BLOCK + d] = d < limit ? gain : -1.0;  // none
+      all.gain[i * MOST_DRAFTS + d] = d < limit ? gain : -1.0;  // none
     }
   }
   SYNC();
-  for (int e = thread; e < num_candidates * BLOCK; e += threads) {
-    const int i = e / BLOCK, d = e % BLOCK;
+  for (int e = thread; e < num_candidates * MOST_DRAFTS; e += threads) {
+    const int i = e / MOST_DRAFTS, d = e % MOST_DRAFTS;
     const double gain = all.gain[e];
     int rank = 0;
     for (int j = 0; j < num_candidates && gain >= 0.0; j++)
-      for (int d2 = 0; d2 < BLOCK; d2++) {
-        const double other = all.gain[j * BLOCK + d2];
+      for (int d2 = 0; d2 < MOST_DRAFTS; d2++) {
+        const double other = all.gain[j * MOST_DRAFTS + d2];
         if (other < 0.0 || !goes_first(other, d2, j, gain, d, i)) break;
         rank++;
       }
@@ -173,8 +173,8 @@ __device__ inline void allot_budget(RequestDescriptor* requests, const Rule& rul
     if (candidates[i].most < 0) continue;
     RequestDescriptor& request = requests[candidates[i].row];
     int block = 0;
-    for (int d = 0; d < BLOCK; d++)
-      block += all.gain[i * BLOCK + d] >= 0.0 && all.rank[i * BLOCK + d] < all.best_count;
+    for (int d = 0; d < MOST_DRAFTS; d++)
+      block += all.gain[i * MOST_DRAFTS + d] >= 0.0 && all.rank[i * MOST_DRAFTS + d] < all.best_count;
     request.current_block_size = block ? block : request.idle_steps >= PROBE_EVERY;
   }
 }

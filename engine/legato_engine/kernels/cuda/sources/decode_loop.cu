@@ -60,8 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     i64 constraint = constraints[i], token = 0;
     for (i64 t = 0; t < count; t++) token = tokens[starts[i] + t], constraint = successor(successors, constraint, token);
     constraints[i] = constraint;
-    const i64 left = last[row] - newest[row];
-    ends |= token < 0 || left < 0 || newest[row] + 1 + min(max(rooms[i], (i64)0), left) > reaches[i];
+    ends |= row_ends(newest[row], last[row], rooms[i], reaches[i], token);
   }
   __threadfence_system();
   any = __syncthreads_or(any);

@@ -18,6 +18,13 @@ __device__ __forceinline__ void publish_token(volatile i64* ring, int stride, i6
 __device__ __forceinline__ void publish_count(volatile i64* words, i64 done) { words[0] = done; }
 __device__ __forceinline__ bool stop_wished(const volatile i64* words) { return words[1] != 0; }
 
+// Whether a row's drafting step is the last that the host has planned for: after the row's last token, or where it could
+// not write as many draft tokens as it may have.
+__device__ __forceinline__ bool row_ends(i64 newest, i64 last, i64 room, i64 reach, i64 token) {
+  const i64 left = last - newest;
+  return token < 0 || left < 0 || newest + 1 + min(max(room, (i64)0), left) > reach;
+}
+
 // Whether a step follows the first `done`.
 __device__ __forceinline__ bool follows(bool broken, i64 done, i64 limit, bool stop) {
   return !broken && done < limit && !stop;

@@ -1,18 +1,14 @@
-// S rows of a launch, B tokens of its largest batch, R rows of the state, C positions, V vectors of 16 bytes, BLOCK
-// draft tokens of a row at most. A row's tokens are adjacent: the newest, then its draft tokens.
-#include "common.cuh"
-
+// The launches around a forward that verifies draft tokens: see draft_steps.cuh. V vectors of 16 bytes.
 #define SYNC() __syncthreads()
-#include "block_policy.cuh"
+#include "draft_steps.cuh"
 
 constexpr int THREADS = 256;
-constexpr int UNDER_PRESSURE = 1, EXACT = 2;  // of a launch
 
-// Pages that begin, block sizes [S], and the index of the proposal to run. `rooms` are the most draft tokens that a row
-// has pages for, or -1 if it must not draft. An EXACT launch drafts `rooms` tokens by the proposal `control[1]`.
+// Pages that begin, block sizes [S], and the index of the proposal to run. An EXACT launch drafts `rooms` tokens by the
+// proposal `control[1]`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     allot_blocks(const i64* rows, const i64* rooms, const i64* control, const i64* entries, const i64* pages, i64* table,
-                 const i64* newest, const i64* last, RequestDescriptor* requests, const Rule* rules, const Counts* overall,
+                 i64* newest, const i64* last, RequestDescriptor* requests, const Rule* rules, const Counts* overall,
                  const double* step_seconds, const int* proposals, i64* blocks, int* proposal, int num_rows, int num_grown,
                  int scratch) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -20,94 +16,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int longest;
   const int thread = threadIdx.x;
   const bool exact = control[0] & EXACT;
+  const DraftRows launch = {rows, rooms, nullptr, nullptr, nullptr};
+  const DraftHistory state = {nullptr, newest, last, nullptr, nullptr, requests};
   for (int i = thread; i < num_grown; i += THREADS) table[entries[i]] = pages[i];
-  for (int i = thread; i < num_rows; i += THREADS) {
-    const i64 row = rows[i];
-    const bool drafts = !exact && row != scratch && rooms[i] >= 0 && newest[row] <= last[row];
-    candidates[i].row = (int)row;
-    candidates[i].most = drafts ? (int)min(rooms[i], last[row] - newest[row]) : -1;
-  }
   if (thread == 0) longest = 0;
-  __syncthreads();
-  allot(requests, *rules, *overall, step_seconds, candidates, num_rows, control[0] & UNDER_PRESSURE,
-        reinterpret_cast<Auction*>(memory), thread, THREADS);
-  for (int i = thread; i < num_rows; i += THREADS) {
-    const int most = candidates[i].most;
-    int block = most < 0 ? 0 : min(requests[candidates[i].row].current_block_size, most);
-    if (exact) block = max((int)rooms[i], 0);
-    blocks[i] = block;
-    atomicMax(&longest, block);
-  }
-  __syncthreads();
+  allot_rows(launch, state, *rules, *overall, step_seconds, blocks, num_rows, scratch, exact, control[0] & UNDER_PRESSURE,
+             candidates, reinterpret_cast<Auction*>(memory), &longest, thread, THREADS);
   if (thread == 0) *proposal = exact ? (int)control[1] : proposals[longest];
 }
 
-// The tokens of a launch: each row's newest and the known ones of its block, from drafts [R, BLOCK]; others are padding.
-// `samples` is the position of the token sampled from each, `scheduled` its row in the launch; starts and counts [S] are
-// a row's first token and their number. `choices` [B + 1, 3] has the batch for a number of tokens and of groups of
-// GROUP tokens of one row. An EXACT launch feeds whole blocks, whatever was drafted.
+// Places the tokens of a launch. `choices` [B + 1, 3] has the batch for a number of tokens and of groups of GROUP tokens
+// of one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    place(const i64* rows, const i64* control, const i64* blocks, const i64* drafts, const i64* newest, const i64* last, const int* choices,
+    place(const i64* rows, const i64* control, const i64* blocks, i64* drafts, i64* newest, const i64* last, const int* choices,
           i64* token_rows, i64* lanes, i64* sources, i64* tokens, i64* positions, i64* firsts, i64* sample_rows,
           i64* samples, i64* scheduled, i64* starts, i64* counts, int* choice, int num_rows, int max_tokens, int scratch) {
   __shared__ int sums[THREADS / 32], groups;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const bool exact = control[0] & EXACT;
-  int placed = 0;
-  if (thread == 0) groups = 0;
-  for (int base = 0; base < num_rows; base += THREADS) {
-    const int i = base + thread;
-    const i64 row = i < num_rows ? rows[i] : scratch, first = newest[row];
-    int num = 0;
-    if (row != scratch && first <= last[row]) {
-      const int most = (int)min(blocks[i], last[row] - first);
-      while (num < most && (exact || (drafts[row * BLOCK + num] >= 0 && drafts[row * BLOCK + num] < VOCAB))) num++;
-      num++;
-    }
-    int through = num;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const int other = __shfl_up_sync(~0u, through, step);
-      if (lane >= step) through += other;
-    }
-    if (lane == 31) sums[warp] = through;
-    __syncthreads();
-    int begin = placed + through - num;
-    for (int w = 0; w < THREADS / 32; w++) {
-      if (w < warp) begin += sums[w];
-      placed += sums[w];
-    }
-    if (i < num_rows) starts[i] = begin, counts[i] = num;
-    if (num) atomicAdd(&groups, (num + GROUP - 1) / GROUP);
-    for (int j = 0; j < num; j++) {
-      const int b = begin + j;
-      token_rows[b] = sample_rows[b] = row;
-      lanes[b] = j, scheduled[b] = i;
-      sources[b] = j ? -1 : row;
-      tokens[b] = j && !exact ? drafts[row * BLOCK + j - 1] : 0;
-      positions[b] = first + j, firsts[b] = first, samples[b] = first + j + 1;
-    }
-    __syncthreads();
-  }
-  for (int b = placed + thread; b < max_tokens; b += THREADS) {
-    token_rows[b] = sample_rows[b] = scratch;
-    lanes[b] = scheduled[b] = tokens[b] = positions[b] = samples[b] = 0;
-    sources[b] = -1, firsts[b] = 1;
-  }
-  if (thread == 0) *choice = choices[placed * 3 + min(max(groups, 1), 3) - 1];
+  if (threadIdx.x == 0) groups = 0;
+  __syncthreads();
+  const DraftRows launch = {rows, nullptr, nullptr, starts, counts};
+  const DraftHistory state = {nullptr, newest, last, drafts, nullptr, nullptr};
+  const PlacedTokens to = {token_rows, lanes, sources, tokens, positions, firsts, sample_rows, samples, scheduled};
+  const int placed = place_rows(launch, state, blocks, to, num_rows, max_tokens, scratch, control[0] & EXACT, GROUP, sums,
+                                &groups, threadIdx.x, THREADS);
+  if (threadIdx.x == 0) *choice = choices[placed * 3 + min(max(groups, 1), 3) - 1];
 }
 
-__device__ __forceinline__ int num_accepted(const i64* drafts, const i64* sampled, i64 row, int start, int num_drafts) {
-  int accepted = 0;
-  while (accepted < num_drafts && sampled[start + accepted] == drafts[row * BLOCK + accepted]) accepted++;
-  return accepted;
-}
-
-// Accepts a row's sampled tokens up to and including the first that was not drafted, to history [R, C]; the last one's
-// position, token and residual stream go to the row, and its descriptor learns. Returned and proposed counts and
-// descriptors [S] are outputs. A block is a row.
+// Settles rows, a block each; the residual stream of each one's last token goes to the row.
 extern "C" __global__ void __launch_bounds__(128)
-    settle(const i64* rows, const i64* rooms, const i64* starts, const i64* counts, const i64* drafts, const i64* samples,
+    settle(const i64* rows, const i64* rooms, i64* starts, i64* counts, i64* drafts, const i64* samples,
            const i64* sampled, const uint4* hidden, i64* history, i64* newest, i64* row_token, uint4* row_hidden,
            RequestDescriptor* requests, const Rule* rules, Counts* overall, i64* returned, i64* proposed,
            RequestDescriptor* learnt, int num_rows, int context, int vectors, int scratch) {
@@ -125,23 +62,12 @@ extern "C" __global__ void __launch_bounds__(128)
       *overall = all;
     }
   }
+  const DraftRows launch = {rows, rooms, nullptr, starts, counts};
+  const DraftHistory state = {history, newest, nullptr, drafts, row_token, requests};
+  const DraftOutputs to = {returned, proposed, learnt};
+  const int accepted = settle_row(launch, state, samples, sampled, *rules, to, i, context, scratch, thread);
+  if (accepted < 0) return;
   const i64 row = rows[i];
-  if (row == scratch || !counts[i]) {
-    if (thread == 0) returned[i] = proposed[i] = 0, learnt[i] = requests[row];
-    return;
-  }
-  const int start = (int)starts[i], num_drafts = (int)counts[i] - 1;
-  const int accepted = num_accepted(drafts, sampled, row, start, num_drafts);
-  if (thread <= accepted) history[row * context + samples[start + thread]] = sampled[start + thread];
-  if (thread == 0) {
-    const i64 token = sampled[start + accepted];
-    newest[row] = samples[start + accepted];
-    row_token[row] = token < 0 ? 0 : token;
-    returned[i] = accepted + 1;
-    proposed[i] = num_drafts;
-    if (rooms[i] >= 0) update(requests[row], *rules, accepted, num_drafts);
-    learnt[i] = requests[row];
-  }
   for (int v = thread; v < vectors; v += 128)
-    row_hidden[row * vectors + v] = hidden[(i64)(start + accepted) * vectors + v];
+    row_hidden[row * vectors + v] = hidden[(i64)(starts[i] + accepted) * vectors + v];
 }

@@ -1,0 +1,178 @@
+// Several tokens of a row in a step. SETTLE verifies draft tokens and proposes the next, PLACE decides how many of them the
+// next step feeds, and COMMIT takes that into shared memory. Before the first step a launch of kernels of
+// kernels/cuda/drafting.py has placed its tokens: these are the same functions on the same memory.
+#pragma once
+#include "commit.cuh"
+
+#if DRAFTS
+#define SYNC() workers_sync()
+#define ROWS TOKENS
+#include "draft_steps.cuh"
+#include "ngram_lookup.cuh"
+
+// What a step's end reads and writes, all of it in device memory but for the host's ring.
+struct Drafting {
+  DraftRows rows;
+  i64* constraint;  // by row of the launch
+  PlacedTokens placed;
+  DraftHistory state;
+  const i64* control;
+  const Rule* rule;
+  Counts* overall;
+  const double* step_seconds;
+  i64* blocks;
+  DraftOutputs out;
+  volatile i64 *returned_ring, *proposed_ring, *learnt_ring;  // at the stride of tokens
+  i64 scratch, context, max_tokens, shortest, longest;
+  int* follows;  // whether a step follows
+};
+
+__device__ __forceinline__ bool aborted(const DraftArguments& a) {
+  u32 word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(a.abort) : "memory");
+  return word != 0;
+}
+
+// The tokens that are placed, by one warp; padding follows them.
+__device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
+  const Drafting& d = *a.drafting;
+  const int lane = threadIdx.x % 32;
+  const bool within = lane < TOKENS && lane < d.max_tokens;
+  const i64 row = within ? load_fresh_i64(d.placed.row + lane) : d.scratch;
+  const bool live = row != d.scratch;
+  float temperature = 0.f;
+  if (lane < TOKENS && !live) {  // of no token, but attention looks at the first one
+    shared.row[lane] = (int)d.scratch, shared.position[lane] = shared.first[lane] = 0;
+    shared.token[lane] = shared.constraint[lane] = 0;
+  }
+  if (live) {
+    const i64 source = load_fresh_i64(d.placed.source + lane), drafted = load_fresh_i64(d.placed.token + lane);
+    const i64 index = load_fresh_i64(d.placed.scheduled + lane);
+    const i64 position = load_fresh_i64(d.placed.position + lane), first = load_fresh_i64(d.placed.first + lane);
+    temperature = a.row_temperature[row];
+    shared.row[lane] = (int)row, shared.position[lane] = (int)position, shared.first[lane] = (int)first;
+    shared.token[lane] = (int)(source < 0 ? drafted : load_fresh_i64(d.state.row_token + row));
+    shared.constraint[lane] = (int)load_fresh_i64(d.constraint + index);
+  }
+  const u32 all = __ballot_sync(~0u, live), drawn = __ballot_sync(~0u, live && temperature > GREEDY_TEMPERATURE);
+  if (lane == 0) shared.count = __popc(all), shared.drawn = shared.kept = drawn;
+}
+
+// Pages of the tokens' units; `take_tokens` came before.
+__device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
+  for (int i = thread; i < max(shared.count, 1) * OWN_PAGES; i += threads) {
+    const Unit unit(i / OWN_PAGES, shared.count);
+    const int page = unit.quarter + i % OWN_PAGES * SPLITS;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] =
+        page < a.row_pages ? (int)a.pages[(i64)shared.row[unit.token] * a.row_pages + page] : 0;
+  }
+}
+
+// After a wait that was given up nothing is what it should be: rows stay as they were.
+__device__ __forceinline__ void run_settle(const DraftArguments& a, Shared& shared, int first, int count) {
+  const Drafting& d = *a.drafting;
+  if (aborted(a)) return;
+  for (int k = 0; k < count; k++) {
+    const int i = first + k * WORKERS;
+    if (i >= a.rows) break;
+    const int fed = (int)load_fresh_i64(d.rows.fed + i), start = (int)load_fresh_i64(d.rows.start + i);
+    const int accepted = settle_row(
+        d.rows, d.state, d.placed.sample, a.token, *d.rule, d.out, i, (int)d.context, (int)d.scratch, threadIdx.x);
+    __syncwarp();
+    workers_sync();
+    if (accepted < 0) continue;
+    const i64 row = d.rows.row[i];
+    if (threadIdx.x == 0) {
+      i64 constraint = d.constraint[i];
+      for (int t = start; t <= start + accepted; t++) constraint = successor(a.successors, constraint, a.token[t]);
+      d.constraint[i] = constraint;
+    }
+    look_up(d.state.tokens + row * d.context, (int)load_fresh_i64(d.state.newest + row), d.state.drafts + row * MOST_DRAFTS,
+            (int)d.context, MOST_DRAFTS, (int)d.shortest, (int)d.longest, shared.sums_of_warps, threadIdx.x, THREADS);
+    __syncwarp();
+    workers_sync();  // before the next row's
+  }
+}
+
+__device__ __forceinline__ void run_place(const DraftArguments& a, Shared& shared, int step) {
+  const Drafting& d = *a.drafting;
+  Candidate* candidates = reinterpret_cast<Candidate*>(&shared.sums[0][0][0][0]);
+  Auction* auction = reinterpret_cast<Auction*>(candidates + TOKENS);
+  static_assert(sizeof(Candidate) * TOKENS + sizeof(Auction) <= sizeof(shared.sums), "an auction in place of sums");
+  static_assert(sizeof(Candidate) * TOKENS % 8 == 0, "an auction is of doubles");
+  if (aborted(a)) return;
+  const int thread = threadIdx.x, scratch = (int)d.scratch;
+  if (thread < 32) {
+    bool any = false, ends = false;
+    if (thread < a.rows && d.rows.row[thread] != scratch && load_fresh_i64(d.out.returned + thread)) {
+      const i64 row = d.rows.row[thread], count = load_fresh_i64(d.out.returned + thread);
+      const i64 token = (int)load_fresh_u32(a.token + d.rows.start[thread] + count - 1);
+      any = true;
+      ends = row_ends(load_fresh_i64(d.state.newest + row), d.state.last[row], d.rows.room[thread], d.rows.reach[thread], token);
+    }
+    any = __any_sync(~0u, any), ends = __any_sync(~0u, ends) || !any;
+    const bool goes_on = follows(ends, step + 1, a.steps, load_fresh_u32(a.stop) != 0);
+    if (thread == 0) *d.follows = goes_on, shared.longest = shared.groups = 0, shared.goes_on = goes_on;
+    if (RULE == BUDGET && thread == 0) {  // in the order of the launch
+      Counts all = *d.overall;
+      for (int i = 0; i < a.rows; i++) {
+        const int returned = (int)load_fresh_i64(d.out.returned + i);
+        if (returned && d.rows.room[i] >= 0) count(all, *d.rule, returned - 1, (int)load_fresh_i64(d.out.proposed + i));
+      }
+      *d.overall = all;
+    }
+  }
+  __syncwarp();
+  workers_sync();
+  if (!shared.goes_on) return;
+  allot_rows(d.rows, d.state, *d.rule, *d.overall, d.step_seconds, d.blocks, a.rows, scratch, false,
+             d.control[0] & UNDER_PRESSURE, candidates, auction, &shared.longest, thread, THREADS);
+  __syncwarp();
+  place_rows(d.rows, d.state, d.blocks, d.placed, a.rows, min(TOKENS, (int)d.max_tokens), scratch, false, 1,
+             shared.sums_of_warps, &shared.groups, thread, THREADS);
+}
+
+__device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shared, int step) {
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x, told = shared.count;
+    const bool gone = aborted(a), goes_on = !gone && load_fresh_u32(a.drafting->follows) != 0;
+    if (lane < told) shared.chosen[lane] = (int)load_fresh_u32(a.token + lane);
+    __syncwarp();
+    if (goes_on) take_tokens(a, shared);
+    if (lane == 0) shared.chosen_count = told, shared.ended = gone ? ABORTED : goes_on ? GOES_ON : ENDED;
+  }
+  __syncwarp();
+  workers_sync();
+  if (shared.ended != GOES_ON) return;
+  take_pages(a, shared, threadIdx.x, THREADS);
+  __syncwarp();
+  workers_sync();
+  if (threadIdx.x == 0)
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.placed)), "r"(step + 2) : "memory");
+}
+
+// A function of its own, with few registers: those that it needs would be spilled in the code of the other instructions.
+__device__ __noinline__ void run_drafts(const Instruction& it, int step) {
+  Shared& shared = worker_memory();
+  switch (it.op) {
+    case OP_SETTLE: run_settle(shared.drafts, shared, it.block, it.num_blocks); break;
+    case OP_PLACE:
+      if (it.num_blocks) run_place(shared.drafts, shared, step);
+      break;
+    case OP_COMMIT: run_commit(shared.drafts, shared, step); break;
+  }
+}
+
+// What the host hears of a step: of tokens, and of rows.
+__device__ __forceinline__ void publish_drafts(const Arguments& a, const Shared& shared, int step) {
+  const Drafting& d = *a.drafting;
+  const int lane = threadIdx.x % 32;
+  if (lane < shared.chosen_count) publish_token(a.ring, a.ring_stride, step, lane, shared.chosen[lane]);
+  if (lane >= a.rows) return;
+  publish_token(d.returned_ring, a.ring_stride, step, lane, load_fresh_i64(d.out.returned + lane));
+  publish_token(d.proposed_ring, a.ring_stride, step, lane, load_fresh_i64(d.out.proposed + lane));
+  for (int word = 0; word < 4; word++)
+    publish_token(d.learnt_ring, a.ring_stride, step, lane * 4 + word,
+                  load_fresh_i64(reinterpret_cast<const i64*>(d.out.learnt + lane) + word));
+}
+#endif

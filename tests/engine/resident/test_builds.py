@@ -1,0 +1,65 @@
+"""The kernel's source compiles, for words, with values and with drafts."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+import pytest
+import torch
+from legato_engine.kernels.cuda.compiler import compile_source
+from legato_engine.kernels.cuda.resident import RING_STAGES, SOURCE, UNDER_WAY, _shared_bytes
+from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
+from legato_engine.kernels.cuda.resident_values import BuildValues
+from legato_engine.resident.header import defines
+from legato_engine.resident.sizes import LEGATO_TINY
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import NO_COSTS
+
+from tests.engine.kernels.test_compiler import has_nvrtc
+from tests.engine.kernels.test_decode_source import usages
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed"),
+]
+
+_CPU = torch.device("cpu")
+_VALUES = {
+    "VALUES": 1,
+    "INNER": 1280,
+    "INNER_CHUNK": 256,
+    "SCALAR": 5,
+    "PAIR": 6,
+    "END": 0,
+    "SCALAR_BINS": 1024,
+    "SCALAR_DIVISOR": 1024,
+    "SCALAR_REACH": 2,
+    "SCALAR_FEATURES": 256,
+    "PAIR_BINS": 2048,
+    "PAIR_REACH": 2,
+    "PAIR_FEATURES": 256,
+}
+_WORDS = BuildValues(None, 8, _CPU).defines
+_NO_DRAFTS = BuildDrafts(None, _CPU).defines
+_POLICIES = FixedBlockPolicy(7), AdaptiveBlockPolicy(), TokenBudgetPolicy(NO_COSTS)
+BUILDS = [
+    (1, _WORDS | _NO_DRAFTS),
+    (1, _VALUES | _NO_DRAFTS),
+    *(
+        (tiles, _WORDS | BuildDrafts(policy, _CPU).defines)
+        for tiles, policy in zip((1, 2, 4), _POLICIES, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "kind"), BUILDS, ids=("words", "values", "fixed", "seed", "budget")
+)
+def test_every_kind_of_build_compiles(tiles: int, kind: dict[str, int]) -> None:
+    """With room for what a thread block shares; the source checks that."""
+    ring = RING_STAGES[tiles]
+    constants = defines(LEGATO_TINY, ring, UNDER_WAY[tiles], tiles)
+    constants |= kind | {"SHARED": _shared_bytes(LEGATO_TINY, ring, 8 * tiles)}
+    folder = importlib.resources.files("legato_engine.resident") / "sources"
+    assert set(usages(compile_source(SOURCE, constants, "sm_90a", folder=folder))) == {"steps"}

@@ -1,0 +1,116 @@
+"""On a GPU: `--decode-path resident` with `--speculation` answers as it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
+
+from benchmarks.loops import question, randomly
+from benchmarks.speculation.decode_paths import Answers, answer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
+
+SETTINGS = ("fixed:7", "seed", "budget")
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Assembly]:
+    made = assemble(
+        EngineConfig(
+            device="cuda", decode_path="resident", draft="lookup", max_running=4, crops_per_launch=0
+        )
+    )
+    yield made
+    made.device.close()
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def drafting(plain: Assembly, request: pytest.FixtureRequest) -> Assembly:
+    made = speculating(plain, request.param)
+    assert steps_of(made).drafts
+    return made
+
+
+def steps_of(assembly: Assembly) -> Any:
+    assert assembly.runner._loops is not None
+    return assembly.runner._loops._resident
+
+
+def answers(assembly: Assembly, lengths: list[int]) -> Answers:
+    asked = [question(assembly, index, length) for index, length in enumerate(lengths)]
+    return answer(assembly, asked, lengths)
+
+
+def test_answers_are_those_without_speculation(plain: Assembly, drafting: Assembly) -> None:
+    """Greedy and sampled rows, alone and together; a lone answer is one launch."""
+    for lengths in ([200], [120, 200, 90]):
+        wanted, ours = answers(plain, lengths), answers(drafting, lengths)
+        assert ours.tokens == wanted.tokens
+        assert ours.run.steps < wanted.run.steps
+        assert sum(map(sum, ours.blocks)) > 0
+        if len(lengths) == 1:
+            assert ours.run.launches == 1
+
+
+def test_requests_come_and_go(drafting: Assembly) -> None:
+    """Arrivals and aborts at any step, by launches of the kernel and by loops where there are more
+    rows than it takes: no hang.
+    """
+    totals = randomly(drafting, num_steps=3000, seed=7, skills=False)
+    assert totals["aborted"] > 20
+    assert steps_of(drafting) is not None
+
+
+@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("kind", [Kind.BEST, Kind.SETTLED], ids=lambda kind: kind.name)
+def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int) -> None:
+    """Its rows go on in loops after the last step that the host has heard of, also when some row
+    was settled in the one after it.
+    """
+    assembly = speculating(plain, "fixed:7")
+    wanted = answers(assembly, [60, 60, 60])
+    steps = steps_of(assembly)
+    build = next(each for each in steps.builds if each.tokens >= 24)
+    # An instruction of one worker waits for one signal more than there is in that step.
+    op = {Kind.BEST: 0, Kind.SETTLED: build.count - 2}[kind]
+    of = 7 if kind is Kind.BEST else 0
+    words = dict(zip(FIELDS, build._table.view(-1, build.count, WORDS)[of, op], strict=False))
+    signals = steps.program.sizes.num_workers
+    words["wait"].fill_(counter(steps.program.sizes, kind))
+    words["wait_count"].fill_(1 - step - int(build._epoch[0]) + (signals if op else 0))
+    words["wait_stride"].fill_(signals + 1)
+    build.patience_ms = 50
+    ours = answers(assembly, [60, 60, 60])
+    assert steps_of(assembly) is None
+    assert [len(tokens) for tokens in ours.tokens] == [60, 60, 60]
+    assert [tokens[: step + 1] for tokens in ours.tokens] == [
+        tokens[: step + 1] for tokens in wanted.tokens
+    ]
+
+
+def test_another_draft_is_left_to_loops(plain: Assembly) -> None:
+    """The model's own draft layer is no lookup."""
+    import msgspec
+
+    config = msgspec.structs.replace(plain.config, draft="")
+    other = speculating(_with(plain, config), "seed")
+    assert other.runner.resident_rows == 0
+    assert other.runner.decodes_by_loops
+
+
+def _with(assembly: Assembly, config: EngineConfig) -> Assembly:
+    import dataclasses
+
+    return dataclasses.replace(assembly, config=config)
