@@ -47,6 +47,7 @@ BENCHMARKS = (
     "reference",
     "serve",
     "speculation",
+    "start",
     "telemetry",
     "text_step",
     "tracking",

@@ -29,6 +29,8 @@ CONTENTS = {
     ),
     SERVER: (
         "legato_service/__main__.py",
+        "legato_engine/kernels/cpu/sources/decoder.cpp",
+        "legato_engine/kernels/cpu/sources/pool.h",
         "legato_engine/kernels/cuda/sources/layer_maps.cu",
         "legato_engine/kernels/cuda/sources/skinny_gemm.cuh",
         "licenses/LICENSE",

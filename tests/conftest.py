@@ -11,7 +11,7 @@ WAITING = ("tests/simulation/", "tests/faults/", "tests/e2e/")
 """Folders of long files, most of which wait for servers most of the time."""
 
 _starts = ForkingStarts()
-_MAY_FORK = os.environ.get("LEGATO_TEST_STARTS", "fork") == "fork"
+_MAY_FORK = os.environ.get("LEGATO_TEST_STARTS") != "execute"
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing
 settings.load_profile("untimed")

@@ -35,3 +35,7 @@ if [ "$target" = cpu ]; then
     install --no-deps --torch-backend cpu "$(grep -oE '^torch==[0-9.]+' "$locks/cuda.txt")"
 fi
 install --no-deps --no-index "$work"/wheels/*.whl
+if [ "$target" = cpu ]; then
+    # The image has no compiler, so the CPU's kernels are compiled here, for any processor with AVX2.
+    (cd "$work" && "$prefix/bin/python" -m legato_engine.kernels.cpu.compiler)
+fi

@@ -41,6 +41,7 @@ LOOP_PATHS = ("loop", RESIDENT_PATH)
 """Paths whose launches have several steps."""
 DECODE_PATHS = (AUTO_PATH, "graph", *LOOP_PATHS)
 WEIGHT_DTYPES = ("auto", "model", "int8", "int4")
+CPU_KERNELS = ("auto", "torch")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
@@ -48,6 +49,7 @@ _CHOICES = {
     "vision_dtype": ("auto", "fp8"),
     "kv_dtype": ("auto", "model", "fp8"),
     "weight_dtype": WEIGHT_DTYPES,
+    "cpu_kernels": CPU_KERNELS,
 }
 _RANGES = {
     "adapter_slots": (1, math.inf),
@@ -125,6 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
     weight_dtype: str = "auto"  # of linear layers on a CPU: auto, model (as dtype), int8, int4
+    cpu_kernels: str = "auto"  # auto (Legato's, which the CPU's own compiler makes), torch
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 
 CAPACITY = 4 * 1024 * 1024  # bytes of queued lines
+NEW_LINE = b"\r\x1b[2K"
+"""Begins a line on a terminal: a progress bar may stand there, which draws itself again below."""
+
 DELAY = 0.05  # seconds that a line may wait for others
 EXIT_FLUSH = 0.5  # seconds that the end of the process waits for the file
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_the_banner_of_a_server_can_be_run(shell):
     """The line that `legato serve` suggests works as it is printed."""
     from legato_service.lifecycle.console import example
 
-    line = example("127.0.0.1:50051").replace("photo.jpg", "street.jpg")
-    (response,) = messages(shell(line))
+    line = example("127.0.0.1:50051", ("detect",)).replace("photo.jpg", "street.jpg")
+    program = f"{sys.executable} -m legato_client.cli"
+    (response,) = messages(shell(line.replace("legato", program, 1) + " --json"))
     assert response["info"]["model"] == "legato-tiny"

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from tests.fork_server import service
 from tests.fork_server.client import MAX_MESSAGE, NAME, ForkServer, Start, prctl
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -42,6 +43,7 @@ IMPORTED = (
     "legato_tiny",
     "tests.fork_server.service",
 )
+SERVICES = ("legato_service", "tests.e2e.quick_service", "tests.service.fake_service")
 _FIRST_FREE_FD = 3
 _HIGH_FD = 512  # above all that a child is given
 
@@ -123,9 +125,7 @@ def run(start: Start) -> None:
     _show(start)
     for name in ("legato_engine.failpoints", "legato_service"):  # they read the environment
         importlib.reload(sys.modules[name])
-    if start.module != "legato_engine.engine.process":
-        from tests.fork_server import service
-
+    if start.module in SERVICES:
         service.fork_children_of(_own_server())
     _end(_run_as_main(start.module))
 

@@ -14,7 +14,6 @@ from tests.fork_server.client import ForkServer
 FORKED = frozenset(
     {
         "legato_engine.engine.process",
-        "legato_engine.images.decoding_worker",
         "legato_service",
         "legato_service.workers.worker",
         "tests.e2e.quick_service",

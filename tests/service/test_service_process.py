@@ -333,7 +333,7 @@ def test_engines_log_as_the_service_does(level, ready):
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "off"]
     with subprocess.Popen(command, stdout=end, stderr=end, stdin=end) as process:
         os.close(end)
-        said = _until(terminal, b"InferenceService/Detect")
+        said = _until(terminal, b"legato detect")
         process.send_signal(signal.SIGTERM)
         said += _until(terminal, None)
     os.close(terminal)

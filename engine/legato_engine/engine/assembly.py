@@ -27,6 +27,7 @@ from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.images.quota import image_quota
 from legato_engine.ipc.messages import EngineOutput, ModelInfo
+from legato_engine.kernels.cpu.library import take_threads
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
@@ -222,9 +223,12 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         vision_fp8=config.vision_dtype == "fp8",
         kv_dtype=config.kv_dtype,
         weight_dtype=_weight_dtype(config.weight_dtype, device),
+        cpu_kernels=config.cpu_kernels,
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
+    if model.capabilities.own_threads:
+        device.compute.submit(take_threads)
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
     warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
     assembly = _with_runner(

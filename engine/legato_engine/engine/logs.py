@@ -8,7 +8,7 @@ import time
 import msgspec
 import structlog
 
-from legato_engine.log_sink import LogSink, SinkHandler, standard_error
+from legato_engine.log_sink import NEW_LINE, LogSink, SinkHandler, standard_error
 
 
 def configure_logging(level: str = "info", *, for_people: bool = False) -> None:
@@ -21,7 +21,7 @@ def configure_logging(level: str = "info", *, for_people: bool = False) -> None:
     if for_people:
         # The usual tracebacks show local variables, and with them prompts.
         plain = structlog.dev.plain_traceback
-        last = [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+        last = [structlog.dev.ConsoleRenderer(exception_formatter=plain), _on_new_line]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     sink = LogSink(standard_error(), _dropped_text if for_people else _dropped)
@@ -39,6 +39,10 @@ def configure_logging(level: str = "info", *, for_people: bool = False) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(number, logging.INFO), force=True)
+
+
+def _on_new_line(_logger: object, _method: str, line: object) -> str:
+    return NEW_LINE.decode() + str(line)
 
 
 def _bytes(_logger: object, _method: str, line: object) -> bytes:

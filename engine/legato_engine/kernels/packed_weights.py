@@ -1,4 +1,4 @@
-"""Weights of linear maps as a CPU's libraries want them; a row has the same bits in any batch.
+"""Weights of linear maps as a CPU's kernels want them; a row has the same bits in any batch.
 
 Shape legend: T rows, I and O inputs and outputs of a map; G consecutive inputs share a scale.
 """
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import reference
+from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.cpu.weights import PanelWeight
 
 GROUP = 32  # inputs that share a scale and a zero in int4
 
@@ -109,12 +111,15 @@ class Int4Weight:
         return _biased(out_TO, bias_O, rows_TI)
 
 
-def pack(weight_OI: torch.Tensor, kind: str) -> PackedWeight | None:
+def pack(weight_OI: torch.Tensor, kind: str, library: Library | None = None) -> PackedWeight | None:
     """Pack a weight on the CPU as its `kind` says; None if it stays as it is.
 
-    `auto` and `model` keep the values, `int8` and `int4` round them. Small maps stay, with int4
-    also those of sizes that its groups and kernels do not divide.
+    `auto` and `model` keep the values, `int8` and `int4` round them, but for small maps. With a
+    `library` every weight is packed for it. Without one small maps stay, with int4 also those of
+    sizes that its groups and kernels do not divide.
     """
+    if library is not None:
+        return panels(weight_OI, kind, library)
     outputs, inputs = weight_OI.shape
     if weight_OI.dtype == torch.bfloat16 and not _has_bfloat16() and kind in ("auto", "model"):
         return RowWeight(weight_OI)
@@ -127,6 +132,13 @@ def pack(weight_OI: torch.Tensor, kind: str) -> PackedWeight | None:
         return Int4Weight(weight_OI) if divides else None
     rounds_alike = _rounds_alike(outputs, inputs, weight_OI.dtype)
     return FloatWeight(weight_OI) if rounds_alike else None
+
+
+def panels(weight_OI: torch.Tensor, kind: str, library: Library) -> PanelWeight:
+    rounded = kind in ("int8", "int4") and weight_OI.numel() >= _LEAST_WEIGHTS
+    if not rounded:
+        kind = "bfloat16" if weight_OI.dtype is torch.bfloat16 else "float32"
+    return PanelWeight(library, weight_OI, kind)
 
 
 def head_kind(kind: str) -> str:

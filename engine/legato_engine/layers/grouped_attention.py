@@ -45,6 +45,7 @@ class GroupedAttention(nn.Module):
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = PackedLinear(dim, parts, bias=heads.qkv_bias)
         self.o_proj = Linear(queries, dim, bias=heads.out_bias)
+        self.norms_heads = heads.norm_eps is not None
         if heads.norm_eps is not None:
             self.q_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)
             self.k_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)

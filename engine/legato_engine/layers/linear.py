@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops, packed_weights
+from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.cpu.weights import PanelWeight
 from legato_engine.kernels.packed_weights import PackedWeight
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
@@ -26,11 +28,17 @@ class Linear(nn.Linear):
     counter: torch.Tensor | None = None
     packed: PackedWeight | None = None
 
-    def pack(self, kind: str) -> None:
-        """Pack a loaded weight on the CPU as a kind of `packed_weights.pack`, if it is faster."""
-        self.packed = packed_weights.pack(self.weight, kind)
+    def pack(self, kind: str, library: Library | None) -> None:
+        """Pack a loaded weight on the CPU as `packed_weights.pack`, if it is faster."""
+        self.packed = packed_weights.pack(self.weight, kind, library)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    @property
+    def panels(self) -> PanelWeight:
+        """The packed weight of a layer that was packed for a library."""
+        assert isinstance(self.packed, PanelWeight), "packed without a library"
+        return self.packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
@@ -101,8 +109,8 @@ class PackedLinear(Linear):
         self.parts = dict(parts)
 
 
-def pack_linears(network: nn.Module, kind: str) -> None:
+def pack_linears(network: nn.Module, kind: str, library: Library | None) -> None:
     """Pack all linear layers of a network on the CPU that are not packed."""
     for module in network.modules():
         if isinstance(module, Linear) and module.packed is None:
-            module.pack(kind)
+            module.pack(kind, library)

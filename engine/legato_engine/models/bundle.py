@@ -55,6 +55,7 @@ class ModelBundle(Protocol):
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
         weight_dtype: str = "auto",
+        cpu_kernels: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> Model:
@@ -62,6 +63,7 @@ class ModelBundle(Protocol):
 
         `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
         weights have scales. `weight_dtype`, on a CPU: of linear layers, as `packed_weights.pack`.
+        `cpu_kernels`: as `EngineConfig`.
 
         Raises:
             InvalidField: the weights do not fit the model or `memory` bytes (None: unlimited), fp8

@@ -197,3 +197,5 @@ class Capabilities:
     drafts: DraftReader | None = None
     refiners: RefinerReader | None = None
     chunks: ChunkedPrefill | None = None
+    own_threads: bool = False
+    """It computes on the CPU with threads of its own, and torch needs one."""

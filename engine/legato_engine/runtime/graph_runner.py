@@ -23,6 +23,7 @@ class GraphRunner:
         self._compute = device.compute
         self._captured: dict[tuple[object, ...], Work] = {}
         self._parts: dict[tuple[object, ...], Work] = {}
+        self._works: list[Work] = []  # a graph reads their tensors, and must not outlive them
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
         """Enqueue `make(*shape)`, made once for each shape."""
@@ -61,7 +62,9 @@ class GraphRunner:
     def _work(self, make: Callable[..., Work], *shape: int | bool) -> Work:
         key = (make, *shape)
         if key not in self._captured:
-            self._captured[key] = self._capture(make(*shape))
+            work = make(*shape)
+            self._works.append(work)
+            self._captured[key] = self._capture(work)
         return self._captured[key]
 
 

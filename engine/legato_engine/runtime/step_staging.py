@@ -101,7 +101,7 @@ class StepStaging:
         staged["scheduled_row"][:count] = [row.sequence.row for row in rows]
         staged["scheduled_row"][count:] = self._scratch_row
         staged["room"][:count] = room_S
-        staged["reach"][:count] = [row.end_after(plan.num_steps) for row in rows]
+        staged["reach"][:count] = [row.reach(plan.num_steps) for row in rows]
         staged["control"][0] = UNDER_PRESSURE if plan.under_pressure else 0
         self._stage_grown(staged, () if plan.loops else self._unstaged(rows))
         return self.bucket(most)

@@ -57,6 +57,13 @@ class ScheduledSequence(NamedTuple):
         end = self.position + self.slack + self.num_tokens + self.num_drafts + num_steps - 1
         return min(end, self.sequence.max_length)
 
+    def reach(self, num_steps: int) -> int:
+        """The end of the positions that a loop with drafts may write after its first step: as many
+        as are counted as in flight, from the first position that it may start at.
+        """
+        end = self.position + self.num_tokens + self.num_drafts + num_steps - 1
+        return min(end, self.sequence.max_length)
+
     @property
     def encodes(self) -> bool:
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0

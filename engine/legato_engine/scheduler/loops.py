@@ -256,7 +256,7 @@ def _may_end(row: ScheduledSequence, record: StepRecord) -> bool:
     """Whether a loop that drafts ends with the step that it is in, if this row accepts as many
     tokens as it has drafted in its latest step.
     """
-    end = row.end_after(record.launch.plan.num_steps)
+    end = row.reach(record.launch.plan.num_steps)
     newest = _newest_fed(row, record) + 1 + min(_latest_block(row.sequence), row.num_drafts)
     num_left = row.sequence.max_length - 1 - newest
     return num_left < 0 or newest + 1 + min(row.num_drafts, num_left) > end

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from legato_engine.config import DECODE_PATHS, MAX_ADAPTER_RANK, MODELS, WEIGHT_DTYPES, EngineConfig
+from legato_engine.config import (
+    CPU_KERNELS,
+    DECODE_PATHS,
+    MAX_ADAPTER_RANK,
+    MODELS,
+    WEIGHT_DTYPES,
+    EngineConfig,
+)
 
 from legato_service.arguments import values
 from legato_service.arguments.values import Add
@@ -70,6 +77,12 @@ def add_model(
         default=engine.weight_dtype,
         choices=WEIGHT_DTYPES,
         help="of linear layers on a CPU: int8 and int4 need less memory; auto: as --dtype",
+    )
+    add(
+        "--cpu-kernels",
+        default=engine.cpu_kernels,
+        choices=CPU_KERNELS,
+        help="of layers on a CPU; auto: Legato's own if there is a C++ compiler, else torch's",
     )
     add("--threads", type=values.whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)

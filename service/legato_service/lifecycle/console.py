@@ -13,6 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+_ANY_HOST = ("0.0.0.0", "[::]", "::", "")
+
 
 class Announcer(Protocol):
     """Shows the progress of the start."""
@@ -64,7 +66,7 @@ class TerminalAnnouncer:
         table.add_row("tasks", " ".join(model.tasks))
         self._console.print(Panel(table, title="legato", expand=False))
         self._console.print("try:", style="dim")
-        self._console.print(Text(example(address)), soft_wrap=True)
+        self._console.print(Text(example(address, model.tasks)), soft_wrap=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -92,6 +94,9 @@ class LogAnnouncer:
         pass
 
 
-def example(address: str) -> str:
-    data = '{"image": {"encoded": {"data": "\'$(base64 -w0 photo.jpg)\'"}}, "object": "cup"}'
-    return f"grpcurl -plaintext -d '{data}' {address} legato.v1.InferenceService/Detect"
+def example(address: str, tasks: Sequence[str]) -> str:
+    """A command of this package that the model can answer."""
+    host, _, port = address.rpartition(":")
+    host = "127.0.0.1" if host in _ANY_HOST else host
+    asked = "detect photo.jpg cup" if "detect" in tasks else 'query "Why is the sky blue?"'
+    return f"legato {asked} --server {host}:{port}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import structlog
-from legato_engine.log_sink import LogSink, SinkHandler, standard_error
+from legato_engine.log_sink import NEW_LINE, LogSink, SinkHandler, standard_error
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor
@@ -147,7 +147,7 @@ def _json(_logger: object, _method: str, event: EventDict) -> bytes:
 
 
 def _bytes(_logger: object, _method: str, line: Any) -> bytes:
-    return str(line).encode(errors="replace")
+    return NEW_LINE + str(line).encode(errors="replace")
 
 
 def _dropped_json(count: int) -> bytes:

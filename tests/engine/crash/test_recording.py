@@ -52,7 +52,7 @@ def launch(number, rows, kind=LaunchKind.DECODE):
 
 def step(launched):
     """A committed launch."""
-    times = dict(zip(STEP_TIMES, range(100, 107), strict=False))
+    times: dict[str, Any] = dict(zip(STEP_TIMES, range(100, 107), strict=False))
     record = StepRecord(launched, **times, commit_end=900, tokens=4)
     return Step(record, LaunchTimes(1, 2, 3, 4, 5))
 

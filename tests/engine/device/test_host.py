@@ -38,8 +38,9 @@ def test_without_a_group_the_machine_counts(proc, tmp_path):
 
 def anonymous():
     """Bytes of this process's own memory."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
 
 
 def test_freed_memory_goes_back_to_the_system():

@@ -14,6 +14,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.core import ImageInfo
 from legato_engine.engine import assembly
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.cpu.library import library
 from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.weights import random_weights
@@ -45,6 +46,7 @@ def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, 
         ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
         ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
         ({"weight_dtype": "fp8"}, "unknown weight_dtype 'fp8'; use auto, model, int8 or int4"),
+        ({"cpu_kernels": "own"}, "unknown cpu_kernels 'own'; use auto or torch"),
         ({"max_prefill_rows": 33}, "0 to 32"),
         ({"pictures_per_launch": 0}, "1 to 4"),
         ({"adapter_slots": 0}, "at least 1"),
@@ -60,6 +62,19 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
         assembly.assemble(config, lambda stage, fraction: reached.append(stage))
     assert caught.value.metadata["field"] in settings
     assert reached == []
+
+
+@pytest.mark.skipif(library("auto") is None, reason="no C++ compiler or no AVX2 here")
+@pytest.mark.parametrize(("kernels", "threads"), [("auto", 1), ("torch", 3)])
+def test_torch_has_one_thread_beside_the_kernels_own(kernels, threads):
+    """Where all layers are Legato's; else it has those of the setting."""
+    config = msgspec.structs.replace(CONFIG, threads=3, cpu_kernels=kernels)
+    made = assembly.assemble(config)
+    found = []
+    made.device.compute.submit(lambda: found.append(torch.get_num_threads()))
+    made.device.compute.record().wait()
+    made.device.close()
+    assert found == [threads]
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -277,16 +277,18 @@ async def test_an_engine_that_hangs_in_a_launch_leaves_its_stacks(monkeypatch, t
     ],
 )
 def test_logs_are_as_the_service_asks(settings, shown):
-    """JSON, or lines for people; and below the level nothing, the standard library's included."""
+    """JSON, or lines for people, each in place of a progress bar; and below the level nothing, the
+    standard library's included.
+    """
     program = (
         f"from legato_engine.engine.logs import configure_logging; configure_logging({settings});"
         "import logging, structlog; structlog.get_logger().info('one', of=2);"
         "logging.getLogger('other').info('one'); structlog.get_logger().error('two')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    lines = done.stderr.splitlines()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    start = "\r\x1b[2K" if "for_people" in settings else ""
+    lines = done.stderr.decode().rstrip("\n").split("\n")
+    assert all(line.startswith(start) for line in lines)
     assert len(lines) == (3 if shown else 1)
     assert all(shown in line for line in lines[:-1])
     assert "two" in lines[-1]

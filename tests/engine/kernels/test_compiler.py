@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from legato_engine.errors import InternalError
+from legato_engine.kernels.cache import cache_folder
 from legato_engine.kernels.cuda import compiler
 
 TEXTS = {
@@ -111,8 +112,8 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("LEGATO_KERNEL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert compiler.cache_folder() == tmp_path / "home" / ".cache" / "legato" / "kernels"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "legato" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compiler.cache_folder() == tmp_path / "xdg" / "legato" / "kernels"
+    assert cache_folder() == tmp_path / "xdg" / "legato" / "kernels"
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "own"))
-    assert compiler.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"

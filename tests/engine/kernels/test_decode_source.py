@@ -228,7 +228,7 @@ def test_attention_of_shared_heads_compiles_without_spills(cache, num_heads, sha
 @pytest.mark.parametrize(("heads", "head_dim", "half"), [((9, 3), 64, 32), ((32, 32), 80, 16)])
 def test_token_rows_compile_without_spills(cache, heads, head_dim, half, arch):
     """With whole and with partly rotated heads."""
-    defines = token_rows.defines(*heads, head_dim, half, PAGE)
+    defines = token_rows.defines(heads[0], heads[1], head_dim, half, PAGE)
     found = usages(compiler.compile_source(token_rows.SOURCE, defines, arch))
     assert set(found) == {"rotate_and_cache", "gate"}
     assert all(u.stack == 0 for u in found.values())

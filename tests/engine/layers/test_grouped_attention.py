@@ -89,7 +89,7 @@ def test_heads_share_keys_and_values_in_groups(plan):
 
 
 def test_the_gate_is_a_silu():
-    """x + down(silu(gate) * up)."""
+    """Added to a sum: down(silu(gate) * up)."""
     mlp = randomised(GatedMLP(DIM, 40))
     x_TD = torch.randn(COUNT, DIM)
     gate, up = (x_TD.double() @ part.double().T for part in mlp.gate_up.weight.split(40))

@@ -311,6 +311,7 @@ def mapped_files(pid):
 
 
 @pytest.mark.usefixtures("child_python_path")
+@pytest.mark.real_start  # a forked process has what forked it mapped
 async def test_the_process_serves_without_a_model():
     """The engine process maps no torch, and serves streams and images over the real transport."""
     client = EngineClient(EngineConfig(model="null", heartbeat_interval=0.05))

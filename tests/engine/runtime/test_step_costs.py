@@ -62,6 +62,22 @@ def test_every_token_of_a_step_is_fed(assembly):
             assert positions == list(range(start, start + len(positions)))
 
 
+def test_steps_beyond_a_long_one_are_estimated(assembly):
+    """A start waits for no step that is longer; each position costs what it costs in the last."""
+    costs, timed = assembly.runner.costs(), []
+
+    def seconds(bucket):
+        timed.append(bucket)
+        return 0.05 + 0.05 * bucket
+
+    costs._seconds = seconds
+    steps = dict(costs.steps())
+    assert timed == [1, 2, 4, 8]
+    assert steps[8] == pytest.approx(0.45)
+    assert steps[16] == pytest.approx(0.9)
+    assert tuple(steps) == costs._backend.buckets
+
+
 def test_nothing_is_left(assembly):
     """After the measurement no row has a position or tokens."""
     costs, drafts = assembly.runner.costs(), assembly.runner._drafts

@@ -197,7 +197,7 @@ class ReadingRunner:
             newest = self._newest[row.sequence.row]
             num_left = row.sequence.max_length - 1 - newest
             end = newest + 1 + min(row.num_drafts, num_left)
-            if num_left < 0 or end > row.end_after(plan.num_steps):
+            if num_left < 0 or end > row.reach(plan.num_steps):
                 return True
         return not fed
 

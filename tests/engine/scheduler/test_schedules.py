@@ -9,8 +9,10 @@ from tests.engine.scheduler.schedules import run_all
 PARTS = 4
 PART = 1_000
 
-FOUND = (890271,)
-"""Schedules that found a defect in a soak: the source of an invalid copy stayed in the cache."""
+FOUND = (890271, 50869)
+"""Schedules that found defects in a soak: the source of an invalid copy stayed in the cache; a loop
+with drafts went further than was counted as in flight.
+"""
 
 
 @pytest.mark.parametrize(

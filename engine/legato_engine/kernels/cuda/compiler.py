@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
-import os
-import pathlib
-import tempfile
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
 
 from legato_engine.errors import InternalError
+from legato_engine.kernels.cache import cache_folder, store
 
 _SOURCES = "sources"
 
@@ -34,15 +32,8 @@ def compile_source(
     if path.is_file():
         return path.read_bytes()
     code = _compile(name, texts, options)
-    _store(path, code)
+    store(path, code)
     return code
-
-
-def cache_folder() -> pathlib.Path:
-    if folder := os.environ.get("LEGATO_KERNEL_CACHE"):
-        return pathlib.Path(folder)
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "legato" / "kernels"
 
 
 def _options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:
@@ -106,14 +97,3 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise InternalError(f"NVRTC: {result.name}")
     return values[0] if values else None
-
-
-def _store(path: pathlib.Path, code: bytes) -> None:
-    """Write atomically; an unwritable cache is not an error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        pathlib.Path(file.name).replace(path)
-    except OSError:
-        return

@@ -76,7 +76,7 @@ def can_add_product(to_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Te
 def can_gate(both_T2F: torch.Tensor) -> bool:
     return (
         _is_plain(both_T2F)
-        and both_T2F.dim() == 2  # noqa: PLR2004 - rows and columns
+        and both_T2F.dim() == 2
         and len(both_T2F) <= _MAX_ROWS
         and both_T2F.shape[-1] % (2 * _VALUES_PER_LOAD) == 0
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.cpu.library import library
 from legato_engine.models.bundle import ModelSource
 from legato_engine.models.checkpoint import Progress
 from legato_engine.models.decoder import weights
@@ -62,6 +63,7 @@ class DecoderBundle:
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
         weight_dtype: str = "auto",
+        cpu_kernels: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
@@ -79,7 +81,7 @@ class DecoderBundle:
             read_gguf.cache_clear()
         model = DecoderModel(network)
         if device.type == "cpu":
-            network.pack(weight_dtype)
+            network.pack(weight_dtype, library(cpu_kernels))
         self.frontend.check()  # its process has started meanwhile
         return model
 

@@ -30,18 +30,20 @@ class DecoderModel:
         self.kv_scale_L2: torch.Tensor | None = None
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = 0  # unused: the prefix is empty
-        self.capabilities = Capabilities()
         self._network = network
         self._device = network.embed_tokens.weight.device
         network.rope.fill(self._device)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(own_threads=self._network.runs_by_library)
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[0, D]: the tokenizer puts BOS into the prompt."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self._device)
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
-        x_TD: torch.Tensor = self._network.embed_tokens(token_ids_T)
-        return x_TD
+        return self._network.embed(token_ids_T)
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         return self._network.prefill(x_TD, span, kv)

@@ -6,13 +6,18 @@ Shape legend: T tokens, B rows of one token, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from legato_engine.kernels import ops, packed_weights, row_ops
+from legato_engine.kernels.cpu import decoder as cpu
+from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.cpu.weights import PanelWeight
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.packed_weights import PackedWeight
+from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.linear import Linear, pack_linears
@@ -50,9 +55,27 @@ class GatedBlock(nn.Module):
         x, normed = row_ops.add_rms_norm(x, heads, self.post_attention_layernorm)
         return self.mlp.onto(x, normed)
 
+    def cpu_layer(self) -> cpu.Layer:
+        """This layer for a decoder on the CPU, once it is packed."""
+        attention, mlp = self.self_attn, self.mlp
+        return cpu.Layer(
+            norm=cpu_norm(self.input_layernorm),
+            qkv=cpu_map(attention.qkv),
+            out=cpu_map(attention.o_proj),
+            up=cpu_map(mlp.gate_up),
+            down=cpu_map(mlp.down_proj),
+            next_norm=cpu_norm(self.post_attention_layernorm),
+            query_norm=cpu_norm(attention.q_norm) if attention.norms_heads else None,
+            key_norm=cpu_norm(attention.k_norm) if attention.norms_heads else None,
+        )
+
+
+class _Block(Protocol):
+    def cpu_layer(self) -> cpu.Layer: ...
+
 
 class DecoderNetwork(nn.Module):
-    """All weights; `block` makes a layer with the signature of `GatedBlock.forward`.
+    """All weights; `block` makes a layer with the methods of `GatedBlock`.
 
     Modules are named as in Llama's checkpoints, apart from packed layers.
     """
@@ -80,27 +103,55 @@ class DecoderNetwork(nn.Module):
         )
         self.config = config
         self._tied_head: PackedWeight | None = None
+        self._on_cpu: cpu.Decoder | None = None
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
         """The stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
-    def pack(self, kind: str) -> None:
-        """Pack all linear maps on the CPU; a tied head is packed beside the embeddings."""
+    def pack(self, kind: str, library: Library | None) -> None:
+        """Pack all linear maps on the CPU, the rotations being there.
+
+        A tied head is packed beside the embeddings, and with a `library` in their place.
+        """
         head_kind = packed_weights.head_kind(kind)
         if self.config.tied_head:
-            self._tied_head = packed_weights.pack(self.embed_tokens.weight, head_kind)
+            embeddings_VD = self.embed_tokens.weight
+            self._tied_head = packed_weights.pack(embeddings_VD, head_kind, library)
+            if library is not None:
+                empty = embeddings_VD.new_empty(0)
+                self.embed_tokens.weight = nn.Parameter(empty, requires_grad=False)
         else:
-            self.lm_head.pack(head_kind)
-        pack_linears(self, kind)
+            self.lm_head.pack(head_kind, library)
+        pack_linears(self, kind, library)
+        if library is not None and self.config.heads.head_dim % cpu.LANES == 0:
+            self._on_cpu = self._cpu_decoder(library)
+
+    @property
+    def runs_by_library(self) -> bool:
+        return self._on_cpu is not None
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        x_TD: torch.Tensor
+        if isinstance(self._tied_head, PanelWeight):
+            x_TD = self._tied_head.rows(token_ids_T).to(self.embed_tokens.weight.dtype)
+        else:
+            x_TD = self.embed_tokens(token_ids_T)
+        return x_TD
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         assert not span.bidirectional, "a text model has no bidirectional prefix"
+        if self._on_cpu is not None:
+            rows = cpu.Rows(kv.k_LNHSE, kv.v_LNHSE)
+            return self._on_cpu.span(x_TD, span.start, span.pages_M, rows, bidirectional=False)
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        if self._on_cpu is not None:
+            rows = cpu.Rows(kv.k_LNHSE, kv.v_LNHSE)
+            return self._on_cpu.decode(x_BD, batch.positions_B, batch.page_table_BM, rows)
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
         return self._blocks(x_BD, where, kv, attend)
 
@@ -119,3 +170,10 @@ class DecoderNetwork(nn.Module):
         for layer, block in enumerate(self.layers):
             x = block(x, where, kv.layer(layer), attend)
         return x
+
+    def _cpu_decoder(self, library: Library) -> cpu.Decoder:
+        heads = self.config.heads
+        gated = isinstance(self.layers[0], GatedBlock)
+        sizes = cpu.Sizes(heads.num_heads, heads.num_kv_heads, heads.head_dim, gated)
+        layers = [cast(_Block, block).cpu_layer() for block in self.layers]
+        return cpu.Decoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))

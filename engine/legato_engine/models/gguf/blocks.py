@@ -1,7 +1,6 @@
 """Numbers of the usual block types as float32, bit for bit those of the library `gguf`.
 
 The library takes two to four times as long, which a start waits for; other types are left to it.
-Shape legend: N blocks, then the parts of a block, the bytes of one last.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ TYPES = (
 """Types of tensors that are read."""
 
 _ARRAY, _LENGTH = struct.Struct("<IQ"), struct.Struct("<Q")  # before its values, its characters
-_INSTALL = 'GGUF files are read with a library of its own: pip install "legato-server[gguf]"'
+_INSTALL = (
+    'GGUF files are read with a library of its own: pip install "legato-server[gguf]", '
+    'in a clone pip install -e "service[gguf]"'
+)
 
 
 class StoredTensor(NamedTuple):

@@ -53,11 +53,11 @@ class MoondreamBundle:
         vision_fp8: bool = False,
         kv_dtype: str = "auto",
         weight_dtype: str = "auto",
+        cpu_kernels: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
-        from legato_engine.kernels.packed_weights import head_kind
-        from legato_engine.layers.linear import pack_linears
+        from legato_engine.kernels.cpu.library import library
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -82,8 +82,7 @@ class MoondreamBundle:
             network.vision.use_fp8()
         model = MoondreamModel(self.config, network)
         if device.type == "cpu":
-            network.text.lm_head.pack(head_kind(weight_dtype))
-            pack_linears(network, weight_dtype)
+            network.pack(weight_dtype, library(cpu_kernels))
         return model
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from legato_engine.kernels import packed_weights
+from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.reference_certainty import existence
+from legato_engine.layers.linear import pack_linears
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import (
     Adapter,
@@ -43,6 +46,18 @@ class Network(nn.Module):
         self.vision = Vision(config.vision, config.text.dim)
         self.text = Text(config.text)
         self.region = Region(config.region, config.text.dim)
+
+    def pack(self, kind: str, library: Library | None) -> None:
+        """Pack all linear maps on the CPU, the rotations being there."""
+        self.text.lm_head.pack(packed_weights.head_kind(kind), library)
+        pack_linears(self, kind, library)
+        if library is not None:
+            self.text.use_library(library)
+            self.vision.use_library(library)
+
+    @property
+    def runs_by_library(self) -> bool:
+        return self.text.runs_by_library and self.vision.runs_by_library
 
 
 class MoondreamModel:
@@ -78,6 +93,7 @@ class MoondreamModel:
             drafts=self,
             refiners=self,
             chunks=self if self._config.text.moe is None else None,
+            own_threads=self._network.runs_by_library,
         )
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops, row_ops
+from legato_engine.kernels.cpu import decoder as cpu
+from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
+from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
@@ -68,6 +71,18 @@ class TextBlock(nn.Module):
         )
         return x, self.attn.join(attend(*heads, cache)), mlp
 
+    def cpu_layer(self) -> cpu.Layer | None:
+        """This layer for a decoder on the CPU, once it is packed; None with gains or experts."""
+        if self.attn.tau is not None or not isinstance(self.mlp, MLP):
+            return None
+        return cpu.Layer(
+            norm=cpu_norm(self.ln),
+            qkv=cpu_map(self.attn.qkv),
+            out=cpu_map(self.attn.proj),
+            up=cpu_map(self.mlp.fc1),
+            down=cpu_map(self.mlp.fc2),
+        )
+
     def cache(
         self,
         terms: Terms,
@@ -119,9 +134,29 @@ class Text(nn.Module):
         self.lm_head = Linear(config.dim, config.vocab_size)
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
         self._counters: TileCounters | None = None
+        self._num_heads = config.num_heads
+        self._on_cpu: cpu.Decoder | None = None
+
+    def use_library(self, library: Library) -> None:
+        """Run layers that are packed for it in one call, unless they have gains or experts."""
+        layers = [block.cpu_layer() for block in self.blocks if isinstance(block, TextBlock)]
+        known = [layer for layer in layers if layer is not None]
+        heads, dims = self._num_heads, self.wte.shape[1] // self._num_heads
+        if len(known) == len(layers) and dims % cpu.LANES == 0:
+            sizes = cpu.Sizes(heads, heads, dims, gated=False)
+            self._on_cpu = cpu.Decoder(library, known, sizes, (self.rope.cos_PR, self.rope.sin_PR))
+
+    @property
+    def runs_by_library(self) -> bool:
+        return self._on_cpu is not None
 
     def count_apart(self) -> None:
-        """Clear the tile counters of `cache_stacked` at once; then only one such pass may run."""
+        """Clear the tile counters of `cache_stacked` at once; then only one such pass may run.
+
+        They are those of the first call: graphs that were captured since read them.
+        """
+        if self._counters is not None:
+            return
         tall: list[Linear] = [attention.qkv for attention in self._attentions()]
         tall += [module.fc1 for module in self.modules() if isinstance(module, MLP)]
         self._counters = TileCounters(tall, self.wte.device)
@@ -154,6 +189,8 @@ class Text(nn.Module):
         return any(isinstance(m, MoE) and m.fc1.scale is not None for m in self.modules())
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
+        if (decoder := self._cpu_decoder(kv)) is not None:
+            return self._cpu_span(decoder, x_TD, span, kv, caches_only=False)
         return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
@@ -164,6 +201,9 @@ class Text(nn.Module):
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write keys and values; skip the rest of the last block."""
+        if (decoder := self._cpu_decoder(kv)) is not None:
+            self._cpu_span(decoder, x_TD, span, kv, caches_only=True)
+            return
         terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
         self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 
@@ -183,6 +223,9 @@ class Text(nn.Module):
             self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        if (decoder := self._cpu_decoder(kv)) is not None:
+            rows = _cpu_rows(kv, batch.adapters)
+            return decoder.decode(x_BD, batch.positions_B, batch.page_table_BM, rows)
         where, attend = step_metadata(batch, kv, self.rope), step_attention(batch, kv)
         blocks = len(self.blocks)
         positions_B, adapters = batch.positions_B, batch.adapters
@@ -191,6 +234,24 @@ class Text(nn.Module):
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
+
+    def _cpu_decoder(self, kv: KVCache) -> cpu.Decoder | None:
+        return self._on_cpu if cpu.takes(kv.k_LNHSE, kv.v_LNHSE) else None
+
+    def _cpu_span(
+        self,
+        decoder: cpu.Decoder,
+        x_TD: torch.Tensor,
+        span: PrefillSpan,
+        kv: KVCache,
+        *,
+        caches_only: bool,
+    ) -> torch.Tensor:
+        return decoder.span(
+            *(x_TD, span.start, span.pages_M, _cpu_rows(kv, span.adapters)),
+            bidirectional=span.bidirectional,
+            caches_only=caches_only,
+        )
 
     def _cache(self, terms: Terms, where: ops.Span, positions_T: torch.Tensor, kv: KVCache) -> None:
         last = len(self.blocks) - 1
@@ -229,6 +290,15 @@ def _sum(terms: Terms) -> torch.Tensor:
 
 def _positions(span: PrefillSpan, x_TD: torch.Tensor) -> torch.Tensor:
     return torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)
+
+
+def _cpu_rows(kv: KVCache, adapters: AdaptedRows | None) -> cpu.Rows:
+    low_rank = None
+    if adapters is not None:
+        mlps = adapters.weights.mlps
+        up, down = (mlps.fc1_a_LSRD, mlps.fc1_b_LSRF), (mlps.fc2_a_LSRF, mlps.fc2_b_LSRD)
+        low_rank = cpu.LowRank(*up, *down, adapters.rows)
+    return cpu.Rows(kv.k_LNHSE, kv.v_LNHSE, low_rank)
 
 
 def _tau(config: TextConfig) -> Tau | None:

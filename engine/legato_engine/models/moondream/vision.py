@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops, row_ops
+from legato_engine.kernels.cpu import decoder as cpu
+from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.attention import Attention
+from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, Sum, TileCounters
 from legato_engine.layers.mlp import MLP
@@ -38,6 +41,19 @@ class VisionBlock(nn.Module):
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
+
+    def cpu_layer(self) -> cpu.Layer | None:
+        """This block for the CPU's kernels, once it is packed; None in e4m3."""
+        if not isinstance(self.attn, Attention) or not isinstance(self.mlp, MLP):
+            return None
+        return cpu.Layer(
+            norm=cpu_norm(self.ln1),
+            qkv=cpu_map(self.attn.qkv),
+            out=cpu_map(self.attn.proj),
+            up=cpu_map(self.mlp.fc1),
+            down=cpu_map(self.mlp.fc2),
+            next_norm=cpu_norm(self.ln2),
+        )
 
     @property
     def tall(self) -> list[Linear]:
@@ -67,6 +83,22 @@ class Vision(nn.Module):
         self.post_ln = nn.LayerNorm(config.dim)
         self.proj_mlp: MLP | Fp8MLP = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
         self._counters: TileCounters | None = None
+        self._on_cpu: cpu.Decoder | None = None
+
+    def use_library(self, library: Library) -> None:
+        """Run blocks that are packed for it in one call for each crop, unless they are in e4m3."""
+        layers = [block.cpu_layer() for block in self.blocks if isinstance(block, VisionBlock)]
+        known = [layer for layer in layers if layer is not None]
+        heads = self._config.num_heads
+        dims = self._config.dim // heads
+        if len(known) == len(layers) and dims % cpu.LANES == 0:
+            sizes = cpu.Sizes(heads, heads, dims, gated=False)
+            none = torch.empty(1, 0)
+            self._on_cpu = cpu.Decoder(library, known, sizes, (none, none))
+
+    @property
+    def runs_by_library(self) -> bool:
+        return self._on_cpu is not None
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, X] of uint8 crops: the whole image, then `tiling` (rows, columns) tiles."""
@@ -90,7 +122,12 @@ class Vision(nn.Module):
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
     def count_apart(self) -> None:
-        """Clear all tile counters at once; then only one pass may run at a time."""
+        """Clear all tile counters at once; then only one pass may run at a time.
+
+        They are those of the first call: graphs that were captured since read them.
+        """
+        if self._counters is not None:
+            return
         tall = list[Linear]()
         for block in self.blocks:
             assert isinstance(block, VisionBlock), "a vision encoder has one kind of block"
@@ -105,6 +142,10 @@ class Vision(nn.Module):
         self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[N, T, D] of normalised patches, in `out_NTD` if given."""
+        if self._on_cpu is not None and out_NTD is None:
+            x_NTD = self.patch_emb(patches_NTP) + self.pos_emb
+            normed: torch.Tensor = self.post_ln(torch.stack([*map(self._on_cpu.whole, x_NTD)]))
+            return normed
         with self._counting():
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.bundle import ModelBundle, ModelSource
@@ -42,6 +44,17 @@ class PhiBlock(nn.Module):
         heads: torch.Tensor = self.self_attn(normed, where, cache, attend)
         mlp: torch.Tensor = self.mlp(normed)
         return ops.add3(x, heads, mlp)
+
+    def cpu_layer(self) -> cpu.Layer:
+        """This layer for a decoder on the CPU, once it is packed."""
+        attention, mlp = self.self_attn, self.mlp
+        return cpu.Layer(
+            norm=cpu_norm(self.input_layernorm),
+            qkv=cpu_map(attention.qkv),
+            out=cpu_map(attention.o_proj),
+            up=cpu_map(mlp.fc1),
+            down=cpu_map(mlp.fc2),
+        )
 
 
 class PhiNetwork(DecoderNetwork):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from legato_engine.core import QueryTask, Request, RequestKey
+from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.registry import resolve
 
 from tests.engine.models import hub_folder
@@ -11,6 +12,7 @@ from tests.engine.models import hub_folder
 def task_of(folder, spec, **fields):
     """The frontend's task for a request."""
     frontend = resolve("phi", weights=str(folder)).frontend
+    assert isinstance(frontend, TextFrontend)
     frontend.check()
     return frontend.make_task(Request(request_id=RequestKey("r"), task=spec, **fields))
 

@@ -107,7 +107,7 @@ def test_any_failure_is_the_templates(process, name):
 
 
 def test_a_hostile_folder_is_refused_at_load(folder):
-    """The model is not loaded, and the error is about the weights."""
+    """The model is not served, and the error is about the weights."""
     for template in (SLOW["nested loops"], LARGE_TEXTS["a product"], BROKEN["recursion"]):
         hub_folder.change(folder / "tokenizer_config.json", chat_template=template)
         with pytest.raises(InvalidField, match="the chat template: ") as caught:
@@ -131,6 +131,18 @@ def test_a_message_cannot_be_a_template(process):
     """A caller's braces are text."""
     shown = process.render(GOOD, {}, [{"role": "user", "content": "{{ 7 * 7 }}"}])
     assert "{{ 7 * 7 }}" in shown
+
+
+def test_a_start_does_not_wait():
+    """The process loads its libraries while its owner goes on; the first template waits."""
+    made = TemplateProcess()
+    made.start()
+    child = made._child
+    assert not made._is_ready
+    made.start()
+    assert made._child is child
+    assert made.render(GOOD, {"eos": "</s>"}, HELLO) == "<user>hello</s>"
+    made.close()
 
 
 def test_a_killed_process_is_replaced(process):

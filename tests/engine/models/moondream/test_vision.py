@@ -53,3 +53,14 @@ def test_crops_never_mix(tiny_model):
     pixels = torch.randint(0, 256, (3, 56, 56, 3), dtype=torch.uint8)
     together = tiny_model._network.vision.encode(pixels)
     torch.testing.assert_close(together[1:2], tiny_model._network.vision.encode(pixels[1:2]))
+
+
+def test_a_second_encoder_leaves_the_tile_counters_of_the_first(tiny_model):
+    """The graphs that it captured clear and count in that memory."""
+    network = tiny_model._network
+    for part in (network.vision, network.text):
+        part.count_apart()
+        first = part._counters
+        part.count_apart()
+        assert part._counters is first
+        part._counters = None  # of a GPU's kernels alone

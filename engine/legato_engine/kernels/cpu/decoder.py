@@ -1,0 +1,257 @@
+"""Layers of a decoder on the CPU, all of them in one call.
+
+A row's bits depend neither on the other rows of a call nor on the number of threads, and not on
+how a sequence is cut into calls. The residual stream is float32 within a call.
+
+Shape legend as in `ops`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from legato_engine.kernels.cpu import library as native
+from legato_engine.kernels.cpu.library import Library
+from legato_engine.kernels.cpu.weights import PanelWeight
+from legato_engine.kernels.low_rank import AdapterRows
+
+_CHUNK = 512
+"""Rows of a sequence in a call, which bounds the memory between layers."""
+
+_TILE = 8
+"""Adjacent rows of a sequence that read a position together."""
+
+_WHOLE_TILE = 24
+"""The same of a sequence that sees all of itself."""
+
+LANES = 8
+"""Dims of a head come in multiples of so many."""
+
+_CACHES = (torch.float32, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """An RMS norm, with a bias a layer norm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Map:
+    """A packed weight and its bias."""
+
+    weight: PanelWeight
+    bias: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A layer's norms and maps; without `next_norm` attention and MLP read the same norm.
+
+    `query_norm` and `key_norm` are of each head.
+    """
+
+    norm: Norm
+    qkv: Map
+    out: Map
+    up: Map
+    down: Map
+    next_norm: Norm | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """Adapters of the maps `up` and `down` of all layers, contiguous, and the slot of each row.
+
+    One slot is that of all rows.
+    """
+
+    up_a_LSRD: torch.Tensor
+    up_b_LSRF: torch.Tensor
+    down_a_LSRF: torch.Tensor
+    down_b_LSRD: torch.Tensor
+    rows: AdapterRows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of a call read besides their own values."""
+
+    k_LNHSE: torch.Tensor
+    v_LNHSE: torch.Tensor
+    adapters: LowRank | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """With `gated`, `up` of a layer has two halves: silu of the first, times the second."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    gated: bool
+
+
+class Decoder:
+    """Runs the layers on rows of any sequences; only parallel layers have adapters."""
+
+    def __init__(
+        self,
+        library: Library,
+        layers: Sequence[Layer],
+        sizes: Sizes,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`angles`: cosines and sines [P, R/2] float32; R may be 0."""
+        self._library = library
+        self._head_dim = sizes.head_dim
+        self._fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
+        self._kept: list[object] = [layers]
+        table = (native.Layer * len(layers))(*map(self._layer, layers))
+        cosines, sines = (each.contiguous() for each in angles)
+        self._kept += [table, cosines, sines]
+        first = layers[0]
+        self._decoder = native.Decoder(
+            ctypes.addressof(table),
+            *(cosines.data_ptr(), sines.data_ptr()),
+            *(len(layers), first.qkv.weight.in_features, first.down.weight.in_features),
+            *(sizes.heads, sizes.key_heads, cosines.shape[1]),
+            *(sizes.gated, first.next_norm is None),
+        )
+
+    def decode(
+        self,
+        x_BD: torch.Tensor,
+        positions_B: torch.Tensor,
+        page_table_BM: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """[B, D] of one token per row; a row whose first page is 0 is padding."""
+        lengths_B = torch.where(page_table_BM[:, 0] == 0, 0, positions_B + 1)
+        x32_BD = x_BD.to(torch.float32, copy=True).contiguous()
+        self._run(x32_BD, positions_B, lengths_B, page_table_BM, rows)
+        return x32_BD.to(x_BD.dtype)
+
+    def span(
+        self,
+        x_TD: torch.Tensor,
+        start: int,
+        pages_M: torch.Tensor,
+        rows: Rows,
+        *,
+        bidirectional: bool,
+        caches_only: bool = False,
+    ) -> torch.Tensor:
+        """[T, D] of consecutive positions of one sequence; of no meaning with `caches_only`."""
+        x32_TD = x_TD.to(torch.float32, copy=True).contiguous()
+        count = len(x_TD)
+        chunk = count if bidirectional else _CHUNK
+        for first in range(0, count, chunk):
+            part_TD = x32_TD[first : first + chunk]
+            begin = start + first
+            positions_T = torch.arange(begin, begin + len(part_TD))
+            lengths_T = positions_T + 1
+            if bidirectional:
+                lengths_T = torch.full_like(lengths_T, start + count)
+            self._run(part_TD, positions_T, lengths_T, pages_M[None], rows, _TILE, caches_only)
+        return x32_TD.to(x_TD.dtype)
+
+    def whole(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] of one sequence that sees all of itself, without a cache or rotations."""
+        x32_TD = x_TD.to(torch.float32, copy=True).contiguous()
+        positions_T, pages_1 = torch.arange(len(x_TD)), torch.zeros(1, dtype=torch.int64)
+        lengths_T = torch.full_like(positions_T, len(x_TD))
+        fused = self._fused
+        pages = native.Pages(None, None, 0, self._head_dim, fused, 0, len(x_TD), self._head_dim)
+        step = native.Step(
+            *(x32_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), pages_1.data_ptr()),
+            *(len(x_TD), 0, _WHOLE_TILE, pages, 0, False, _adapters(None)),
+        )
+        self._call(step)
+        return x32_TD.to(x_TD.dtype)
+
+    def _run(
+        self,
+        x_TD: torch.Tensor,
+        positions_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        tables_TM: torch.Tensor,
+        rows: Rows,
+        tile: int = 1,
+        caches_only: bool = False,
+    ) -> None:
+        """In place; one row of `tables_TM` is that of all rows."""
+        k_LNHSE, v_LNHSE = rows.k_LNHSE, rows.v_LNHSE
+        layer, page, head, slot, _ = k_LNHSE.stride()
+        tables_TM, positions_T = tables_TM.contiguous(), positions_T.contiguous()
+        pages = native.Pages(
+            *(k_LNHSE.data_ptr(), v_LNHSE.data_ptr(), page, head, slot),
+            *(k_LNHSE.dtype is torch.bfloat16, k_LNHSE.shape[3], self._head_dim),
+        )
+        step = native.Step(
+            *(x_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), tables_TM.data_ptr()),
+            *(len(x_TD), tables_TM.shape[1] if len(tables_TM) > 1 else 0, tile),
+            *(pages, layer * k_LNHSE.itemsize, caches_only, _adapters(rows.adapters)),
+        )
+        self._call(step)
+
+    def _call(self, step: native.Step) -> None:
+        decoder, pool = ctypes.byref(self._decoder), self._library.pool()
+        self._library.layers(pool, decoder, ctypes.byref(step))
+
+    def _layer(self, layer: Layer) -> native.Layer:
+        norms = layer.norm, layer.next_norm, layer.query_norm, layer.key_norm
+        maps = layer.qkv, layer.out, layer.up, layer.down
+        return native.Layer(*map(self._norm, norms), *map(self._map, maps))
+
+    def _norm(self, norm: Norm | None) -> native.Norm:
+        if norm is None:
+            return native.Norm()
+        return native.Norm(self._floats(norm.weight), self._floats(norm.bias), norm.epsilon)
+
+    def _map(self, each: Map) -> native.Linear:
+        bias = None if each.bias is None else each.bias.detach().float().contiguous()
+        self._kept.append(bias)
+        return each.weight.described(bias)
+
+    def _floats(self, values: torch.Tensor | None) -> int | None:
+        if values is None:
+            return None
+        floats = values.detach().float().contiguous()
+        self._kept.append(floats)
+        return floats.data_ptr()
+
+
+def _adapters(adapters: LowRank | None) -> native.Adapters:
+    if adapters is None:
+        return native.Adapters()
+    up_a, down_a = adapters.up_a_LSRD, adapters.down_a_LSRF
+    slots, ranks = adapters.rows.slot_T, adapters.rows.rank_S
+    up = native.LowRank(
+        up_a.data_ptr(), adapters.up_b_LSRF.data_ptr(), up_a.shape[3], down_a.shape[3]
+    )
+    down = native.LowRank(
+        *(down_a.data_ptr(), adapters.down_b_LSRD.data_ptr(), down_a.shape[3], up_a.shape[3])
+    )
+    return native.Adapters(
+        *(up, down, slots.data_ptr(), ranks.data_ptr()),
+        *(up_a.shape[1], up_a.shape[2], up_a.dtype is torch.bfloat16, len(slots) == 1),
+    )
+
+
+def takes(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
+    """Whether a decoder can run on these caches."""
+    return (
+        k_LNHSE.dtype in _CACHES
+        and k_LNHSE.shape[-1] % LANES == 0
+        and all(each.is_contiguous() for each in (k_LNHSE, v_LNHSE))
+    )

@@ -1,0 +1,119 @@
+"""The library is compiled once, by any number of processes, and a machine that cannot says why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from legato_engine.kernels.cpu import compiler
+from legato_engine.kernels.cpu import library as native
+from legato_engine.kernels.cpu.compiler import CannotCompileError, library_path
+
+COMPILER = """#!/bin/sh
+test "$1" = --version && echo 1 && exit
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+echo compiled >> "$LOG"
+echo library > "$2"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    return tmp_path
+
+
+def fake(folder, monkeypatch, text=COMPILER):
+    program = folder / "fake-c++"
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+
+
+def test_a_library_is_compiled_once(folder, monkeypatch):
+    """The second call finds the first one's file, until the sources are others."""
+    fake(folder, monkeypatch)
+    path = library_path()
+    assert path.read_text() == "library\n"
+    assert library_path() == path
+    assert (folder / "log").read_text() == "compiled\n"
+    monkeypatch.setattr(compiler, "sources", lambda: {"decoder.cpp": "// other"})
+    assert library_path() != path
+
+
+def test_processes_that_compile_at_once_find_one_whole_file(folder, monkeypatch):
+    """Both get the same path, and nothing but that file is in the cache."""
+    fake(folder, monkeypatch)
+    code = (
+        "from legato_engine.kernels.cpu.compiler import library_path as p; print(p().read_text())"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0] for process in both] == ["library\n\n"] * 2
+    assert len(list((folder / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (None, "there is no C++ compiler"),
+        (
+            "#!/bin/sh\ntest $1 = --version && exit\necho 'x.h:1: error: odd' >&2; exit 1",
+            "error: odd",
+        ),
+    ],
+)
+def test_a_machine_without_a_working_compiler_says_why(folder, monkeypatch, program, reason):
+    """The reason names what is missing or the compiler's own error, and is logged once."""
+    if program is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(folder))
+    else:
+        fake(folder, monkeypatch, program)
+    with pytest.raises(CannotCompileError, match=reason.replace("+", r"\+")):
+        library_path()
+    logged = []
+    monkeypatch.setattr(native._log, "warning", lambda *event, **fields: logged.append(fields))
+    native._library.cache_clear()
+    try:
+        assert native.library("auto") is None
+        assert native.library("auto") is None
+    finally:
+        native._library.cache_clear()
+    (fields,) = logged
+    assert reason in fields["reason"]
+
+
+def test_a_library_beside_the_sources_serves_a_machine_without_a_compiler(folder, monkeypatch):
+    """An image has one; where there is a compiler, its own is used."""
+    (folder / "decoder.cpp").write_text("// main")
+    monkeypatch.setattr(compiler, "_folder", lambda: folder)
+    monkeypatch.setattr(compiler, "sources", lambda: {"decoder.cpp": "// main"})
+    fake(folder, monkeypatch)
+    compiler.build_for_any()
+    built = folder / "any-avx2.so"
+    assert built.is_file()
+    assert library_path() != built
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(folder / "nothing"))
+    assert library_path() == built
+
+
+def test_another_processor_has_no_library(monkeypatch):
+    """The kernels need AVX2, FMA and F16C."""
+    monkeypatch.setattr(
+        compiler, "_processor", lambda: compiler._Processor("old", frozenset({"fma"}))
+    )
+    with pytest.raises(CannotCompileError, match="the processor lacks avx2, f16c"):
+        library_path()
+
+
+def test_torch_is_a_choice():
+    """Nothing is compiled for it."""
+    assert native.library("torch") is None
