@@ -22,7 +22,7 @@ from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import CostTable
 
 from benchmarks.resident_drafts import DraftingRows
-from benchmarks.resident_kernel import ResidentKernel
+from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_model import DEVICE, Cache, Model
 
 pytestmark = [
@@ -66,7 +66,7 @@ class World:
         if sampled not in self.expected:
             shape = (TOKENS, 8, self.sizes.vocab_size)
             logits = torch.full(shape, torch.nan, device=DEVICE)
-            self._rule(self.kernel.rules, sampled)
+            self.rule(self.kernel.rules, sampled=sampled)
             self.kernel.run(self.cache, self.first, self.positions, TOKENS, logits=logits)
             assert self.kernel.ended("plain")
             tokens = self.kernel.tokens(TOKENS, len(PLACES)).T.contiguous()
@@ -74,7 +74,7 @@ class World:
             self.expected[sampled] = tokens, of
         return self.expected[sampled]
 
-    def _rule(self, rules: object, sampled: bool) -> None:
+    def rule(self, rules: Rules, *, sampled: bool) -> None:
         rules.temperature_R.fill_(0.8 if sampled else 0.0)
         rules.seed_R.copy_(torch.arange(len(rules.seed_R)))
 
@@ -100,7 +100,17 @@ def world(request: pytest.FixtureRequest) -> World:
     return World(request.param)
 
 
-def check(world: World, rows: DraftingRows, right: float, seed: int, **launch: object) -> list[int]:
+def check(
+    world: World,
+    rows: DraftingRows,
+    right: float,
+    seed: int,
+    *,
+    limit: int = TOKENS - 1,
+    reach: int = POSITIONS,
+    room: int = MOST,
+    delays: bool = False,
+) -> list[int]:
     """One launch of TOKENS tokens at most; tokens, logits, and what the host hears. Returns the
     numbers of accepted draft tokens.
     """
@@ -108,15 +118,13 @@ def check(world: World, rows: DraftingRows, right: float, seed: int, **launch: o
     tokens, logits = world.answers(sampled=sampled)
     count = rows.count
     plant = planted(tokens[:count], right, seed, world.sizes.vocab_size)
-    limit, reach = launch.pop("limit", TOKENS - 1), launch.pop("reach", POSITIONS)
-    room = launch.pop("room", rows.policy.max_block)
     begin = world.first[:count], plant, limit, room, reach
     tiles = next(tiles for tiles in RING_STAGES if rows.most <= 8 * tiles)
     shape = (TOKENS, 8 * tiles, world.sizes.vocab_size)
     seen = torch.full(shape, torch.nan, device=DEVICE)
-    world._rule(rows.rules, sampled)
+    world.rule(rows.rules, sampled=sampled)
     rows.begin(*begin)
-    rows.launch(world.weights, TOKENS, logits=seen, **launch)
+    rows.launch(world.weights, TOKENS, logits=seen, delays=delays)
     told = rows.steps()
     at, accepted = [0] * count, []
     for step, each in enumerate(told):
@@ -171,7 +179,7 @@ def test_the_host_ends_a_launch_after_any_step(world: World) -> None:
     chance, lengths = random.Random(0), set()
     for seed in range(40):
         plant = planted(tokens, 0.6, seed, world.sizes.vocab_size)
-        world._rule(rows.rules, False)
+        world.rule(rows.rules, sampled=False)
         rows.begin(world.first, plant, TOKENS - 1, 7, POSITIONS)
         rows.launch(world.weights, TOKENS)
         time.sleep(chance.random() * 3e-3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
@@ -102,15 +104,7 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int)
 
 def test_another_draft_is_left_to_loops(plain: Assembly) -> None:
     """The model's own draft layer is no lookup."""
-    import msgspec
-
     config = msgspec.structs.replace(plain.config, draft="")
-    other = speculating(_with(plain, config), "seed")
+    other = speculating(dataclasses.replace(plain, config=config), "seed")
     assert other.runner.resident_rows == 0
     assert other.runner.decodes_by_loops
-
-
-def _with(assembly: Assembly, config: EngineConfig) -> Assembly:
-    import dataclasses
-
-    return dataclasses.replace(assembly, config=config)
