@@ -12,7 +12,11 @@ from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues
 from legato_engine.resident.header import defines
 from legato_engine.resident.sizes import LEGATO_TINY
-from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.block_policy import (
+    AdaptiveBlockPolicy,
+    BlockPolicy,
+    FixedBlockPolicy,
+)
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import NO_COSTS
 
@@ -42,7 +46,11 @@ _VALUES = {
 }
 _WORDS = BuildValues(None, 8, _CPU).defines
 _NO_DRAFTS = BuildDrafts(None, _CPU).defines
-_POLICIES = FixedBlockPolicy(7), AdaptiveBlockPolicy(), TokenBudgetPolicy(NO_COSTS)
+_POLICIES: tuple[BlockPolicy, ...] = (
+    FixedBlockPolicy(7),
+    AdaptiveBlockPolicy(),
+    TokenBudgetPolicy(NO_COSTS),
+)
 BUILDS = [
     (1, _WORDS | _NO_DRAFTS),
     (1, _VALUES | _NO_DRAFTS),

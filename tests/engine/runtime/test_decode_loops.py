@@ -250,7 +250,6 @@ def test_the_host_ends_a_loop() -> None:
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        (EngineConfig(speculation="fixed:4"), "resident"),
         (EngineConfig(cuda_graphs=False), "resident"),
         (EngineConfig(cuda_graphs=False), "loop"),
     ],
@@ -265,7 +264,7 @@ def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> 
     """It may hold a prefill in front; the host would sleep through the steps after it."""
     loops = looping.runner._loops
     assert loops is not None
-    loops.start(0, 1, looping.runner._resources.buckets[0], 0, 2, Needs(False, False, False))
+    loops.start(0, 1, 1, looping.runner._resources.buckets[0], 0, 2, Needs(False, False, False))
     looping.device.compute.record().wait()
     now = time.perf_counter() + 1.0
     loops._measure(now)
