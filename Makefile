@@ -36,7 +36,7 @@ AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 # Stages in quotes run two at a time.
-CI_STAGES := "proto-check proto-breaking format-check lint tools" test "chart-check dist" dist-check
+CI_STAGES := "proto-check proto-breaking format-check lint tools" "test chart-check dist" dist-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
@@ -88,13 +88,13 @@ tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's 
 	@rm -rf $(SMOLLM2).part
 	@$(PY) -m pip install $(PIP_FLAGS) --no-deps "moondream~=2.6" || echo "tools: no moondream, its tests are skipped"
 
-# uv takes a quarter of pip's time. It reads none of pip's settings, so it is told the index and uses the system's
-# certificates; where it cannot install, pip does.
+# uv takes a quarter of pip's time. It reads none of pip's settings, so it is told the index, if there is one, and uses the
+# system's certificates; where it cannot install, pip does.
 define install
 { \
 	index="$${PIP_INDEX_URL:-$$($(PY) -m pip config get global.index-url 2>/dev/null)}"; \
 	$(PY) -m pip install $(PIP_FLAGS) "uv>=0.13" \
-	&& UV_DEFAULT_INDEX="$${index:-https://pypi.org/simple}" $(BIN)/uv pip install --quiet --system-certs --python $(PY) $(1); \
+	&& env $${index:+UV_DEFAULT_INDEX="$$index"} $(BIN)/uv pip install --quiet --system-certs --python $(PY) $(1); \
 } || $(PY) -m pip install $(PIP_FLAGS) --no-compile $(1)
 endef
 
