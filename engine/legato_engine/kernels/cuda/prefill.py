@@ -33,8 +33,8 @@ def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) ->
     Values and sines are like keys and cosines.
     """
     return (
-        _is_plain(qkv)
-        and (_is_plain(k_NHSE) or _is_e4m3(k_NHSE))
+        is_plain(qkv)
+        and (is_plain(k_NHSE) or _is_e4m3(k_NHSE))
         and qkv.shape[-1] == _HEAD_DIM
         and cos_PR.shape[-1] == _ROTATED_PAIRS
         and cos_PR.dtype is torch.float32
@@ -71,7 +71,7 @@ def rotate_and_cache(
 def can_add(*terms: torch.Tensor) -> bool:
     first = terms[0]
     return first.numel() % _VALUES_PER_LOAD == 0 and all(
-        _is_plain(term) and term.shape == first.shape for term in terms
+        is_plain(term) and term.shape == first.shape for term in terms
     )
 
 
@@ -101,7 +101,8 @@ def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Ten
     kernel.launch(grid, _THREADS, operands, overlap=True)
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether kernels can read and write bf16 in whole accesses."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.bfloat16

@@ -19,13 +19,13 @@ from legato_engine.kernels.cuda.attention import (
     StepPositions,
 )
 from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.cuda.prefill import is_plain
 from legato_engine.kernels.layer_cache import LayerCache
 
 SOURCE = "token_rows.cu"
 
 _THREADS = 256
 _VALUES_PER_LOAD = 8
-_ALIGNMENT = 16  # bytes of an access
 _MIN_CAPABILITY = (9, 0)  # that the attention kernel needs
 _MAX_ROWS = 65535  # of a grid
 _STAGES = 2  # steps of a warp's ring
@@ -39,8 +39,8 @@ def defines(num_heads: int, num_kv: int, head_dim: int, half: int, page: int) ->
 def can_rotate(qkv_TGE: torch.Tensor, cos_T1R: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
     """Whether `rotate_and_cache` takes such tensors; values and sines are like keys and cosines."""
     return (
-        _is_plain(qkv_TGE)
-        and _is_plain(k_NHSE)
+        is_plain(qkv_TGE)
+        and is_plain(k_NHSE)
         and qkv_TGE.shape[-1] % _VALUES_PER_LOAD == 0
         and cos_T1R.shape[-1] % _VALUES_PER_LOAD == 0
         and cos_T1R.dtype is torch.float32
@@ -69,13 +69,13 @@ def rotate_and_cache(
 
 def can_add_product(to_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether a library adds a product to `to` without copies."""
-    plain = _is_plain(to_TO) and _is_plain(x_TI) and _is_plain(weight_OI)
+    plain = is_plain(to_TO) and is_plain(x_TI) and is_plain(weight_OI)
     return plain and to_TO.dim() == x_TI.dim() == weight_OI.dim()
 
 
 def can_gate(both_T2F: torch.Tensor) -> bool:
     return (
-        _is_plain(both_T2F)
+        is_plain(both_T2F)
         and both_T2F.dim() == 2
         and len(both_T2F) <= _MAX_ROWS
         and both_T2F.shape[-1] % (2 * _VALUES_PER_LOAD) == 0
@@ -97,9 +97,9 @@ def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tens
     k_NHSE = cache.k_NHSE
     num_kv, page_size, head_dim = k_NHSE.shape[1:]
     return (
-        _is_plain(q_BHE[0])
+        is_plain(q_BHE[0])
         and q_BHE.stride(0) % _VALUES_PER_LOAD == 0
-        and _is_plain(k_NHSE)
+        and is_plain(k_NHSE)
         and head_dim == HEAD_DIM
         and page_size % TILE == 0
         and page_table_BM.shape[1] * page_size <= MAX_CONTEXT
@@ -142,15 +142,6 @@ class RowAttention:
             positions = StepPositions(row_B, position_B, fresh_B, self._table_BM, len(row_B))
             kernel.launch(q_BHE[part], cache.k_NHSE, cache.v_NHSE, positions, out_BHE[part])
         return out_BHE
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    return (
-        x.device.type == "cuda"
-        and x.dtype is torch.bfloat16
-        and x.is_contiguous()
-        and x.data_ptr() % _ALIGNMENT == 0
-    )
 
 
 @functools.cache
