@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
-from legato_engine.kernels.cpu.decoder import Map, Norm
+from legato_engine.kernels.cpu.decoder import LANES, Decoder, Layer, Map, Norm, Sizes
+from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.linear import Linear
 
 
@@ -16,3 +20,17 @@ def cpu_norm(norm: nn.RMSNorm | nn.LayerNorm) -> Norm:
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
     assert norm.eps is not None, "a norm without its epsilon"
     return Norm(norm.weight, bias, norm.eps)
+
+
+def ungated_decoder(
+    library: Library,
+    layers: Sequence[Layer | None],
+    heads: int,
+    head_dim: int,
+    angles: tuple[torch.Tensor, torch.Tensor],
+) -> Decoder | None:
+    """Make one of all layers, with as many key heads as heads; None if it cannot run some layer."""
+    known = [layer for layer in layers if layer is not None]
+    if len(known) < len(layers) or head_dim % LANES:
+        return None
+    return Decoder(library, known, Sizes(heads, heads, head_dim, gated=False), angles)

@@ -17,7 +17,7 @@ from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
-from legato_engine.layers.cpu import cpu_map, cpu_norm
+from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
@@ -140,11 +140,9 @@ class Text(nn.Module):
     def use_library(self, library: Library) -> None:
         """Run layers that are packed for it in one call, unless they have gains or experts."""
         layers = [block.cpu_layer() for block in self.blocks if isinstance(block, TextBlock)]
-        known = [layer for layer in layers if layer is not None]
         heads, dims = self._num_heads, self.wte.shape[1] // self._num_heads
-        if len(known) == len(layers) and dims % cpu.LANES == 0:
-            sizes = cpu.Sizes(heads, heads, dims, gated=False)
-            self._on_cpu = cpu.Decoder(library, known, sizes, (self.rope.cos_PR, self.rope.sin_PR))
+        angles = self.rope.cos_PR, self.rope.sin_PR
+        self._on_cpu = ungated_decoder(library, layers, heads, dims, angles)
 
     @property
     def runs_by_library(self) -> bool:

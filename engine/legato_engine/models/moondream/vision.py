@@ -16,7 +16,7 @@ from legato_engine.kernels import ops, row_ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.layers.attention import Attention
-from legato_engine.layers.cpu import cpu_map, cpu_norm
+from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, Sum, TileCounters
 from legato_engine.layers.mlp import MLP
@@ -88,13 +88,9 @@ class Vision(nn.Module):
     def use_library(self, library: Library) -> None:
         """Run blocks that are packed for it in one call for each crop, unless they are in e4m3."""
         layers = [block.cpu_layer() for block in self.blocks if isinstance(block, VisionBlock)]
-        known = [layer for layer in layers if layer is not None]
-        heads = self._config.num_heads
+        heads, none = self._config.num_heads, torch.empty(1, 0)
         dims = self._config.dim // heads
-        if len(known) == len(layers) and dims % cpu.LANES == 0:
-            sizes = cpu.Sizes(heads, heads, dims, gated=False)
-            none = torch.empty(1, 0)
-            self._on_cpu = cpu.Decoder(library, known, sizes, (none, none))
+        self._on_cpu = ungated_decoder(library, layers, heads, dims, (none, none))
 
     @property
     def runs_by_library(self) -> bool:
