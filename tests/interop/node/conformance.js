@@ -46,6 +46,7 @@ function call(client, step, messages) {
     method.path, method.requestSerialize, method.responseDeserialize, metadata, { deadline });
   const received = [];
   running.on('data', (message) => {
+    if (received.length === step.cancelAfter) return; // it was on its way when the call was cancelled
     received.push(contract.toJson(method.responseName, message));
     if (received.length === step.cancelAfter) running.cancel();
   });

@@ -135,6 +135,9 @@ func call(conn *grpc.ClientConn, step step, messages []any) (seen, error) {
 		if err := stream.RecvMsg(message); err != nil {
 			return saw, saw.end(err)
 		}
+		if step.CancelAfter > 0 && len(saw.Messages) == step.CancelAfter {
+			continue // it was on its way when the call was cancelled
+		}
 		text, err := protojson.Marshal(message)
 		if err != nil {
 			return saw, err
