@@ -18,6 +18,59 @@ inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.f, x) 
 inline float power_of_two(float x) { return flushed(exp2f(flushed(x))); }
 inline float reciprocal(float x) { return flushed(1.f / flushed(x)); }
 
+inline u32 half_bits(float x) { return same_bits<unsigned short>((_Float16)x); }
+inline float float_of_half(unsigned short half) { return (float)same_bits<_Float16>(half); }
+inline u32 pack_half(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline float float_of_e4m3(u32 bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const float size = exponent ? ldexpf(1.f + mantissa / 8.f, exponent - 7) : ldexpf((float)mantissa, -9);
+  return bits & 128 ? -size : size;
+}
+inline u32 e4m3_bits(float x) {
+  const u32 sign = __float_as_uint(x) >> 24 & 128;
+  const float size = fabsf(x);
+  if (size != size) return 127;
+  if (size >= 448.f) return sign | 126;
+  const int exponent = size < 0x1p-6f ? -6 : ilogbf(size);
+  const int units = (int)rintf(ldexpf(size, 3 - exponent));  // of the last place; 16 are the next exponent's first
+  return sign | (u32)(units < 8 ? units : (exponent + 7) * 8 + (units - 8));
+}
+inline unsigned short pack_e4m3_pair(float low, float high) { return (unsigned short)(e4m3_bits(low) | e4m3_bits(high) << 8); }
+inline u32 pack_e4m3(float a, float b, float c, float d) { return pack_e4m3_pair(a, b) | (u32)pack_e4m3_pair(c, d) << 16; }
+inline u32 half_of_e4m3(unsigned short two) { return pack_half(float_of_e4m3(two & 255), float_of_e4m3(two >> 8)); }
+
+// Lane 4g + t gives row g's columns 2t and 2t + 1, and gets column g's rows 2t and 2t + 1.
+inline u32 transposed(u32 pair) {
+  using Lanes = Together<u32, u32>;
+  return Lanes::with("movmatrix", ~0u, pair, [](emulator::Warp& warp, unsigned) {
+    const auto at = [&](int row, int column) { return Lanes::of(warp, row * 4 + column / 2) >> column % 2 * 16 & 0xffffu; };
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      Lanes::tell(warp, lane, at(t * 2, g) | at(t * 2 + 1, g) << 16);
+    }
+  });
+}
+// Lane 8i + r names row r of matrix i; lane 4g + t gets of each matrix row g's columns 2t and 2t + 1, or with TRANSPOSED
+// column g's rows.
+template <bool TRANSPOSED>
+inline uint4 load_matrices(const void* row) {
+  using Lanes = Together<const void*, uint4>;
+  if ((std::uintptr_t)row % 16) emulator::fail("a matrix's row that is not aligned");
+  return Lanes::with("ldmatrix", ~0u, row, [](emulator::Warp& warp, unsigned) {
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      u32 of[4];
+      for (int i = 0; i < 4; i++) {
+        const auto at = [&](int r, int column) { return (u32)static_cast<const bf16*>(Lanes::of(warp, i * 8 + r))[column]; };
+        of[i] = TRANSPOSED ? at(t * 2, g) | at(t * 2 + 1, g) << 16 : at(g, t * 2) | at(g, t * 2 + 1) << 16;
+      }
+      Lanes::tell(warp, lane, uint4{of[0], of[1], of[2], of[3]});
+    }
+  });
+}
+inline uint4 load_transposed(const void* row) { return load_matrices<true>(row); }
+
 struct Operands {
   u32 a[4], b[2];
   float4 d;
@@ -47,6 +100,10 @@ inline void multiply(emulator::Warp& warp, unsigned lanes) {
 inline float float_of_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 inline void mma(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   d = Multiplied::with("mma", ~0u, Operands{{a0, a1, a2, a3}, {b0, b1}, d}, multiply<float_of_bf16>);
+}
+inline float float_of_half_bits(u32 bits) { return float_of_half((unsigned short)bits); }
+inline void mma_half(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  d = Multiplied::with("mma", ~0u, Operands{{a0, a1, a2, a3}, {b0, b1}, d}, multiply<float_of_half_bits>);
 }
 
 // Global memory.
