@@ -193,11 +193,15 @@ class ResidentKernel:
         words = self._ring[:, which * MAX_ROWS : (which + 1) * MAX_ROWS]
         return words.view(torch.float32)[:, : MAX_ROWS * width]
 
-    def ended(self, what: str) -> bool:
-        """Wait for the last launch; say so if it gave up a wait."""
+    def fault(self) -> str | None:
+        """Wait for the last launch; what it gave up to wait for."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        if failure := self.build.fault():
+        return self.build.fault()
+
+    def ended(self, what: str) -> bool:
+        """Wait for the last launch; say so if it gave up a wait."""
+        if failure := self.fault():
             print(f"{what}: STUCK {failure}", flush=True)
             return False
         return True

@@ -19,6 +19,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __CUDA_ARCH__ 900
+#define __shared__ static  // blocks run one after the other, but for those of a kernel without such variables
 
 #define threadIdx (emulator::running->index)
 #define blockIdx (emulator::running->block_index)
@@ -32,6 +33,7 @@ struct __align__(16) int4 { int x, y, z, w; };
 struct __align__(16) uint4 { unsigned x, y, z, w; };
 struct __align__(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <class To, class From>
 inline To same_bits(From from) {
@@ -176,6 +178,7 @@ inline int __all_sync(unsigned mask, int predicate) {
 }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::meet("__syncwarp", mask, nullptr); }
 inline void __syncthreads() { emulator::join(0, emulator::block_dim.x, true); }
+inline int __syncthreads_or(int predicate) { return emulator::join(0, emulator::block_dim.x, true, predicate != 0); }
 
 // Memory is in order here.
 inline void __threadfence_block() {}

@@ -18,6 +18,7 @@ namespace emulator {
 
 Thread* running;
 Dim block_dim, grid_dim;
+unsigned cluster_size;
 
 // Saves the registers that a call preserves, and the stack; goes on with another's.
 extern "C" void emulator_switch(void** save, void* load);
@@ -91,8 +92,8 @@ struct Block {
   std::size_t mapped, room;
   struct Named {
     unsigned threads = 0, arrived = 0;
+    int value = 0, all = 0;
   } named[16];
-  std::map<const void*, std::vector<unsigned char>> statics;
 };
 
 // Part of a bulk copy that has been issued.
@@ -134,7 +135,7 @@ constexpr unsigned BUCKETS = 1024;
 std::vector<Thread*> watching[BUCKETS];  // who polls, by address
 Warp* current_warp;
 void* main_stack_pointer;
-unsigned live, quiet_rounds;
+unsigned live, quiet_rounds, cluster_arrived, cluster_phase;
 bool moved, failed;
 std::uint64_t random_state, turns, time_now, host_turn;
 Mood mood;
@@ -385,7 +386,7 @@ void make_threads(unsigned first_block, unsigned num_blocks, unsigned char* stac
   threads.assign((std::size_t)num_blocks * warps_of_block * 32, Thread{});
   ready.clear(), polling.clear(), copies.clear();
   for (auto& bucket : watching) bucket.clear();
-  current_warp = nullptr;
+  current_warp = nullptr, cluster_arrived = cluster_phase = 0;
   live = count;
   for (unsigned b = 0; b < num_blocks; b++)
     for (unsigned w = 0; w < warps_of_block; w++) {
@@ -527,25 +528,48 @@ void meet(const char* what, unsigned mask, Finish finish) {
   glance_aside();
 }
 
-void join(unsigned barrier, unsigned count, bool waits) {
+static void wake_joined(const void* where) {
+  for (Thread& thread : threads)
+    if (thread.waits && thread.where == where && !thread.polls) thread.waits = nullptr, set_runnable(thread);
+}
+
+int join(unsigned barrier, unsigned count, bool waits, int value) {
   act();
   step_aside();
-  Block::Named& named = running->block->named[barrier % 16];
+  Block& block = *running->block;
   if (barrier >= 16) fail("there is no barrier %u", barrier);
+  Block::Named& named = block.named[barrier];
   if (!named.arrived) named.threads = count;
   if (named.threads != count) fail("barrier %u for %u threads, others wait there for %u", barrier, count, named.threads);
+  named.value |= value;
   if (++named.arrived < count) {
-    if (waits) block_running("barrier of the block", &named, barrier);
-    return;
+    if (waits) block_running("barrier", &named, barrier);
+  } else {
+    named.all = named.value;
+    named.arrived = 0, named.value = 0;
+    wake_joined(&named);
+    step_aside();
   }
-  named.arrived = 0;
-  for (Warp& warp : warps)
-    if (warp.lanes->block == running->block)
-      for (unsigned lane = 0; lane < 32; lane++) {
-        Thread& thread = warp.lanes[lane];
-        if (thread.waits && thread.where == &named && &thread != running) thread.waits = nullptr, set_runnable(thread);
-      }
+  return named.all;
+}
+
+// Blocks that run at once are of one cluster, unless there are none.
+void arrive_in_cluster() {
+  act();
   step_aside();
+  running->cluster_phase++;
+  if (++cluster_arrived < threads.size()) return;
+  cluster_arrived = 0, cluster_phase++;
+  wake_joined(&cluster_phase);
+}
+void wait_for_cluster() {
+  act();
+  while (cluster_phase < running->cluster_phase) block_running("cluster", &cluster_phase, cluster_phase);
+}
+const void* peer_memory(const void* own, unsigned rank) {
+  glance_aside();
+  if (rank >= blocks.size()) fail("there is no block %u in its cluster", rank);
+  return blocks[rank].memory + (static_cast<const unsigned char*>(own) - running->block->memory);
 }
 
 void barrier_begin(std::uint64_t* barrier, unsigned arrivals) {
@@ -591,16 +615,10 @@ void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t*
 
 void* dynamic_memory() { return running->block->memory; }
 
-void* static_memory(const void* variable, std::size_t bytes) {
-  auto& memory = running->block->statics[variable];
-  if (memory.empty()) memory.assign(bytes + 128, 0xff);
-  const auto address = (std::uintptr_t)memory.data();
-  return memory.data() + (128 - address % 128) % 128;
-}
-
 int run(Launch* what, void (*kernel)(void**), void** its_arguments) {
   launch = what, body = kernel, arguments = its_arguments;
   grid_dim = {what->grid[0], what->grid[1], what->grid[2]}, block_dim = {what->threads, 1, 1};
+  cluster_size = what->cluster;
   random_state = what->seed * 0x9E3779B97F4A7C15ull | 1;
   for (int i = 0; i < 8; i++) draw();
   turns = 0, time_now = 1000, host_turn = what->host_every, failed = false;
@@ -612,7 +630,7 @@ int run(Launch* what, void (*kernel)(void**), void** its_arguments) {
   const int signals[] = {SIGSEGV, SIGBUS, SIGFPE};
   sigaltstack(&stack, &old_stack);
   for (int i = 0; i < 3; i++) sigaction(signals[i], &action, old + i);
-  const unsigned total = grid_dim.x * grid_dim.y * grid_dim.z, at_once = what->cooperative ? total : 8;
+  const unsigned total = grid_dim.x * grid_dim.y * grid_dim.z, at_once = what->cooperative ? total : what->cluster;
   for (unsigned first = 0; first < total && !failed; first += at_once)
     run_blocks(first, at_once < total - first ? at_once : total - first);
   for (int i = 0; i < 3; i++) sigaction(signals[i], old + i, nullptr);

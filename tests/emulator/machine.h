@@ -32,6 +32,7 @@ struct Thread {
   unsigned place;         // among those that poll
   const void* polled;     // the word that it read last, if it has done nothing else since
   unsigned polled_value;
+  unsigned cluster_phase;  // arrivals at the cluster's barrier
 };
 
 // What a warp's lanes gave an operation that they do together, and what they get.
@@ -44,11 +45,14 @@ struct Warp {
     const char* what;
   } meetings[4];
   Thread* lanes;
-  unsigned block, number, ready_at, first_lane;
+  unsigned block, number;
+  // The scheduler's own.
+  unsigned ready_at, first_lane;
 };
 
 extern Thread* running;
 extern Dim block_dim, grid_dim;
+extern unsigned cluster_size;
 
 // Others may run here: often, or seldom.
 void step_aside();
@@ -68,8 +72,10 @@ void changed(const void* address);
 using Finish = void (*)(Warp& warp, unsigned mask);
 void meet(const char* what, unsigned mask, Finish finish);
 
-// Named barriers of a thread block.
-void join(unsigned barrier, unsigned threads, bool waits);
+// Named barriers of a thread block, and one of its cluster; those that wait get all values that arrived, or'ed.
+int join(unsigned barrier, unsigned threads, bool waits, int value = 0);
+void arrive_in_cluster();
+void wait_for_cluster();
 
 // Barriers in shared memory that count arrivals and bytes.
 void barrier_begin(std::uint64_t* barrier, unsigned arrivals);
@@ -77,13 +83,15 @@ void barrier_count(std::uint64_t* barrier, unsigned bytes);
 bool barrier_over(const std::uint64_t* barrier, unsigned parity);
 void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier);
 
-// Memory of the running thread's block: the launch's, and each static variable's own.
+// Shared memory of the running thread's block, as the launch has asked for it.
 void* dynamic_memory();
-void* static_memory(const void* variable, std::size_t bytes);
+// The same place in that of another block of the cluster.
+const void* peer_memory(const void* own, unsigned rank);
 
 struct Launch {
   unsigned grid[3], threads, shared;
-  unsigned cooperative;   // all blocks run at once
+  unsigned cooperative;   // all blocks run at once; else a cluster after the other
+  unsigned cluster;       // blocks
   std::uint64_t seed;
   std::uint64_t most_turns;
   unsigned patient;       // a launch in which nothing can go on waits until its own patience ends

@@ -45,6 +45,7 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_uint),
         ("shared", ctypes.c_uint),
         ("cooperative", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
         ("seed", ctypes.c_uint64),
         ("most_turns", ctypes.c_uint64),
         ("patient", ctypes.c_uint),
@@ -58,7 +59,7 @@ class _Launch(ctypes.Structure):
 
 @dataclasses.dataclass
 class Schedule:
-    """How launches run: in an order drawn by `seed`.
+    """How launches run: in an order drawn by `seed`, of which each launch has its own.
 
     `patient`: where nothing goes on but waits, time does, so that waits give up; else it is a
     fault. `host` is called every so many turns.
@@ -115,7 +116,6 @@ class EmulatedKernel:
         cooperative: bool = False,
     ) -> None:
         """Raises EmulatedFault."""
-        assert cluster == 1, "clusters are not emulated"
         how = self._schedule
         values = [_parameter(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -126,6 +126,7 @@ class EmulatedKernel:
             threads=threads,
             shared=self._shared if shared is None else shared,
             cooperative=cooperative,
+            cluster=cluster,
             seed=how.seed,
             most_turns=how.most_turns,
             patient=how.patient,
@@ -135,7 +136,7 @@ class EmulatedKernel:
             message_bytes=len(message),
         )
         failed = self._function(ctypes.byref(launch), addresses)
-        how.turns = launch.turns
+        how.turns, how.seed = launch.turns, how.seed + 1
         if failed:
             raise EmulatedFault(message.value.decode())
 

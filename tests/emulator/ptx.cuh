@@ -183,3 +183,13 @@ inline u64 nanoseconds() { return emulator::now(); }
 inline void trap() { emulator::fail("a trap"); }
 inline void grid_launch_dependents() {}
 inline void grid_wait() {}
+
+inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_wait() { emulator::wait_for_cluster(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+inline u32 cluster_rank() { return blockIdx.x % emulator::cluster_size; }
+inline float4 load_peer(const void* shared, u32 rank) { return *static_cast<const float4*>(emulator::peer_memory(shared, rank)); }
+inline float2 load_peer2(const void* shared, u32 rank) { return *static_cast<const float2*>(emulator::peer_memory(shared, rank)); }
