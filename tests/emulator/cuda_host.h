@@ -35,6 +35,7 @@ struct __align__(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+namespace host {
 template <class To, class From>
 inline To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "other bits");
@@ -42,10 +43,11 @@ inline To same_bits(From from) {
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
-inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
-inline int __float_as_int(float x) { return same_bits<int>(x); }
-inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
-inline float __int_as_float(int x) { return same_bits<float>(x); }
+}  // namespace host
+inline unsigned __float_as_uint(float x) { return host::same_bits<unsigned>(x); }
+inline int __float_as_int(float x) { return host::same_bits<int>(x); }
+inline float __uint_as_float(unsigned x) { return host::same_bits<float>(x); }
+inline float __int_as_float(int x) { return host::same_bits<float>(x); }
 
 // As nvcc has them for every pair of integers.
 template <class A, class B>
@@ -82,6 +84,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return to;
 }
 
+namespace host {
 // What lanes of a warp do together: each gives a value and gets one.
 template <class Given, class Got>
 struct Together {
@@ -120,22 +123,6 @@ inline T from_lane_of(const char* what, unsigned mask, T value, unsigned from) {
     }
   });
 }
-inline unsigned own_lane() { return emulator::running->lane; }
-template <class T>
-inline T __shfl_sync(unsigned mask, T value, int lane) { return from_lane_of("__shfl_sync", mask, value, lane); }
-template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lanes) {
-  return from_lane_of("__shfl_xor_sync", mask, value, own_lane() ^ lanes);
-}
-template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned lanes) {
-  return from_lane_of("__shfl_up_sync", mask, value, own_lane() < lanes ? own_lane() : own_lane() - lanes);
-}
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned lanes) {
-  return from_lane_of("__shfl_down_sync", mask, value, own_lane() + lanes > 31 ? own_lane() : own_lane() + lanes);
-}
-
 template <class T, class Combine>
 inline T reduced(const char* what, unsigned mask, T value, Combine) {
   using Lanes = Together<T, T>;
@@ -161,20 +148,38 @@ struct Highest {
 struct Bits {
   unsigned operator()(unsigned a, unsigned b) const { return a | b; }
 };
+inline unsigned own_lane() { return emulator::running->lane; }
+}  // namespace host
+
 template <class T>
-inline T __reduce_add_sync(unsigned mask, T value) { return reduced("__reduce_add_sync", mask, value, Sum()); }
+inline T __shfl_sync(unsigned mask, T value, int lane) { return host::from_lane_of("__shfl_sync", mask, value, lane); }
 template <class T>
-inline T __reduce_min_sync(unsigned mask, T value) { return reduced("__reduce_min_sync", mask, value, Lowest()); }
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return host::from_lane_of("__shfl_xor_sync", mask, value, host::own_lane() ^ lanes);
+}
 template <class T>
-inline T __reduce_max_sync(unsigned mask, T value) { return reduced("__reduce_max_sync", mask, value, Highest()); }
+inline T __shfl_up_sync(unsigned mask, T value, unsigned lanes) {
+  return host::from_lane_of("__shfl_up_sync", mask, value, host::own_lane() < lanes ? host::own_lane() : host::own_lane() - lanes);
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned lanes) {
+  return host::from_lane_of("__shfl_down_sync", mask, value, host::own_lane() + lanes > 31 ? host::own_lane() : host::own_lane() + lanes);
+}
+
+template <class T>
+inline T __reduce_add_sync(unsigned mask, T value) { return host::reduced("__reduce_add_sync", mask, value, host::Sum()); }
+template <class T>
+inline T __reduce_min_sync(unsigned mask, T value) { return host::reduced("__reduce_min_sync", mask, value, host::Lowest()); }
+template <class T>
+inline T __reduce_max_sync(unsigned mask, T value) { return host::reduced("__reduce_max_sync", mask, value, host::Highest()); }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  return reduced("__ballot_sync", mask, predicate ? 1u << own_lane() : 0u, Bits());
+  return host::reduced("__ballot_sync", mask, predicate ? 1u << host::own_lane() : 0u, host::Bits());
 }
 inline int __any_sync(unsigned mask, int predicate) {
-  return reduced("__any_sync", mask, predicate ? 1u : 0u, Bits());
+  return host::reduced("__any_sync", mask, predicate ? 1u : 0u, host::Bits());
 }
 inline int __all_sync(unsigned mask, int predicate) {
-  return !reduced("__all_sync", mask, predicate ? 0u : 1u, Bits());
+  return !host::reduced("__all_sync", mask, predicate ? 0u : 1u, host::Bits());
 }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::meet("__syncwarp", mask, nullptr); }
 inline void __syncthreads() { emulator::join(0, emulator::block_dim.x, true); }
@@ -187,6 +192,7 @@ inline void __threadfence_system() { emulator::glance_aside(); }
 inline void __nanosleep(unsigned nanoseconds) { emulator::sleep(nanoseconds); }
 inline long long clock64() { return (long long)emulator::now(); }
 
+namespace host {
 template <class T, class Change>
 inline T atomically(T* address, Change change) {
   emulator::step_aside();
@@ -196,21 +202,23 @@ inline T atomically(T* address, Change change) {
   emulator::step_aside();
   return before;
 }
+}  // namespace host
 template <class T>
-inline T atomicAdd(T* address, T value) { return atomically(address, [=](T old) { return (T)(old + value); }); }
+inline T atomicAdd(T* address, T value) { return host::atomically(address, [=](T old) { return (T)(old + value); }); }
 template <class T>
-inline T atomicMax(T* address, T value) { return atomically(address, [=](T old) { return max(old, value); }); }
+inline T atomicMax(T* address, T value) { return host::atomically(address, [=](T old) { return max(old, value); }); }
 template <class T>
-inline T atomicMin(T* address, T value) { return atomically(address, [=](T old) { return min(old, value); }); }
+inline T atomicMin(T* address, T value) { return host::atomically(address, [=](T old) { return min(old, value); }); }
 template <class T>
-inline T atomicOr(T* address, T value) { return atomically(address, [=](T old) { return old | value; }); }
+inline T atomicOr(T* address, T value) { return host::atomically(address, [=](T old) { return old | value; }); }
 template <class T>
-inline T atomicExch(T* address, T value) { return atomically(address, [=](T) { return value; }); }
+inline T atomicExch(T* address, T value) { return host::atomically(address, [=](T) { return value; }); }
 template <class T>
 inline T atomicCAS(T* address, T expected, T value) {
-  return atomically(address, [=](T old) { return old == expected ? value : old; });
+  return host::atomically(address, [=](T old) { return old == expected ? value : old; });
 }
 
+namespace host {
 // A kernel called with the addresses of its arguments.
 template <class... Arguments, std::size_t... I>
 inline void call_kernel(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I...>) {
@@ -220,7 +228,8 @@ template <class... Arguments>
 inline void call_kernel(void (*kernel)(Arguments...), void** arguments) {
   call_kernel(kernel, arguments, std::index_sequence_for<Arguments...>());
 }
+}  // namespace host
 #define EMULATED_KERNEL(name)                                                                                    \
   extern "C" __attribute__((visibility("default"))) int emulate_##name(emulator::Launch* launch, void** given) { \
-    return emulator::run(launch, [](void** arguments) { call_kernel(name, arguments); }, given);                \
+    return emulator::run(launch, [](void** arguments) { host::call_kernel(name, arguments); }, given);                \
   }

@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include <dlfcn.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 namespace emulator {
@@ -96,13 +98,21 @@ struct Block {
   } named[16];
 };
 
-// Part of a bulk copy that has been issued.
+// What has been issued and not landed: part of a bulk copy, whose barrier counts bytes, or a run of a thread.
 struct Copy {
   unsigned char* to;
   const unsigned char* from;
   unsigned bytes;
   std::uint64_t* barrier;
+  Thread* of;                       // of a run, else null
+  unsigned number;                  // among the thread's
   std::vector<unsigned char> read;  // the source, if it was read when the copy was issued
+};
+// A barrier's arrival that waits for a thread's first so many runs.
+struct LateArrival {
+  Thread* of;
+  unsigned runs;
+  std::uint64_t* barrier;
 };
 
 // What the scheduler prefers for a while. Chances are of 256.
@@ -131,6 +141,7 @@ std::vector<Thread> threads;
 std::vector<Warp*> ready;  // with lanes that can run
 std::vector<Thread*> polling;
 std::vector<Copy> copies;
+std::vector<LateArrival> late_arrivals;
 constexpr unsigned BUCKETS = 1024;
 std::vector<Thread*> watching[BUCKETS];  // who polls, by address
 Warp* current_warp;
@@ -146,7 +157,7 @@ bool chance(unsigned of_256) { return (draw() & 255) < of_256; }
 
 void change_mood() {
   const unsigned kinds = below(8);
-  mood.stays = kinds < 4 ? 250 : kinds < 6 ? 128 : 16;
+  mood.stays = kinds < 5 ? 255 : kinds < 7 ? 240 : 32;
   mood.aside = below(3) == 0 ? 8 : below(2) ? 64 : 200;
   const unsigned landing[] = {0, 1, 8, 128};
   mood.copies = landing[below(4)];
@@ -196,15 +207,38 @@ void finish_phase(std::uint64_t* barrier) {
   changed(barrier);
 }
 
+void arrive_late(Thread& thread) {
+  for (std::size_t i = 0; i < late_arrivals.size();) {
+    const LateArrival each = late_arrivals[i];
+    if (each.of != &thread || each.runs > thread.runs_landed) {
+      i++;
+      continue;
+    }
+    late_arrivals.erase(late_arrivals.begin() + (std::ptrdiff_t)i);
+    *each.barrier -= 1u << 16;
+    finish_phase(each.barrier);
+  }
+}
+
+// Runs of a thread land in their order.
 void land(std::size_t which) {
+  if (copies[which].of)
+    for (std::size_t i = 0; i < copies.size(); i++)
+      if (copies[i].of == copies[which].of && copies[i].number < copies[which].number) which = i;
   Copy copy = std::move(copies[which]);
   if (which + 1 < copies.size()) copies[which] = std::move(copies.back());
   copies.pop_back();
-  std::memcpy(copy.to, copy.read.empty() ? copy.from : copy.read.data(), copy.bytes);
-  std::uint64_t word = *copy.barrier;
-  const auto bytes = (std::int32_t)(word >> 32) - (std::int32_t)copy.bytes;
-  word = (word & 0xffffffffu) | (std::uint64_t)(std::uint32_t)bytes << 32;
-  *copy.barrier = word;
+  if (copy.bytes) std::memcpy(copy.to, copy.read.empty() ? copy.from : copy.read.data(), copy.bytes);
+  if (copy.of) {
+    std::memset(copy.to + copy.bytes, 0, 16 - copy.bytes);
+    copy.of->runs_landed++;
+    changed(&copy.of->runs_landed);
+    arrive_late(*copy.of);
+    return;
+  }
+  const std::uint64_t word = *copy.barrier;
+  const std::uint32_t left = (std::uint32_t)(word >> 32) - copy.bytes;
+  *copy.barrier = (word & 0xffffffffu) | (std::uint64_t)left << 32;
   finish_phase(copy.barrier);
 }
 
@@ -225,33 +259,35 @@ std::string address_of(const Thread& thread, const void* address) {
   return text;
 }
 
-// What all threads wait for, those of a warp with equal waits on one line.
+std::string wait_of(const Thread& thread) {
+  char text[160];
+  if (!thread.waits)
+    std::snprintf(text, sizeof text, "can run");
+  else if (thread.polls)
+    std::snprintf(text, sizeof text, "%s at %s, now %#llx", thread.waits, address_of(thread, thread.where).c_str(),
+                  (unsigned long long)thread.seen);
+  else
+    std::snprintf(text, sizeof text, "%s %u", thread.waits, thread.detail);
+  return text;
+}
+
+// What all threads wait for; those of a block with the same wait are on one line.
 std::string waits() {
-  std::string all;
-  unsigned lines = 0;
+  std::map<unsigned, std::map<std::string, std::map<unsigned, std::string>>> warps_of;  // by lanes
   for (Warp& warp : warps) {
     std::map<std::string, unsigned> lanes_of;
-    for (unsigned lane = 0; lane < 32; lane++) {
-      const Thread& thread = warp.lanes[lane];
-      if (warp.exited >> lane & 1) continue;
-      char text[160];
-      if (!thread.waits)
-        std::snprintf(text, sizeof text, "can run");
-      else if (thread.polls)
-        std::snprintf(text, sizeof text, "%s at %s (%u), which is %llu", thread.waits,
-                      address_of(thread, thread.where).c_str(), thread.detail, (unsigned long long)thread.seen);
-      else
-        std::snprintf(text, sizeof text, "%s %u", thread.waits, thread.detail);
-      lanes_of[text] |= 1u << lane;
-    }
-    for (const auto& [text, lanes] : lanes_of) {
-      if (++lines > 60) continue;
-      char line[256];
-      std::snprintf(line, sizeof line, "\n  block %u warp %u lanes %08x: %s", warp.block, warp.number, lanes, text.c_str());
-      all += line;
-    }
+    for (unsigned lane = 0; lane < 32; lane++)
+      if (!(warp.exited >> lane & 1)) lanes_of[wait_of(warp.lanes[lane])] |= 1u << lane;
+    for (const auto& [text, lanes] : lanes_of) warps_of[warp.block][text][lanes] += " " + std::to_string(warp.number);
   }
-  if (lines > 60) all += "\n  ... " + std::to_string(lines - 60) + " more";
+  std::string all;
+  for (const auto& [block, by_text] : warps_of)
+    for (const auto& [text, by_lanes] : by_text)
+      for (const auto& [lanes, numbers] : by_lanes) {
+        char line[256];
+        std::snprintf(line, sizeof line, "\n  block %u warps%s lanes %08x: %s", block, numbers.c_str(), lanes, text.c_str());
+        all += line;
+      }
   return all;
 }
 
@@ -348,22 +384,36 @@ void begin() {
   go_on();
 }
 
-void on_fault(int number, siginfo_t* information, void*) {
+// Where the code of a fault lies in its library, for `addr2line`.
+std::size_t place_in_code(void* context) {
+  const auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  auto* code = (void*)machine.gregs[REG_RIP];
+#else
+  auto* code = (void*)machine.pc;
+#endif
+  Dl_info library;
+  if (!dladdr(code, &library)) return 0;
+  return static_cast<char*>(code) - static_cast<char*>(library.dli_fbase);
+}
+
+void on_fault(int number, siginfo_t* information, void* context) {
   failed = true;
-  const std::string at = running ? place_of(*running) : "the scheduler";
-  std::string where = "unknown";
-  if (running) {
+  std::string what = "what C++ leaves undefined";  // the compiler's own checks
+  if (number == SIGSEGV || number == SIGBUS) {
     const auto* address = static_cast<const unsigned char*>(information->si_addr);
-    const auto distance = address - running->block->memory;
-    char text[64];
-    if (distance > -(1 << 20) && distance < (1 << 20))
-      std::snprintf(text, sizeof text, "shared memory + %td of %zu", distance, running->block->room);
-    else
-      std::snprintf(text, sizeof text, "%p", (const void*)address);
-    where = text;
+    char text[96];
+    std::snprintf(text, sizeof text, "an access outside of its memory, at %p", (const void*)address);
+    if (running) {
+      const auto distance = address - running->block->memory;
+      if (distance > -(1 << 20) && distance < (1 << 20))
+        std::snprintf(text, sizeof text, "an access at shared memory + %td, of %zu bytes", distance, running->block->room);
+    }
+    what = text;
   }
-  std::snprintf(launch->message, launch->message_bytes, "%s: %s at %s", at.c_str(),
-                number == SIGFPE ? "arithmetic fault" : "access outside of its memory", where.c_str());
+  const std::string at = running ? place_of(*running) : "the scheduler";
+  std::snprintf(launch->message, launch->message_bytes, "%s: %s (code + %#zx)", at.c_str(), what.c_str(),
+                place_in_code(context));
   siglongjmp(out_of_threads, 1);
 }
 
@@ -384,7 +434,7 @@ void make_threads(unsigned first_block, unsigned num_blocks, unsigned char* stac
   const unsigned warps_of_block = (launch->threads + 31) / 32, count = num_blocks * launch->threads;
   warps.assign((std::size_t)num_blocks * warps_of_block, Warp{});
   threads.assign((std::size_t)num_blocks * warps_of_block * 32, Thread{});
-  ready.clear(), polling.clear(), copies.clear();
+  ready.clear(), polling.clear(), copies.clear(), late_arrivals.clear();
   for (auto& bucket : watching) bucket.clear();
   current_warp = nullptr, cluster_arrived = cluster_phase = 0;
   live = count;
@@ -591,7 +641,7 @@ void barrier_count(std::uint64_t* barrier, unsigned bytes) {
 bool barrier_over(const std::uint64_t* barrier, unsigned parity) {
   glance_aside();
   if ((*barrier & 1) != parity) return true;
-  wait_change("a barrier's phase", barrier, *barrier, parity);
+  wait_change(parity ? "phase 1 of the barrier" : "phase 0 of the barrier", barrier, *barrier, parity);
   return (*barrier & 1) != parity;
 }
 
@@ -606,11 +656,37 @@ void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t*
   const unsigned first = (unsigned)below(bytes / 16 + 1) * 16;
   for (const auto& [begin, end] : {std::pair(0u, first), std::pair(first, bytes)}) {
     if (begin == end) continue;
-    Copy copy{to + begin, from + begin, end - begin, barrier, {}};
+    Copy copy{to + begin, from + begin, end - begin, barrier, nullptr, 0, {}};
     if (below(2)) copy.read.assign(from + begin, from + end);
     copies.push_back(std::move(copy));
   }
   step_aside();
+}
+
+void copy_run_later(void* shared, const void* global, unsigned bytes) {
+  auto* to = static_cast<unsigned char*>(shared);
+  const auto* from = static_cast<const unsigned char*>(global);
+  if (((std::uintptr_t)to | (std::uintptr_t)from) % 16 || bytes > 16) fail("a copy of %u bytes that is not aligned", bytes);
+  std::memset(to, 0xff, 16);
+  act();
+  Copy copy{to, from, bytes, nullptr, running, running->runs_issued++, {}};
+  if (bytes && below(2)) copy.read.assign(from, from + bytes);
+  copies.push_back(std::move(copy));
+  glance_aside();
+}
+
+void arrive_after_runs(std::uint64_t* barrier) {
+  act();
+  if (!(*barrier >> 16 & 0xffff)) fail("more arrivals at a barrier (%s) than it counts", address_of(*running, barrier).c_str());
+  late_arrivals.push_back({running, running->runs_issued, barrier});
+  arrive_late(*running);
+  step_aside();
+}
+
+void wait_for_runs() {
+  act();
+  while (running->runs_landed != running->runs_issued)
+    wait_change("the count of its copies", &running->runs_landed, running->runs_landed, running->runs_issued);
 }
 
 void* dynamic_memory() { return running->block->memory; }
@@ -625,15 +701,15 @@ int run(Launch* what, void (*kernel)(void**), void** its_arguments) {
   static std::vector<unsigned char> signal_stack(64 << 10);
   stack_t stack{}, old_stack{};
   stack.ss_sp = signal_stack.data(), stack.ss_size = signal_stack.size();
-  struct sigaction action {}, old[3];
+  constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}, COUNT = 5;
+  struct sigaction action {}, old[COUNT];
   action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  const int signals[] = {SIGSEGV, SIGBUS, SIGFPE};
   sigaltstack(&stack, &old_stack);
-  for (int i = 0; i < 3; i++) sigaction(signals[i], &action, old + i);
+  for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], &action, old + i);
   const unsigned total = grid_dim.x * grid_dim.y * grid_dim.z, at_once = what->cooperative ? total : what->cluster;
   for (unsigned first = 0; first < total && !failed; first += at_once)
     run_blocks(first, at_once < total - first ? at_once : total - first);
-  for (int i = 0; i < 3; i++) sigaction(signals[i], old + i, nullptr);
+  for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], old + i, nullptr);
   sigaltstack(&old_stack, nullptr);
   what->turns = turns;
   return failed;

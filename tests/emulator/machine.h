@@ -33,6 +33,7 @@ struct Thread {
   const void* polled;     // the word that it read last, if it has done nothing else since
   unsigned polled_value;
   unsigned cluster_phase;  // arrivals at the cluster's barrier
+  unsigned runs_issued, runs_landed;
 };
 
 // What a warp's lanes gave an operation that they do together, and what they get.
@@ -81,7 +82,14 @@ void wait_for_cluster();
 void barrier_begin(std::uint64_t* barrier, unsigned arrivals);
 void barrier_count(std::uint64_t* barrier, unsigned bytes);
 bool barrier_over(const std::uint64_t* barrier, unsigned parity);
+
+// Copies to shared memory, which land later: in bulk, whose bytes the barrier counts, or in runs of 16 bytes of which the
+// first come from memory and the others are zeros.
 void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier);
+void copy_run_later(void* shared, const void* global, unsigned bytes);
+// The barrier counts an arrival when all of the thread's runs have landed; the thread waits until then.
+void arrive_after_runs(std::uint64_t* barrier);
+void wait_for_runs();
 
 // Shared memory of the running thread's block, as the launch has asked for it.
 void* dynamic_memory();

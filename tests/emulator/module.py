@@ -25,6 +25,10 @@ _HERE = pathlib.Path(__file__).parent
 _HOST_FILES = ("machine.h", "machine.cpp", "cuda_host.h", "ptx.cuh")
 _FLAGS = ("-std=c++17", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off")
 _FLAGS += ("-fvisibility=hidden", "-g1")
+_CHECKS = (
+    "-fsanitize=bounds,alignment,null,shift,signed-integer-overflow",
+    "-fsanitize-undefined-trap-on-error",
+)
 _KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(')
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
 _MESSAGE_BYTES = 16384
@@ -94,15 +98,15 @@ class EmulatedModule:
         self._schedule = schedule or Schedule()
 
     def kernel(self, name: str, *, shared: int = 0) -> EmulatedKernel:
-        function = getattr(self._library, f"emulate_{name}")
-        return EmulatedKernel(function, shared, self._schedule)
+        return EmulatedKernel(self._library, name, shared, self._schedule)
 
 
 class EmulatedKernel:
     """One kernel, whose launches are over when `launch` returns."""
 
-    def __init__(self, function: Callable[..., int], shared: int, schedule: Schedule) -> None:
-        self._function, self._shared, self._schedule = function, shared, schedule
+    def __init__(self, library: ctypes.CDLL, name: str, shared: int, schedule: Schedule) -> None:
+        self._library, self._shared, self._schedule = library, shared, schedule
+        self._function = getattr(library, f"emulate_{name}")
 
     def launch(
         self,
@@ -138,7 +142,31 @@ class EmulatedKernel:
         failed = self._function(ctypes.byref(launch), addresses)
         how.turns, how.seed = launch.turns, how.seed + 1
         if failed:
-            raise EmulatedFault(message.value.decode())
+            text = _with_arguments(message.value.decode(), arguments)
+            raise EmulatedFault(_with_line(text, self._library))
+
+
+def _with_arguments(text: str, arguments: Sequence[Argument]) -> str:
+    """Addresses as bytes of an argument."""
+
+    def named(match: re.Match[str]) -> str:
+        at = int(match[0], 16)
+        for index, each in enumerate(arguments):
+            if isinstance(each, torch.Tensor) and 0 <= at - each.data_ptr() < max(each.nbytes, 1):
+                return f"argument {index} + {at - each.data_ptr()}"
+        return match[0]
+
+    return re.sub(r"0x[0-9a-f]{6,}", named, text)
+
+
+def _with_line(text: str, library: ctypes.CDLL) -> str:
+    """The line of the source, and those of the calls that it was inlined into."""
+    code = re.search(r"code \+ (0x[0-9a-f]+)", text)
+    if code is None:
+        return text
+    asked = ("addr2line", "-i", "-e", library._name, code[1])
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return text.replace(code[0], " < ".join(pathlib.PurePath(line).name for line in lines))
 
 
 def _parameter(argument: Argument) -> ctypes._SimpleCData[object]:
@@ -174,7 +202,16 @@ def _compiled(
             for file, text in texts.items():
                 (at / file).write_text(_DYNAMIC.sub(_dynamic, text))
             source = ("-x", "c++", str(at / name), "-x", "none", str(_machine()))
-            _run(*_FLAGS, "-O1", f"-I{_HERE}", *options, "-shared", *source, to=path)
+            _run(
+                *_FLAGS,
+                *_CHECKS,
+                "-O0" if patches else "-O1",
+                f"-I{_HERE}",
+                *options,
+                "-shared",
+                *source,
+                to=path,
+            )
     return path
 
 

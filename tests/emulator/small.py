@@ -14,6 +14,8 @@ from tests.resident.machine import Machine
 CPU = torch.device("cpu")
 SMALL = ModelSizes(dim=128, ff_ratio=2, num_layers=2, vocab_size=256)
 """8 workers, of two heads."""
+NARROW = ModelSizes(dim=64, ff_ratio=3, num_layers=2, vocab_size=128)
+"""4 workers, of which each samples and settles several rows."""
 
 
 def emulated(schedule: Schedule | None = None, *patches: Patch) -> Machine:

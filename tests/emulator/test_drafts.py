@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.resident_drafts import DraftingRows
 from tests.emulator.module import Schedule
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.small import NARROW, emulated
 from tests.resident import drafts
 from tests.resident.drafts import Scene, World
 
@@ -25,16 +25,33 @@ def schedule() -> Schedule:
 
 @pytest.fixture(scope="module")
 def world(schedule: Schedule) -> World:
-    return World(SMALL, SCENE, emulated(schedule))
+    return World(NARROW, SCENE, emulated(schedule))
 
 
-@pytest.mark.parametrize(("name", "count"), [("fixed", 1), ("fixed", 2), ("budget", 2)])
+@pytest.mark.parametrize(("name", "count"), [("fixed", 1), ("budget", 2)])
 def test_drafts_change_no_bit(world: World, name: str, count: int) -> None:
-    drafts.drafts_change_no_bit(world, name, count, (0.0, 0.7, 1.0))
+    drafts.drafts_change_no_bit(world, name, count, (0.0, 0.6, 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"), [("fixed", 2), ("fixed", 4), ("seed", 4), ("budget", 1), ("budget", 4)]
+)
+def test_drafts_of_more_rows_change_no_bit(name: str, count: int) -> None:
+    """Up to 32 tokens of a step, of rows of several pages."""
+    scene = Scene(places=(200, 65, 63, 64), tokens=24, most=7, back=40)
+    world = World(NARROW, scene, emulated())
+    drafts.drafts_change_no_bit(world, name, count)
+
+
+@pytest.mark.slow
+def test_many_orders_of_threads_change_no_bit(world: World) -> None:
+    for count in (1, 2):
+        drafts.repeats_have_the_same_bits(world, count, repeats=20)
 
 
 def test_pages_and_last_tokens_end_a_launch(world: World) -> None:
-    drafts.pages_and_last_tokens_end_a_launch(world, 2, (0, 5), (4, 17))
+    drafts.pages_and_last_tokens_end_a_launch(world, 2, (0, 5), (7,))
 
 
 def test_the_host_ends_a_launch_after_any_step(world: World, schedule: Schedule) -> None:
@@ -50,7 +67,7 @@ def test_the_host_ends_a_launch_after_any_step(world: World, schedule: Schedule)
         schedule.host, schedule.host_every = host, 5000
 
     lengths = drafts.the_host_ends_a_launch_after_any_step(
-        world, 2, 6, stop_later, start_first=False
+        world, 2, 5, stop_later, start_first=False
     )
     schedule.host = None
     assert len(lengths) > 2

@@ -14,9 +14,17 @@ def world() -> World:
     return World(SMALL, emulated())
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    "num_rows", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 32))]
+)
 def test_values_are_fed_back_as_the_model_does(world: World, num_rows: int) -> None:
     values.values_are_fed_back_as_the_model_does(world, num_rows, steps=3)
+
+
+@pytest.mark.slow
+def test_many_orders_of_threads_change_no_bit(world: World) -> None:
+    for num_rows in (1, 8, 13):
+        values.repeats_have_the_same_bits(world, num_rows, repeats=20)
 
 
 def test_values_are_the_likeliest_bins(world: World) -> None:
@@ -28,7 +36,7 @@ def test_logprobs_are_those_of_the_logits(world: World) -> None:
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
-    values.a_row_has_the_same_bits_in_every_batch(world, (2, 5), steps=2)
+    values.a_row_has_the_same_bits_in_every_batch(world, (4,), steps=2)
 
 
 def test_words_have_the_same_bits_by_both_builds(world: World) -> None:
@@ -36,4 +44,4 @@ def test_words_have_the_same_bits_by_both_builds(world: World) -> None:
 
 
 def test_the_order_of_threads_changes_no_bit(world: World) -> None:
-    values.repeats_have_the_same_bits(world, num_rows=6, repeats=3, steps=3)
+    values.repeats_have_the_same_bits(world, num_rows=6, repeats=2, steps=2)

@@ -1,0 +1,193 @@
+"""Faults that are planted in the resident kernel's source, each found by the emulated machine in a
+few launches: the tests that pass with the source as it is can fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.resident_model import forward
+from tests.emulator.module import EmulatedFault, Patch
+from tests.emulator.small import SMALL, emulated
+from tests.resident.words import Rows, World
+
+LAUNCHES = 6
+WRONG = "wrong logits"
+ANYTHING = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """Changes of the source, and what tells of them: a fault's text, or `WRONG`."""
+
+    patches: tuple[Patch, ...]
+    says: str = WRONG
+
+
+def _without(file: str, text: str) -> tuple[Patch, ...]:
+    return ((file, text, ""),)
+
+
+_SYNC = "  workers_sync();\n"
+FAULTS = {
+    "sums read before all warps have stored theirs": Planted(
+        (("residual.cuh", "sums.store(shared, 0);\n" + _SYNC, "sums.store(shared, 0);\n"),)
+    ),
+    "a signal before what it tells of": Planted(
+        (
+            (
+                "producer.cuh",
+                "      if (counter == NONE) continue;\n      telling_sync();\n",
+                "      if (counter == NONE) continue;\n",
+            ),
+            (
+                "producer.cuh",
+                "      __syncwarp();  // or the other lanes",
+                "      telling_sync();\n      __syncwarp();  // or the other lanes",
+            ),
+        )
+    ),
+    "a wait for one more than there are": Planted(
+        (("producer.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count + 1 +"),),
+        "deadlock",
+    ),
+    "a wait for one less than there are": Planted(
+        (("producer.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count - 1 +"),)
+    ),
+    "a stage released before it is read": Planted(
+        (
+            (
+                "matrix.cuh",
+                "      if (active()) next.load(stage);\n    }\n    if (active()) sums.add(mine, in);\n"
+                "    if (more) ring.release(a, next.read());",
+                "      ring.release(a, 0);\n      if (active()) next.load(stage);\n    }\n"
+                "    if (active()) sums.add(mine, in);",
+            ),
+        )
+    ),
+    "attention's stages released before they are read": Planted(
+        (
+            (
+                "attention.cuh",
+                "    const float base = raise(track, top);\n",
+                "    const float base = raise(track, top);\n"
+                "    for (int i = 0; i < stages; i++) ring.release(a, 0);\n",
+            ),
+            *_without(
+                "attention.cuh",
+                "    for (int i = 0; i < stages; i++) ring.release(a, __float_as_uint(track.out.x));\n",
+            ),
+        )
+    ),
+    "moments read before all warps have stored theirs": Planted(
+        (
+            (
+                "matrix.cuh",
+                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);\n" + _SYNC,
+                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);\n",
+            ),
+        )
+    ),
+    "parts of a softmax merged before all are there": Planted(
+        (("attention.cuh", "  }\n" + _SYNC + "  const int whole", "  }\n  const int whole"),)
+    ),
+    "a stage read before its copy has landed": Planted(
+        _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, phase, 1, slot);\n")
+    ),
+    "a stage filled while it is read": Planted(
+        _without(
+            "producer.cuh",
+            "  wait_stage(a, at, ring.shared, ring.shared.empty, ring.slot, ring.phase ^ 1, 2);\n",
+        ),
+        "deadlock|more arrivals|wrong logits",
+    ),
+    "a stage free when one warp still reads it": Planted(
+        (
+            (
+                "step.cu",
+                "barrier_init(shared.empty + i, WARPS)",
+                "barrier_init(shared.empty + i, 7)",
+            ),
+        ),
+        "deadlock|more arrivals|wrong logits",
+    ),
+    "fewer bytes than a copy has": Planted(
+        (("producer.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
+    ),
+    "a barrier for too few warps": Planted(
+        (("worker.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
+    ),
+    "threads that begin before shared memory is ready": Planted(
+        (("step.cu", "  __syncthreads();\n  const int warp", "  const int warp"),),
+        ANYTHING,
+    ),
+    "an index beyond shared memory": Planted(
+        (("output.cuh", "shared.best[i][threadIdx.x]", "shared.best[i + 1][threadIdx.x]"),),
+        "undefined|outside of its memory",
+    ),
+    "heads read by other lanes before they are there": Planted(
+        (
+            (
+                "residual.cuh",
+                "merge_heads(a, merged[token - whole], token);\n  __syncwarp();\n",
+                "merge_heads(a, merged[token - whole], token);\n",
+            ),
+        )
+    ),
+}
+SOON = ("a signal before what it tells of", "a wait for one more than there are")
+"""Not slow."""
+
+
+def found(patches: tuple[Patch, ...]) -> str | None:
+    """What tells of them in the first launch that is not as it should be."""
+    world = World(SMALL, emulated(None, *patches))
+    try:
+        for launch in range(LAUNCHES):
+            rows, steps = Rows(world, 3 + launch % 2 * 3, launch), 2
+            cache = rows.cache.clone()
+            kernel = world.kernel(rows.count)
+            logits = torch.full((steps, 8, SMALL.vocab_size), torch.nan)
+            kernel.run(rows.cache, rows.tokens, rows.positions, steps, logits=logits)
+            if not kernel.ended("planted"):
+                return kernel.fault()
+            fed = rows.tokens
+            for step in range(steps):
+                expected, _ = forward(world.model, cache, fed, rows.positions + step)
+                seen = logits[step, : rows.count]
+                if not (seen - expected).norm() < 1e-2 * expected.norm():
+                    return WRONG
+                fed = seen.argmax(-1)
+    except EmulatedFault as fault:
+        return str(fault)
+    return None
+
+
+@pytest.mark.slow
+def test_the_source_as_it_is_passes() -> None:
+    """The launches that find planted faults find none without them."""
+    assert found(()) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS],
+)
+def test_a_planted_fault_is_found(name: str) -> None:
+    planted = FAULTS[name]
+    told = found(planted.patches)
+    assert told is not None
+    assert any(part in told for part in planted.says.split("|")), told
+
+
+def test_a_deadlock_names_the_workers_that_wait() -> None:
+    """Each with what it waits for: a counter's watcher, and the warps behind it."""
+    told = found(FAULTS["a wait for one more than there are"].patches)
+    assert told is not None
+    for worker in range(SMALL.num_workers):
+        assert f"block {worker} warps 10 lanes 00000001: the word at argument 1 + " in told
+        compute = f"block {worker} warps 0 1 2 3 4 5 6 7 lanes ffffffff: the word at shared memory"
+        assert compute in told
