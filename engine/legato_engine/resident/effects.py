@@ -1,8 +1,9 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART and BEST are workers, those of TOKEN and VALUE tokens, those of
-DRAFT rows; STOP and PLACED have one.
+step and layer. The cells of PART, HEADS and BEST are workers (of HEADS every fourth token of a head,
+which that worker merges), those of TOKEN and VALUE tokens, those of DRAFT rows; STOP and PLACED have
+one.
 
 A program with drafts is examined with the draft tokens that reuse most memory: each step writes two
 positions of a row, the second of which the next step writes again, as its token was wrong.
@@ -40,6 +41,7 @@ class Buffer(enum.IntEnum):
     DRAFT = 12  # a row's history and newest place, its proposal and its descriptor
     PLACED = 13  # the tokens of the next step
     KV = 14  # one for each layer and position: see `Access.position`
+    HEADS = 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +86,10 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
                 for position in range(newest)
             ]
             return [Access(Buffer.Q, head, SPLITS, version), *cached]
+        case Op.MERGE:
+            return [Access(Buffer.PART, head, SPLITS, version)]
         case Op.OUT:
-            merged = Access(Buffer.PART, 0, everybody, version)
+            merged = Access(Buffer.HEADS, 0, everybody, version)
             if it.src == Source.EMBED:
                 return [merged]
             return [merged, Access(Buffer(it.src), worker, 1, version)]
@@ -151,6 +155,8 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
             return [Access(Buffer.Q, worker, 1, version), *cached]
         case Op.ATTEND:
             return [Access(Buffer.PART, worker, 1, version)]
+        case Op.MERGE:
+            return [Access(Buffer.HEADS, worker, 1, version)]
         case Op.OUT:
             return [Access(Buffer(it.dst), worker, 1, (step, it.layer + 1))]
         case Op.LISTEN if it.num_blocks:

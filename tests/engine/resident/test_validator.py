@@ -121,7 +121,7 @@ def test_an_operand_of_drafts_out_of_range_is_refused(op: Op, fields: dict[str, 
 
 def test_a_wait_for_too_many_signals_is_refused() -> None:
     """The text names the worker, the instruction and the counter."""
-    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 6 .* 5 signals"):
+    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 7 .* 5 signals"):
         _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=5))
 
 
