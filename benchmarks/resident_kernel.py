@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.resident import (
     RING_STAGES,
     ResidentBuild,
@@ -40,14 +41,14 @@ class Rules:
     scratch_row: int
 
     @classmethod
-    def greedy(cls) -> Rules:
+    def greedy(cls, device: torch.device = DEVICE) -> Rules:
         """For `MAX_ROWS` rows."""
 
         def integers() -> torch.Tensor:
-            return torch.zeros(MAX_ROWS, dtype=torch.int64, device=DEVICE)
+            return torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
 
-        numbers = torch.zeros(MAX_ROWS, device=DEVICE)
-        payload = torch.zeros(MAX_ROWS, 2, device=DEVICE)
+        numbers = torch.zeros(MAX_ROWS, device=device)
+        payload = torch.zeros(MAX_ROWS, 2, device=device)
         return cls(
             integers(), payload, numbers, torch.ones_like(numbers), integers(), integers(), MAX_ROWS
         )
@@ -66,11 +67,14 @@ class ResidentKernel:
         values: TwoLayerValues | None = None,
         under_way: int = 0,
         delays: bool = False,
+        compile_source: Compile = Module,
     ) -> None:
         """`program` other than the model's own: for faults that are planted. With `values` tokens
-        may have some; `under_way` as a build has it.
+        may have some; `under_way` and `compile_source` as a build has them.
         """
         self.sizes, self.tiles = model.sizes, tiles
+        self._compile = compile_source
+        self._device = device = model.embedding.device
         self._model, self._delays, self._under_way = model, delays, under_way
         self._values = values
         if values is not None:
@@ -87,13 +91,15 @@ class ResidentKernel:
         ]
         head = _affine(model.head)
         self.weights = weights or ResidentWeights(self.program, layers, head, Affine(*model.norm))
-        self.rules = Rules.greedy()
+        self.rules = Rules.greedy(device)
         # Of each step tokens, values, certainties and log-probabilities, one after the other.
-        self._ring = torch.full((MAX_STEPS, 4 * MAX_ROWS), -2, dtype=torch.int64).pin_memory()
-        self._words = torch.zeros(2, dtype=torch.int64).pin_memory()
+        pinned = device.type == "cuda"
+        shape = (MAX_STEPS, 4 * MAX_ROWS)
+        self._ring = torch.full(shape, -2, dtype=torch.int64, pin_memory=pinned)
+        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         self._builds: dict[int, ResidentBuild] = {}
         self.build: ResidentBuild
-        self._free = torch.zeros(1, model.sizes.vocab_size, device=DEVICE)
+        self._free = torch.zeros(1, model.sizes.vocab_size, device=device)
 
     def run(
         self,
@@ -116,14 +122,14 @@ class ResidentKernel:
             self.rules.payload_R2[:count] = payload
         self._words.zero_()
         rows = ResidentRows(
-            row_B=torch.arange(count, device=DEVICE),
-            constraint_B=torch.zeros(count, dtype=torch.int64, device=DEVICE),
+            row_B=torch.arange(count, device=self._device),
+            constraint_B=torch.zeros(count, dtype=torch.int64, device=self._device),
             position_B=positions.long(),
             sample_position_B=positions.long() + 1,
             state=self.rules,
             page_table_RM=cache.pages.long(),
             constraints_CV=self._free,
-            successor_C2=torch.tensor([[ANY, 0]], device=DEVICE),
+            successor_C2=torch.tensor([[ANY, 0]], device=self._device),
             ring_SB=self._ring[:, :MAX_ROWS],
             payload_SB2=self._field(1, 2),
             certainty_SB2=self._field(2, 2),
@@ -156,6 +162,7 @@ class ResidentKernel:
                 values=self._values,
                 under_way=self._under_way,
                 delays=self._delays,
+                compile_source=self._compile,
             )
         return self._builds[key]
 
@@ -163,7 +170,7 @@ class ResidentKernel:
         """[S, B] of a launch that has ended."""
         done = int(self._words[0])
         assert done == steps, f"{done} steps of {steps}"
-        return self._ring[:steps, :rows].to(DEVICE)
+        return self._ring[:steps, :rows].to(self._device, copy=True)
 
     def allow_only(self, token: int) -> None:
         """Every row's next tokens are this one."""
@@ -174,22 +181,27 @@ class ResidentKernel:
         """Values and certainties [S, B, 2] of a launch that has ended."""
         shape = (steps, -1, 2)
         both = (self._field(which, 2)[:steps].view(shape)[:, :rows] for which in (1, 2))
-        payload, certainty = (each.to(DEVICE) for each in both)
+        payload, certainty = (each.to(self._device, copy=True) for each in both)
         return payload, certainty
 
     def logprobs(self, steps: int, rows: int) -> torch.Tensor:
         """[S, B] of a launch that has ended."""
-        return self._field(3, 1)[:steps, :rows].to(DEVICE)
+        return self._field(3, 1)[:steps, :rows].to(self._device, copy=True)
 
     def _field(self, which: int, width: int) -> torch.Tensor:
         """[steps, rows * width] float32 of the ring."""
         words = self._ring[:, which * MAX_ROWS : (which + 1) * MAX_ROWS]
         return words.view(torch.float32)[:, : MAX_ROWS * width]
 
+    def fault(self) -> str | None:
+        """Wait for the last launch; what it gave up to wait for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.build.fault()
+
     def ended(self, what: str) -> bool:
         """Wait for the last launch; say so if it gave up a wait."""
-        torch.cuda.synchronize()
-        if failure := self.build.fault():
+        if failure := self.fault():
             print(f"{what}: STUCK {failure}", flush=True)
             return False
         return True

@@ -7,6 +7,7 @@ of the rotated dims, L layers, N pages, M pages of a row, S positions of a page.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,12 @@ class Linear:
     bias: torch.Tensor
 
     @classmethod
-    def random(cls, outputs: int, inputs: int, gain: float = 1.0) -> Linear:
+    def random(
+        cls, outputs: int, inputs: int, gain: float = 1.0, device: torch.device = DEVICE
+    ) -> Linear:
         """Outputs of inputs with deviation 1 have deviation `gain`."""
-        weight = torch.randn(outputs, inputs, device=DEVICE, dtype=DTYPE) * gain / inputs**0.5
-        return cls(weight, torch.randn(outputs, device=DEVICE, dtype=DTYPE) * 0.1)
+        weight = torch.randn(outputs, inputs, device=device, dtype=DTYPE) * gain / inputs**0.5
+        return cls(weight, torch.randn(outputs, device=device, dtype=DTYPE) * 0.1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """In float32."""
@@ -58,24 +61,25 @@ class Model:
     sines: torch.Tensor
 
     @classmethod
-    def random(cls, sizes: ModelSizes, positions: int) -> Model:
+    def random(cls, sizes: ModelSizes, positions: int, device: torch.device = DEVICE) -> Model:
         """Random weights."""
         dim = sizes.dim
+        linear = functools.partial(Linear.random, device=device)
         layers = [
             Layer(
-                norm=_norm(dim),
-                fc1=Linear.random(sizes.ff_dim, dim),
-                qkv=Linear.random(3 * dim, dim),
-                fc2=Linear.random(dim, sizes.ff_dim, 0.5),
-                proj=Linear.random(dim, dim, 0.5),
+                norm=_norm(dim, device),
+                fc1=linear(sizes.ff_dim, dim),
+                qkv=linear(3 * dim, dim),
+                fc2=linear(dim, sizes.ff_dim, 0.5),
+                proj=linear(dim, dim, 0.5),
             )
             for _ in range(sizes.num_layers)
         ]
-        embedding = torch.randn(sizes.vocab_size, dim, device=DEVICE, dtype=DTYPE)
-        exponent = torch.arange(0, ROTARY_DIM, 2, device=DEVICE, dtype=torch.float32) / ROTARY_DIM
-        angles = torch.arange(positions, device=DEVICE)[:, None] / 10000.0**exponent
-        head = Linear.random(sizes.vocab_size, dim, 2.0)
-        return cls(sizes, embedding, layers, _norm(dim), head, angles.cos(), angles.sin())
+        embedding = torch.randn(sizes.vocab_size, dim, device=device, dtype=DTYPE)
+        exponent = torch.arange(0, ROTARY_DIM, 2, device=device, dtype=torch.float32) / ROTARY_DIM
+        angles = torch.arange(positions, device=device)[:, None] / 10000.0**exponent
+        head = linear(sizes.vocab_size, dim, 2.0)
+        return cls(sizes, embedding, layers, _norm(dim, device), head, angles.cos(), angles.sin())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +91,13 @@ class Cache:
     pages: torch.Tensor
 
     @classmethod
-    def random(cls, sizes: ModelSizes, rows: int, row_pages: int) -> Cache:
+    def random(
+        cls, sizes: ModelSizes, rows: int, row_pages: int, device: torch.device = DEVICE
+    ) -> Cache:
         """Random contents; the rows' pages in random order."""
         shape = (sizes.num_layers, rows * row_pages, sizes.num_heads, PAGE, HEAD_DIM)
-        keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
-        pages = torch.randperm(rows * row_pages, device=DEVICE, dtype=torch.int32)
+        keys, values = (torch.randn(shape, device=device, dtype=DTYPE) for _ in range(2))
+        pages = torch.randperm(rows * row_pages, device=device, dtype=torch.int32)
         return cls(keys, values, pages.view(rows, row_pages))
 
     def clone(self) -> Cache:
@@ -167,8 +173,8 @@ def _round(x: torch.Tensor) -> torch.Tensor:
     return x.to(DTYPE).float()
 
 
-def _norm(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return (
-        1 + 0.1 * torch.randn(dim, device=DEVICE, dtype=DTYPE),
-        0.1 * torch.randn(dim, device=DEVICE, dtype=DTYPE),
+        1 + 0.1 * torch.randn(dim, device=device, dtype=DTYPE),
+        0.1 * torch.randn(dim, device=device, dtype=DTYPE),
     )

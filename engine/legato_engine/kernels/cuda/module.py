@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,33 @@ class TensorMap:
 
 Argument = torch.Tensor | TensorMap | int | float | None
 _OVERLAPS = (9, 0)  # compute capability from which launches may overlap
+
+
+class Launches(Protocol):
+    """A kernel, as `Kernel` is one."""
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        cooperative: bool = False,
+    ) -> None: ...
+
+
+class Kernels(Protocol):
+    """A compiled source, as `Module` is one."""
+
+    def kernel(self, name: str, *, shared: int = 0) -> Launches: ...
+
+
+class Compile(Protocol):
+    """What makes one; `Module` compiles for the current device."""
+
+    def __call__(
+        self, name: str, defines: Mapping[str, int], *, own: bool, folder: Traversable | None
+    ) -> Kernels: ...
 
 
 class Module:

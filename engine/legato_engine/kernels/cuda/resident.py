@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.module import Argument, Module
+from legato_engine.kernels.cuda.module import Argument, Compile, Module
 from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
@@ -135,11 +135,13 @@ class ResidentBuild:
         policy: BlockPolicy | None = None,
         under_way: int = 0,
         delays: bool = False,
+        compile_source: Compile = Module,
     ) -> None:
         """`values` as the program has them; rows draft by `policy`, if the program has drafts.
 
         `under_way`: stages that are being copied at once, for measuring; 0: `UNDER_WAY`. `delays`:
-        warps come late at random, for tests.
+        warps come late at random, for tests. `compile_source`: for another machine than the current
+        GPU.
         """
         sizes, device = program.sizes, embedding.device
         assert (values is None) == (sizes.values is None), "the program has other values"
@@ -160,10 +162,10 @@ class ResidentBuild:
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
-        module = Module(SOURCE, constants, own=True, folder=folder)
+        module = compile_source(SOURCE, constants, own=True, folder=folder)
         self._kernel = module.kernel("steps", shared=body + self.count * WORDS * 4)
         self._table = torch.tensor(program.table(), dtype=torch.int32, device=device)
-        self._report = torch.zeros(16, dtype=torch.int32).pin_memory()
+        self._report = torch.zeros(16, dtype=torch.int32, pin_memory=device.type == "cuda")
         # Counters, the epoch, the abort word, and the host's wish: a cache line each.
         lines = torch.zeros(
             program.num_counters + 3, _COUNTER_WORDS, dtype=torch.int32, device=device

@@ -13,12 +13,6 @@
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
 static_assert(STAGE_PAGES <= WARPS, "a page of a stage for each warp");
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // A softmax's weights of 0 before it has seen any position.
 __device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.f : top; }
 
@@ -151,7 +145,7 @@ struct Written {
         *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = keys[i];
         *reinterpret_cast<u32*>(to + PAGE_BYTES / 2 + i * (HEAD_DIM * 2)) = values[i];
       }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the next copy to the stage comes after these
+    order_shared_copies();  // the next copy to the stage comes after these
     __syncwarp();
   }
 };

@@ -170,8 +170,7 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
   const int lane = threadIdx.x;
   const int token = lane < a.rows ? (int)load_fresh_u32(a.token + lane) : 0;
   const bool stop = load_fresh_u32(a.stop) != 0;
-  u32 aborted;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(aborted) : "l"(a.abort) : "memory");
+  const u32 aborted = load_relaxed(a.abort);
   const bool broken = __any_sync(~0u, token < 0);
   if (lane < a.rows) {
     shared.chosen[lane] = token;

@@ -27,11 +27,7 @@ struct Drafting {
   int* follows;  // whether a step follows
 };
 
-__device__ __forceinline__ bool aborted(const DraftArguments& a) {
-  u32 word;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(a.abort) : "memory");
-  return word != 0;
-}
+__device__ __forceinline__ bool aborted(const DraftArguments& a) { return load_relaxed(a.abort) != 0; }
 
 // The tokens that are placed, by one warp; padding follows them.
 __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
@@ -153,8 +149,7 @@ __device__ __forceinline__ void run_commit(const DraftArguments& a, Shared& shar
   take_pages(a, shared, threadIdx.x, THREADS);
   __syncwarp();
   workers_sync();
-  if (threadIdx.x == 0)
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.placed)), "r"(step + 2) : "memory");
+  if (threadIdx.x == 0) store_release_shared(&shared.placed, step + 2);
 }
 
 // A function of its own, with few registers: those that it needs would be spilled in the code of the other instructions.

@@ -20,7 +20,7 @@ struct Turn {
 // No copy may be under way when its memory becomes another's. Both producers have begun their last one here.
 __device__ __forceinline__ void finish_copies(Shared& shared) {
   __syncwarp();
-  asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * 32) : "memory");
+  threads_sync<3, PRODUCERS * 32>();
   if (threadIdx.x % 32) return;
   for (int slot = 0; slot < RING; slot++)
     if (const u32 begun = shared.begun[slot])
@@ -97,8 +97,7 @@ __device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const
 #if DRAFTS
   u64 deadline = 0;
   for (u32 polls = 1; !at.dead; polls++) {
-    u32 placed;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(placed) : "r"(shared_address(&shared.placed)) : "memory");
+    const u32 placed = load_acquire_shared(&shared.placed);
     if ((int)placed > at.step) break;
     at.dead = is_over(shared);
     if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{3, 0, (u32)at.step + 1, placed});
@@ -141,7 +140,7 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
       if (it.wait == NONE) continue;
       wait_counter(a, shared, at, it.wait, it.wait_count + (shared.epoch + at.step) * it.wait_stride);
       at.waits++;
-      asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.passed)), "r"(at.waits) : "memory");
+      store_release_shared(&shared.passed, at.waits);
     }
 }
 
@@ -191,7 +190,7 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
       telling_sync();
       if (threadIdx.x % 32 == 0) {
         // Later steps' copies read the keys and values, which ordinary stores wrote.
-        if (table[index].op == OP_QKV) asm volatile("fence.proxy.async;" ::: "memory");
+        if (table[index].op == OP_QKV) order_copies();
         signal(a.counters + counter * COUNTER_WORDS);
       }
       __syncwarp();  // or the other lanes would wait at the next barrier, and this one's signal with them

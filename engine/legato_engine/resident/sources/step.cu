@@ -126,10 +126,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    take_registers<232>();
     compute(a, shared);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    give_registers<40>();
     if (warp < WARPS + PRODUCERS) produce(a, shared, warp - WARPS);
     if (warp == WARPS + PRODUCERS && threadIdx.x % 32 == 0) watch(a, shared);
     if (warp == WARPS + PRODUCERS + 1) tell(a, shared);

@@ -165,7 +165,7 @@ __device__ __forceinline__ void fetch_bins(const ValueArguments& a, const Shared
     const int block = blockIdx.x + i / PIECES * WORKERS;
     if (!(shared.needed & decoder_of_bins(block))) continue;
     const bf16* from = bin_weights(a, block) + i % PIECES * (PIECE / 2);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(PIECE) : "memory");
+    prefetch_bulk(from, PIECE);
   }
 }
 

@@ -184,12 +184,6 @@ struct Place {
   bool dead = false;
 };
 
-__device__ __forceinline__ u64 now() {
-  u64 t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-
 // What a wait waits for: `kind` 0 a counter, 1 a full stage, 2 an empty one.
 struct Waited {
   int kind, which;
@@ -198,10 +192,8 @@ struct Waited {
 
 // Whether to give up a wait; the first one given up is reported.
 __device__ __noinline__ bool overdue(u32* abort, int* report, int patience_ms, int step, int index, u64* deadline, Waited waited) {
-  u32 aborted;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(aborted) : "l"(abort) : "memory");
-  if (aborted) return true;
-  const u64 time = now();
+  if (load_relaxed(abort)) return true;
+  const u64 time = nanoseconds();
   // Stages come late when a counter does: that wait is the one to report.
   if (*deadline == 0) *deadline = time + (u64)patience_ms * (waited.kind == 0 ? 1000000 : 3000000);
   if (time < *deadline) return false;
@@ -231,20 +223,12 @@ __device__ __forceinline__ void wait_counter(const Arguments& a, const Shared& s
   const u32* count = a.counters + which * COUNTER_WORDS;
   u64 deadline = 0;
   for (u32 polls = 1; !at.dead; polls++) {
-    u32 seen;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    const u32 seen = load_acquire(count);
     if ((int)(seen - target) >= 0 || is_over(shared)) break;
     if (polls % 64 == 0) at.dead = give_up(a, at, deadline, Waited{0, which, target, seen});
     __nanosleep(20);
   }
   dawdle(6);
-}
-
-__device__ __forceinline__ bool barrier_done(const u64* barrier, u32 phase) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(shared_address(barrier)), "r"(phase) : "memory");
-  return done;
 }
 
 __device__ __forceinline__ void wait_barrier(
@@ -258,15 +242,12 @@ __device__ __forceinline__ void wait_barrier(
 // The warps that compute wait for what the watcher saw; when it has given up it lets all pass.
 __device__ __forceinline__ void wait_passed(Shared& shared, Place& at) {
   at.waits++;
-  u32 passed;
-  do
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(passed) : "r"(shared_address(&shared.passed)) : "memory");
-  while ((int)(passed - at.waits) < 0);
+  while ((int)(load_acquire_shared(&shared.passed) - at.waits) < 0) {}
 }
 
 constexpr int TELLING = THREADS + 32;  // threads of the barrier with the teller
-__device__ __forceinline__ void telling_sync() { asm volatile("bar.sync 2, %0;" ::"n"(TELLING) : "memory"); }
-__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void telling_sync() { threads_sync<2, TELLING>(); }
+__device__ __forceinline__ void workers_sync() { threads_sync<1, THREADS>(); }
 
 // Stages in shared memory, between the producer and the warps that compute.
 struct Ring {
@@ -289,18 +270,6 @@ struct Ring {
     next();
   }
 };
-
-// Global memory that other workers write while this kernel runs.
-__device__ __forceinline__ float2 load_fresh_float2(const float2* address) {
-  float2 v;
-  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_fresh_u32(const void* address) {
-  u32 v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-  return v;
-}
 
 // Tokens that share attention's reads: a row's, at consecutive positions, UNIT_TOKENS at most.
 constexpr int UNIT_TOKENS = 8;

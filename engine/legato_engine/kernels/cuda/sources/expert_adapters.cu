@@ -9,11 +9,7 @@ constexpr float UNIT = EXPERT_BYTES == 1 ? 1.f / LIFT : 1.f;  // of the experts'
 
 __device__ __forceinline__ i64 row_of(int slot, int expert) { return ((i64)slot * EXPERTS + expert) * RANKS; }
 
-__device__ __forceinline__ int load_fresh_int(const int* address) {
-  int v;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
-  return v;
-}
+__device__ __forceinline__ int load_fresh_int(const int* address) { return (int)load_fresh_u32(address); }
 
 #ifdef WIDTH
 static_assert(WIDTH % 8 == 0, "unsupported sizes");

@@ -215,9 +215,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
   const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   if (warp < WARPS) {
     for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) {
-      int e;
-      asm volatile("ld.global.u32 %0, [%1];" : "=r"(e) : "l"(experts + pair) : "memory");
-      routes.expert[pair] = e;
+      routes.expert[pair] = (int)load_fresh_u32(experts + pair);
       routes.share[pair] = load_fresh_f32(shares + pair);
     }
     routes.group(batch);

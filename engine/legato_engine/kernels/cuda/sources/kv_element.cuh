@@ -7,16 +7,10 @@ typedef unsigned char Element;
 
 // Rounded to bf16 first, like torch's; beyond 448 the largest, and NaN stays.
 __device__ __forceinline__ Element to_element(float x, float scale) {
-  unsigned short pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(__fdiv_rn(rounded(x), scale)));
-  return (Element)pair;
+  return (Element)pack_e4m3_pair(__fdiv_rn(rounded(x), scale), 0.f);
 }
 __device__ __forceinline__ float from_element(Element x, float scale) {
-  u32 pair;
-  float value;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)x));
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)pair));
-  return __fmul_rn(value, scale);
+  return __fmul_rn(float_of_half((unsigned short)half_of_e4m3(x)), scale);
 }
 #else
 typedef bf16 Element;

@@ -22,22 +22,13 @@ __device__ __forceinline__ int run_at(int position, int run) {
 }
 
 __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if (!NARROW) {
+  if (NARROW)
+    mma_half(d, a0, a1, a2, a3, b0, b1);
+  else
     mma(d, a0, a1, a2, a3, b0, b1);
-    return;
-  }
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ u32 pack_cached(float low, float high) {
-  if (!NARROW) return pack(low, high);
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
+__device__ __forceinline__ u32 pack_cached(float low, float high) { return NARROW ? pack_half(low, high) : pack(low, high); }
 constexpr u32 ONES = NARROW ? 0x3c003c00 : 0x3f803f80;
 
 // Beyond 65504 fp16 has no numbers: queries as large give infinite scores.
@@ -51,22 +42,11 @@ __device__ __forceinline__ uint4 as_cached(uint4 v) {
 // The e4m3 in half of a word: all are fp16 numbers, and NaN stays.
 #if KV_BYTES == 1
 __device__ __forceinline__ u32 widened(u32 word, int upper) {
-  u32 pair;
-  const unsigned short two = upper ? word >> 16 : word & 0xffff;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(two));
-  return pair;
+  return half_of_e4m3(upper ? word >> 16 : word & 0xffff);
 }
 #else
 __device__ __forceinline__ u32 widened(u32 word, int) { return word; }
 #endif
-
-// Four 8 x 8 matrices; a lane names 16 bytes of one row.
-__device__ __forceinline__ uint4 load_transposed(const void* row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
-  return v;
-}
 
 // A lane's dimensions from 16t on of token g. The order of summation is free: product s takes 4s..4s+3 of them.
 struct Query {

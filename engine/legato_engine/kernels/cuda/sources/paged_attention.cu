@@ -92,16 +92,6 @@ __device__ __forceinline__ i64 place(int token, int head, int stride) {
   return (i64)(token / SHARE) * stride + (head * SHARE + token % SHARE) * HEAD;
 }
 
-// `bytes` of 16, and zeros; `barrier_arrive_copied` arrives after them.
-__device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`; table [rows, PAGES]; out [B,
 // MIXED]. `fresh` [B]: the step writes keys and values from this position on; beyond the token's own it marks
 // padding, whose output is zeros. `tokens` is B * SHARE, at most 32.

@@ -37,12 +37,6 @@ struct Parts {
   }
 };
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // A part without positions has weight 0.
 struct Weights {
   float top, first, second;
@@ -89,12 +83,6 @@ __device__ __forceinline__ Quad merged(const Quad& a, const Quad& b) {
   return Quad{{weights.add(a.out.x, b.out.x), weights.add(a.out.y, b.out.y), weights.add(a.out.z, b.out.z),
                weights.add(a.out.w, b.out.w)},
               {weights.top, weights.add(a.end.y, b.end.y)}};
-}
-
-__device__ __forceinline__ u32 transposed(u32 pair) {
-  u32 v;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
-  return v;
 }
 
 // Over the lanes with the same t.

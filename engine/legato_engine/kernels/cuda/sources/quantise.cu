@@ -5,10 +5,7 @@
 // keep their relative precision.
 __device__ __forceinline__ float gelu(float x) {
   constexpr float LINEAR = -2.3022082f, CUBIC = -0.10294324f;  // -2 log2(e) sqrt(2 / pi), and 0.044715 of that
-  float power, share;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * fmaf(CUBIC, x * x, LINEAR)));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.f + power));
-  return x * share;
+  return x * reciprocal(1.f + power_of_two(x * fmaf(CUBIC, x * x, LINEAR)));
 }
 
 enum Before { NOTHING, GELU };

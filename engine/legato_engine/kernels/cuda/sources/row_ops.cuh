@@ -13,18 +13,6 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// The first in the lowest byte; NaN stays.
-__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
-  u32 quad;
-  asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "mov.b32 %0, {low, high};\n}"
-      : "=r"(quad)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return quad;
-}
-
 // Load `i` is load i * LANES + lane of the row.
 struct Row {
   float values[HELD][WIDTH];

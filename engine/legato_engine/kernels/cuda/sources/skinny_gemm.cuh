@@ -26,7 +26,7 @@ __host__ __device__ constexpr int chunk_of(int inputs) {
   return GROUP;
 }
 
-__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+__device__ __forceinline__ void workers_sync() { threads_sync<1, 256>(); }
 
 // The last `late` stages lie at `late_data`, in use until the workers `open` them.
 struct Ring {

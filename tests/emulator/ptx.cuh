@@ -1,0 +1,195 @@
+// The functions of engine/legato_engine/kernels/cuda/sources/ptx.cuh on the emulated machine.
+#pragma once
+
+typedef unsigned short bf16;  // its bits
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Numbers.
+
+inline u32 bf16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.f, x) : x; }
+inline float power_of_two(float x) { return flushed(exp2f(flushed(x))); }
+inline float reciprocal(float x) { return flushed(1.f / flushed(x)); }
+
+inline u32 half_bits(float x) { return same_bits<unsigned short>((_Float16)x); }
+inline float float_of_half(unsigned short half) { return (float)same_bits<_Float16>(half); }
+inline u32 pack_half(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline float float_of_e4m3(u32 bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const float size = exponent ? ldexpf(1.f + mantissa / 8.f, exponent - 7) : ldexpf((float)mantissa, -9);
+  return bits & 128 ? -size : size;
+}
+inline u32 e4m3_bits(float x) {
+  const u32 sign = __float_as_uint(x) >> 24 & 128;
+  const float size = fabsf(x);
+  if (size != size) return 127;
+  if (size >= 448.f) return sign | 126;
+  const int exponent = size < 0x1p-6f ? -6 : ilogbf(size);
+  const int units = (int)rintf(ldexpf(size, 3 - exponent));  // of the last place; 16 are the next exponent's first
+  return sign | (u32)(units < 8 ? units : (exponent + 7) * 8 + (units - 8));
+}
+inline unsigned short pack_e4m3_pair(float low, float high) { return (unsigned short)(e4m3_bits(low) | e4m3_bits(high) << 8); }
+inline u32 pack_e4m3(float a, float b, float c, float d) { return pack_e4m3_pair(a, b) | (u32)pack_e4m3_pair(c, d) << 16; }
+inline u32 half_of_e4m3(unsigned short two) { return pack_half(float_of_e4m3(two & 255), float_of_e4m3(two >> 8)); }
+
+// Lane 4g + t gives row g's columns 2t and 2t + 1, and gets column g's rows 2t and 2t + 1.
+inline u32 transposed(u32 pair) {
+  using Lanes = Together<u32, u32>;
+  return Lanes::with("movmatrix", ~0u, pair, [](emulator::Warp& warp, unsigned) {
+    const auto at = [&](int row, int column) { return Lanes::of(warp, row * 4 + column / 2) >> column % 2 * 16 & 0xffffu; };
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      Lanes::tell(warp, lane, at(t * 2, g) | at(t * 2 + 1, g) << 16);
+    }
+  });
+}
+// Lane 8i + r names row r of matrix i; lane 4g + t gets of each matrix row g's columns 2t and 2t + 1, or with TRANSPOSED
+// column g's rows.
+template <bool TRANSPOSED>
+inline uint4 load_matrices(const void* row) {
+  using Lanes = Together<const void*, uint4>;
+  if ((std::uintptr_t)row % 16) emulator::fail("a matrix's row that is not aligned");
+  return Lanes::with("ldmatrix", ~0u, row, [](emulator::Warp& warp, unsigned) {
+    for (int lane = 0; lane < 32; lane++) {
+      const int g = lane / 4, t = lane % 4;
+      u32 of[4];
+      for (int i = 0; i < 4; i++) {
+        const auto at = [&](int r, int column) { return (u32)static_cast<const bf16*>(Lanes::of(warp, i * 8 + r))[column]; };
+        of[i] = TRANSPOSED ? at(t * 2, g) | at(t * 2 + 1, g) << 16 : at(g, t * 2) | at(g, t * 2 + 1) << 16;
+      }
+      Lanes::tell(warp, lane, uint4{of[0], of[1], of[2], of[3]});
+    }
+  });
+}
+inline uint4 load_transposed(const void* row) { return load_matrices<true>(row); }
+
+struct Operands {
+  u32 a[4], b[2];
+  float4 d;
+};
+typedef Together<Operands, float4> Multiplied;
+template <float (*DECODE)(u32)>
+inline void multiply(emulator::Warp& warp, unsigned lanes) {
+  if (lanes != ~0u) emulator::fail("a product of a warp without lanes %08x", ~lanes);
+  float a[16][16], b[16][8], d[16][8];
+  for (int lane = 0; lane < 32; lane++) {
+    const Operands of = Multiplied::of(warp, lane);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++)
+      for (int j = 0; j < 2; j++) a[g + i % 2 * 8][i / 2 * 8 + t * 2 + j] = DECODE(of.a[i] >> 16 * j & 0xffffu);
+    for (int i = 0; i < 2; i++)
+      for (int j = 0; j < 2; j++) b[i * 8 + t * 2 + j][g] = DECODE(of.b[i] >> 16 * j & 0xffffu);
+    d[g][t * 2] = of.d.x, d[g][t * 2 + 1] = of.d.y, d[g + 8][t * 2] = of.d.z, d[g + 8][t * 2 + 1] = of.d.w;
+  }
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k++)
+      for (int column = 0; column < 8; column++) d[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    Multiplied::tell(warp, lane, float4{d[g][t * 2], d[g][t * 2 + 1], d[g + 8][t * 2], d[g + 8][t * 2 + 1]});
+  }
+}
+inline float float_of_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+inline void mma(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  d = Multiplied::with("mma", ~0u, Operands{{a0, a1, a2, a3}, {b0, b1}, d}, multiply<float_of_bf16>);
+}
+inline float float_of_half_bits(u32 bits) { return float_of_half((unsigned short)bits); }
+inline void mma_half(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  d = Multiplied::with("mma", ~0u, Operands{{a0, a1, a2, a3}, {b0, b1}, d}, multiply<float_of_half_bits>);
+}
+
+// Global memory.
+
+inline u64 stream_policy() { return 0; }
+inline u64 keep_policy() { return 0; }
+template <class T>
+inline T load_now(const void* address) {
+  emulator::glance_aside();
+  T v;
+  if ((std::uintptr_t)address % alignof(T)) emulator::fail("a load of %zu bytes that is not aligned", sizeof(T));
+  std::memcpy(&v, address, sizeof v);
+  return v;
+}
+inline uint4 load_stream(const void* address, u64) { return load_now<uint4>(address); }
+inline uint4 load_fresh(const void* address) { return load_now<uint4>(address); }
+inline i64 load_fresh_i64(const i64* address) { return load_now<i64>(address); }
+inline bf16 load_fresh_bf16(const bf16* address) { return load_now<bf16>(address); }
+inline float load_fresh_f32(const float* address) { return load_now<float>(address); }
+inline float2 load_fresh_float2(const float2* address) { return load_now<float2>(address); }
+inline u32 load_fresh_u32(const void* address) { return load_now<u32>(address); }
+inline u32 load_relaxed(const u32* address) { return load_now<u32>(address); }
+
+// A word that the thread has read before is read again when it has changed, or after some time.
+inline u32 load_when_changed(const char* what, const u32* address) {
+  emulator::Thread& thread = *emulator::running;
+  const u32 v = load_now<u32>(address);
+  if (thread.polled != address || thread.polled_value != v) {
+    thread.polled = address, thread.polled_value = v;
+    return v;
+  }
+  emulator::wait_change(what, address, v, v);
+  return thread.polled_value = *static_cast<const volatile u32*>(address);
+}
+inline u32 load_acquire(const u32* address) { return load_when_changed("a word of global memory", address); }
+inline void increase_release(u32* count) { atomicAdd(count, 1u); }
+inline void prefetch_bulk(const void*, u32) {}
+
+// Shared memory.
+
+inline u32 load_acquire_shared(const u32* address) { return load_when_changed("a word of shared memory", address); }
+inline void store_release_shared(u32* address, u32 v) {
+  emulator::step_aside();
+  *static_cast<volatile u32*>(address) = v;
+  emulator::changed(address);
+  emulator::step_aside();
+}
+
+inline std::uint64_t* barrier_word(const u64* barrier) { return (std::uint64_t*)barrier; }
+inline void barrier_init(u64* barrier, int arrivals) { emulator::barrier_begin(barrier_word(barrier), arrivals); }
+inline void barriers_ready() {}
+inline void barrier_arrive(u64* barrier) { emulator::barrier_count(barrier_word(barrier), 0); }
+inline void barrier_expect(u64* barrier, u32 bytes) { emulator::barrier_count(barrier_word(barrier), bytes); }
+inline bool barrier_done(const u64* barrier, u32 phase) { return emulator::barrier_over(barrier_word(barrier), phase); }
+inline void barrier_wait(u64* barrier, u32 phase) {
+  while (!barrier_done(barrier, phase)) {}
+}
+
+// Copies.
+
+inline void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier, u64) {
+  emulator::copy_later(shared, global, bytes, barrier_word(barrier));
+}
+inline void order_copies() {}
+inline void order_shared_copies() {}
+
+// Threads and grids.
+
+template <int BARRIER, int THREADS>
+inline void threads_sync() { emulator::join(BARRIER, THREADS, true); }
+template <int REGISTERS>
+inline void take_registers() {}
+template <int REGISTERS>
+inline void give_registers() {}
+inline u32 clock_word() { return (u32)emulator::draw(); }
+inline u64 nanoseconds() { return emulator::now(); }
+inline void trap() { emulator::fail("a trap"); }
+inline void grid_launch_dependents() {}
+inline void grid_wait() {}
+
+inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_wait() { emulator::wait_for_cluster(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+inline u32 cluster_rank() { return blockIdx.x % emulator::cluster_size; }
+inline float4 load_peer(const void* shared, u32 rank) { return *static_cast<const float4*>(emulator::peer_memory(shared, rank)); }
+inline float2 load_peer2(const void* shared, u32 rank) { return *static_cast<const float2*>(emulator::peer_memory(shared, rank)); }

@@ -1,0 +1,21 @@
+"""What the resident kernel runs on in tests: a GPU, or a CPU that plays one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from legato_engine.kernels.cuda.module import Compile, Module
+
+from benchmarks.resident_model import DEVICE
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where tensors lie, and what compiles the kernel."""
+
+    device: torch.device = DEVICE
+    compile_source: Compile = Module
+
+
+GPU = Machine()
