@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from legato_engine.device.base import Device
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels.accelerated import DraftKernels, LookupKernel
+from legato_engine.kernels.accelerated import lookup_proposer
+from legato_engine.kernels.cuda.drafting import RuleConstants
+from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentBuild, ResidentWeights
 from legato_engine.kernels.decode_loop import ANY
 from legato_engine.kernels.resident import ResidentDrafts, ResidentRows
@@ -37,6 +40,8 @@ BACK = 150
 """An answer was planted so many positions before where it begins."""
 MAX_STEPS = 128
 CONTEXT, POSITIONS = 850, 1024
+LOOKUP_LENGTHS = (1, 4)
+"""Tokens of a lookup that match, fewest and most: the proposers' own."""
 
 
 @dataclasses.dataclass
@@ -52,23 +57,35 @@ class DraftingRows:
     """S rows with a history each, and the memory of their launches."""
 
     def __init__(
-        self, model: Model, cache: Cache, positions: torch.Tensor, policy: BlockPolicy
+        self,
+        model: Model,
+        cache: Cache,
+        positions: torch.Tensor,
+        policy: BlockPolicy,
+        *,
+        back: int = BACK,
+        device: Device | None = None,
+        compile_source: Compile = Module,
     ) -> None:
+        """On the current GPU, or on a `device` for which `compile_source` compiles. Answers are
+        planted so many positions `back`.
+        """
         sizes, self.count = model.sizes, len(positions)
-        device = _device()
+        device = device or _device()
+        on, self._compile, self._back = device.torch_device, compile_source, back
         self.model, self.cache, self.positions, self.policy = model, cache, positions, policy
         self.context = cache.pages.shape[1] * 16
         self.most = self.count * (1 + policy.max_block)
-        self.rules = Rules.greedy()
+        self.rules = Rules.greedy(on)
         self.state = DraftState(
-            LookupKernel(),
+            lookup_proposer(on),
             policy,
             num_rows=self.count,
             max_context=self.context,
             vocab_size=sizes.vocab_size,
             width=sizes.dim,
             dtype=torch.bfloat16,
-            device=device.torch_device,
+            device=on,
         )
         if isinstance(policy, TokenBudgetPolicy):
             self.state.set_costs(policy)
@@ -84,8 +101,14 @@ class DraftingRows:
         )
         self.state.lay_out([Layout(self.most, self.most)], self.most)
         self.ring = TokenRing(device, self.slot.outputs, max_steps=MAX_STEPS)
-        self.table = torch.zeros(self.count + 1, 2, dtype=torch.int64, device=DEVICE)
-        self.free = torch.zeros(1, sizes.vocab_size, device=DEVICE)
+        self.table = torch.zeros(self.count + 1, 2, dtype=torch.int64, device=on)
+        self.free = torch.zeros(1, sizes.vocab_size, device=on)
+        self._rules = torch.tensor(RuleConstants.of(policy).values, dtype=torch.float64, device=on)
+        seconds = [1.0] * (self.most + 1)
+        if isinstance(policy, TokenBudgetPolicy):
+            seconds = [policy.costs.step(count) for count in range(self.most + 1)]
+        self._seconds = torch.tensor(seconds, dtype=torch.float64, device=on)
+        self._any = torch.tensor([[ANY, 0]], device=on)
         self.build: ResidentBuild | None = None
 
     def begin(
@@ -97,7 +120,7 @@ class DraftingRows:
         state, rows, at = self.state, range(self.count), self.positions.tolist()
         state.clear()
         for row in rows:
-            begin = at[row] - BACK
+            begin = at[row] - self._back
             state.tokens_RC[row, begin] = first[row]
             state.tokens_RC[row, begin + 1 : begin + 1 + planted.shape[1]] = planted[row]
             state.tokens_RC[row, at[row]] = first[row]
@@ -146,6 +169,7 @@ class DraftingRows:
                 tiles,
                 policy=self.policy,
                 delays=delays,
+                compile_source=self._compile,
             )
         self.place()
         rows, num_tokens = self._rows(), self.most
@@ -154,20 +178,17 @@ class DraftingRows:
         )
 
     def _rows(self) -> ResidentRows:
-        kernels, proposer = self.state.operations, self.state.proposer
-        assert isinstance(kernels, DraftKernels)
-        assert isinstance(proposer, LookupKernel)
         staged, fields = self.slot.staged.device, self.ring.fields
         constraint_S = self.slot.constraint.device["constraint"]
         constraint_S.zero_()
         drafts = ResidentDrafts(
             staged=staged,
             state=self.state,
-            rules=kernels.rules,
-            seconds_P=kernels.seconds_P,
+            rules=self._rules,
+            seconds_P=self._seconds,
             outputs=self.slot.outputs.device,
             ring=fields,
-            lengths=proposer.lengths,
+            lengths=LOOKUP_LENGTHS,
         )
         self._kept = ResidentRows(
             row_B=staged["row"],
@@ -177,7 +198,7 @@ class DraftingRows:
             state=self.rules,
             page_table_RM=self.cache.pages.long(),
             constraints_CV=self.free,
-            successor_C2=torch.tensor([[ANY, 0]], device=DEVICE),
+            successor_C2=self._any,
             ring_SB=fields["token"],
             payload_SB2=fields["payload"],
             certainty_SB2=fields["certainty"],
@@ -189,7 +210,8 @@ class DraftingRows:
 
     def steps(self) -> list[DraftedStep]:
         """What a launch that is over has told."""
-        torch.cuda.synchronize()
+        if self.positions.is_cuda:
+            torch.cuda.synchronize()
         assert self.build is not None
         fault = self.build.fault()
         assert fault is None, fault

@@ -39,14 +39,16 @@ class Kind:
     fc2: Linear
 
     @classmethod
-    def random(cls, token: int, values: int, dim: int, inner_dim: int) -> Kind:
-        frequencies = torch.randn(values, 128 * values, device=DEVICE, dtype=DTYPE)
+    def random(
+        cls, token: int, values: int, dim: int, inner_dim: int, device: torch.device
+    ) -> Kind:
+        frequencies = torch.randn(values, 128 * values, device=device, dtype=DTYPE)
         return cls(
             token,
             frequencies,
-            Linear.random(dim, 256 * values, 1.4),
-            Linear.random(inner_dim, dim),
-            Linear.random(_BINS * values, inner_dim, 4.0),
+            Linear.random(dim, 256 * values, 1.4, device),
+            Linear.random(inner_dim, dim, device=device),
+            Linear.random(_BINS * values, inner_dim, 4.0, device),
         )
 
     def embed(self, payload_B2: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,7 @@ class RandomValues:
     pair: Kind
 
     @classmethod
-    def random(cls, model: ModelSizes) -> RandomValues:
+    def random(cls, model: ModelSizes, device: torch.device = DEVICE) -> RandomValues:
         """With inner layers four times as wide as the model, as Moondream 2's."""
         inner_dim = 4 * model.dim
         sizes = ValueSizes(
@@ -99,7 +101,7 @@ class RandomValues:
             vocab=model.vocab_size,
         )
         kinds = (
-            Kind.random(token, values, model.dim, inner_dim)
+            Kind.random(token, values, model.dim, inner_dim, device)
             for token, values in ((SCALAR, 1), (PAIR, 2))
         )
         return cls(sizes, *kinds)

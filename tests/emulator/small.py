@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from legato_engine.device.cpu import CpuDevice
 from legato_engine.resident.sizes import ModelSizes
 
 from tests.emulator.module import EmulatedModule, Patch, Schedule
@@ -18,4 +19,10 @@ SMALL = ModelSizes(dim=128, ff_ratio=2, num_layers=2, vocab_size=256)
 def emulated(schedule: Schedule | None = None, *patches: Patch) -> Machine:
     """A CPU that plays a GPU; `patches` change the kernel's source."""
     schedule = schedule or Schedule()
-    return Machine(CPU, functools.partial(EmulatedModule, schedule=schedule, patches=patches))
+    compile_source = functools.partial(EmulatedModule, schedule=schedule, patches=patches)
+    return Machine(CPU, compile_source, _device())
+
+
+@functools.cache
+def _device() -> CpuDevice:
+    return CpuDevice(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.module import Compile, Module
 
 from benchmarks.resident_model import DEVICE
@@ -12,10 +13,13 @@ from benchmarks.resident_model import DEVICE
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where tensors lie, and what compiles the kernel."""
+    """Where tensors lie, and what compiles the kernel; the engine's device, but for the current
+    GPU.
+    """
 
     device: torch.device = DEVICE
     compile_source: Compile = Module
+    drafting_device: Device | None = None
 
 
 GPU = Machine()

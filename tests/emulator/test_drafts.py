@@ -1,0 +1,56 @@
+"""Draft tokens inside the resident kernel, on the emulated machine.
+
+What the kernel settles and places is compared with `ReferenceDrafts`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.resident_drafts import DraftingRows
+from tests.emulator.module import Schedule
+from tests.emulator.small import SMALL, emulated
+from tests.resident import drafts
+from tests.resident.drafts import Scene, World
+
+SCENE = Scene(places=(45, 31), tokens=14, most=3, back=20)
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    return Schedule()
+
+
+@pytest.fixture(scope="module")
+def world(schedule: Schedule) -> World:
+    return World(SMALL, SCENE, emulated(schedule))
+
+
+@pytest.mark.parametrize(("name", "count"), [("fixed", 1), ("fixed", 2), ("budget", 2)])
+def test_drafts_change_no_bit(world: World, name: str, count: int) -> None:
+    drafts.drafts_change_no_bit(world, name, count, (0.0, 0.7, 1.0))
+
+
+def test_pages_and_last_tokens_end_a_launch(world: World) -> None:
+    drafts.pages_and_last_tokens_end_a_launch(world, 2, (0, 5), (4, 17))
+
+
+def test_the_host_ends_a_launch_after_any_step(world: World, schedule: Schedule) -> None:
+    def stop_later(rows: DraftingRows, chance: random.Random) -> None:
+        left = chance.randrange(400)
+
+        def host() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                rows.ring.stop()
+
+        schedule.host, schedule.host_every = host, 5000
+
+    lengths = drafts.the_host_ends_a_launch_after_any_step(
+        world, 2, 6, stop_later, start_first=False
+    )
+    schedule.host = None
+    assert len(lengths) > 2

@@ -1,0 +1,244 @@
+"""What must hold of values and log-probabilities inside the resident kernel, on any machine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from legato_engine.kernels.accelerated import SampledTokens
+from legato_engine.kernels.cuda.resident import RING_STAGES
+from legato_engine.kernels.cuda.value_heads import ValueReader
+from legato_engine.resident.sizes import ModelSizes
+from legato_engine.runtime.logprobs import token_logprobs
+
+from benchmarks.resident_kernel import ResidentKernel, Rules
+from benchmarks.resident_model import Cache, Model, forward
+from benchmarks.resident_values import END, PAIR, SCALAR, RandomValues
+from tests.resident.machine import GPU, Machine
+
+POSITIONS = 512
+PLACES = (333, 17, 1, 0, 300, 63, 64, 15)
+
+
+class World:
+    """A model whose tokens are mostly words and values in equal parts, with builds for both."""
+
+    def __init__(self, sizes: ModelSizes, machine: Machine = GPU) -> None:
+        torch.manual_seed(0)
+        self.sizes, self.machine, self.device = sizes, machine, machine.device
+        self.model = Model.random(sizes, POSITIONS, self.device)
+        for token in (SCALAR, PAIR):
+            self.model.head.weight[token] *= 4  # far above or below the others
+        self.values = RandomValues.random(sizes, self.device)
+        self._two_layers = self.values.two_layers()
+        self._kernels: dict[tuple[int, bool], ResidentKernel] = {}
+
+    def kernel(self, num_rows: int, *, values: bool = True, delays: bool = False) -> ResidentKernel:
+        tiles = next(tiles for tiles in RING_STAGES if num_rows <= 8 * tiles)
+        if delays:
+            return self._build(tiles, values=values, delays=True)
+        if (tiles, values) not in self._kernels:
+            self._kernels[tiles, values] = self._build(tiles, values=values, delays=False)
+        return self._kernels[tiles, values]
+
+    def _build(self, tiles: int, *, values: bool, delays: bool) -> ResidentKernel:
+        return ResidentKernel(
+            self.model,
+            tiles,
+            weights=next(iter(self._kernels.values())).weights if self._kernels else None,
+            values=self._two_layers if values else None,
+            delays=delays,
+            compile_source=self.machine.compile_source,
+        )
+
+
+@dataclasses.dataclass
+class Told:
+    """What S steps gave: tokens, values, certainties and log-probabilities of the host's ring,
+    logits, and each step's last residual stream.
+    """
+
+    tokens: torch.Tensor
+    payload: torch.Tensor
+    certainty: torch.Tensor
+    logprobs: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+    def same(self, other: Told) -> bool:
+        names = [field.name for field in dataclasses.fields(self)]
+        return all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    def row(self, index: int) -> Told:
+        names = [field.name for field in dataclasses.fields(self)]
+        return Told(**{name: getattr(self, name)[:, index : index + 1] for name in names})
+
+
+class Rows:
+    """Rows that begin with words and values in turn, with a cache of their own."""
+
+    temperature = 0.7  # of every fourth row; the others are greedy
+
+    def __init__(self, world: World, count: int) -> None:
+        torch.manual_seed(count)
+        self.sizes, self.device = world.sizes, world.device
+        self.tokens = torch.randint(7, world.sizes.vocab_size, (count,), device=self.device)
+        self.tokens[1::3], self.tokens[2::3] = SCALAR, PAIR
+        self.payload = torch.rand(count, 2, device=self.device)
+        places = [PLACES[row % len(PLACES)] for row in range(count)]
+        self.positions = torch.tensor(places, device=self.device)
+        self.cache = Cache.random(world.sizes, count, POSITIONS // 16, self.device)
+
+    def some(self, of: slice) -> Rows:
+        some = copy.copy(self)
+        some.tokens, some.payload = self.tokens[of], self.payload[of]
+        some.positions = self.positions[of]
+        pages = self.cache.pages[of].contiguous()
+        some.cache = Cache(self.cache.keys, self.cache.values, pages)
+        return some
+
+    def run(self, kernel: ResidentKernel, steps: int, *, logprobs: bool = True) -> Told:
+        count = len(self.tokens)
+        shape = (steps, 8 * kernel.tiles, self.sizes.vocab_size)
+        logits = torch.full(shape, torch.nan, device=self.device)
+        each = (steps, self.sizes.num_layers, 8 * kernel.tiles, self.sizes.dim)
+        trace = torch.full(each, torch.nan, device=self.device, dtype=torch.bfloat16)
+        kernel.rules = Rules.greedy(self.device)
+        kernel.rules.temperature_R[1::4] = self.temperature
+        kernel.rules.seed_R.copy_(torch.arange(len(kernel.rules.seed_R)))
+        kernel.run(
+            self.cache,
+            self.tokens,
+            self.positions,
+            steps,
+            payload=self.payload,
+            logprobs=logprobs,
+            logits=logits,
+            trace=trace,
+        )
+        assert kernel.ended("test")
+        told = kernel.tokens(steps, count), *kernel.values(steps, count)
+        return Told(
+            *told, kernel.logprobs(steps, count), logits[:, :count], trace[:, -1, :count].clone()
+        )
+
+
+def values_are_fed_back_as_the_model_does(world: World, num_rows: int, steps: int = 5) -> None:
+    """Every step's logits are those of float32 within bf16's rounding, after tokens whose values
+    the kernel has read itself.
+    """
+    rows = Rows(world, num_rows)
+    cache = rows.cache.clone()
+    told = rows.run(world.kernel(num_rows), steps)
+    token, payload = rows.tokens, rows.payload
+    for step in range(steps):
+        x = world.values.embed(world.model.embedding, token, payload)
+        expected, _ = forward(world.model, cache, token, rows.positions + step, x)
+        error = (told.logits[step].double() - expected).norm() / expected.double().norm()
+        assert error < 2e-2
+        token, payload = told.tokens[step], told.payload[step]
+    if num_rows > 8:
+        kinds = [(told.tokens == token).sum() for token in (SCALAR, PAIR)]
+        assert min(kinds) > 0
+        assert sum(kinds) < told.tokens.numel()
+
+
+def values_are_the_likeliest_bins(
+    world: World, num_rows: int, every: Iterable[int] = (1, 2, 3)
+) -> None:
+    """Bins are those of float32 within bf16's rounding; given equal bins, values and certainties
+    are those of the kernel of single steps.
+    """
+    rows, kernel = Rows(world, num_rows), world.kernel(num_rows)
+    reader, none = ValueReader(world.values.sizes), torch.zeros(1, rows.sizes.vocab_size)
+    for steps in every:
+        told = rows.run(kernel, steps)
+        last = steps - 1
+        token, hidden = told.tokens[last], told.hidden[last].float()
+        bins = kernel.build._values._memory[1][:num_rows].clone()
+        split = world.values.sizes.scalar_bins
+        for kind, own in (
+            (world.values.scalar, bins[:, :split]),
+            (world.values.pair, bins[:, split:]),
+        ):
+            if bool((token == kind.token).any()):
+                expected = kind.bins(hidden)
+                assert (own - expected).norm() / expected.norm() < 1e-2
+        state = dataclasses.replace(kernel.rules, token_R=token.clone())
+        sampled = SampledTokens(
+            row_B=torch.arange(num_rows, device=rows.device),
+            token_B=token,
+            hidden_BD=told.hidden[last],
+            logits_BV=told.logits[last].contiguous(),
+            constraints_CV=none.to(rows.device),
+            constraint_S=torch.zeros(num_rows, dtype=torch.int64, device=rows.device),
+            entry_B=None,
+            payload_B2=torch.full((num_rows, 2), torch.nan, device=rows.device),
+            certainty_B2=torch.full((num_rows, 2), torch.nan, device=rows.device),
+        )
+        reader.read(state, bins[:, :split], bins[:, split:], sampled, overlap=False)
+        assert torch.equal(told.payload[last], sampled.payload_B2)
+        assert torch.equal(told.certainty[last], sampled.certainty_B2)
+        assert torch.equal(kernel.rules.payload_R2[:num_rows], sampled.payload_B2)
+        plain = (token != SCALAR) & (token != PAIR)
+        assert bool((told.certainty[last][plain] == 1).all())
+        if bool((~plain).any()):
+            gap = told.logits[last].gather(1, token[:, None])[:, 0] - told.logits[last][:, END]
+            exists = torch.sigmoid(gap.double()).float()[~plain]
+            assert torch.allclose(told.certainty[last][~plain, 0], exists, rtol=1e-5)
+
+
+def logprobs_are_those_of_the_logits(world: World, num_rows: int = 13) -> None:
+    """Of tokens, and of their values' bins with them."""
+    rows, kernel = Rows(world, num_rows), world.kernel(num_rows)
+    told = rows.run(kernel, 1)
+    token, split = told.tokens[0], world.values.sizes.scalar_bins
+    expected = token_logprobs(told.logits[0], token)
+    bins = kernel.build._values._memory[1][:num_rows]
+    scalar = bins[:, :split].log_softmax(-1).amax(-1)
+    pair = bins[:, split:].unflatten(1, (2, -1)).log_softmax(-1).amax(-1).sum(-1)
+    expected = expected + torch.where(token == SCALAR, scalar, 0.0)
+    expected = expected + torch.where(token == PAIR, pair, 0.0)
+    assert torch.allclose(told.logprobs[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def a_row_has_the_same_bits_in_every_batch(
+    world: World, counts: Iterable[int], steps: int = 3
+) -> None:
+    """Greedy rows over several steps, whatever other rows there are."""
+    most = max(counts)
+    rows = Rows(world, most)
+    rows.temperature = 0.0
+    alone = [rows.some(slice(row, row + 1)).run(world.kernel(1), steps) for row in range(most)]
+    for count in counts:
+        told = rows.some(slice(0, count)).run(world.kernel(count), steps)
+        assert all(told.row(row).same(alone[row]) for row in range(count)), count
+
+
+def words_have_the_same_bits_by_both_builds(world: World, counts: Iterable[int]) -> None:
+    for count in counts:
+        rows = Rows(world, count)
+        rows.tokens.clamp_(min=7)
+        plain, valued = (
+            rows.run(world.kernel(count, values=values), 1) for values in (False, True)
+        )
+        for name in ("tokens", "logits", "hidden"):
+            assert torch.equal(getattr(plain, name), getattr(valued, name)), (count, name)
+
+
+def repeats_have_the_same_bits(world: World, num_rows: int, repeats: int, steps: int = 4) -> None:
+    rows, kernel = Rows(world, num_rows), world.kernel(num_rows)
+    first = rows.run(kernel, steps)
+    for _ in range(repeats):
+        assert rows.run(kernel, steps).same(first)
+
+
+def late_warps_change_nothing(world: World, repeats: int, steps: int = 12) -> None:
+    """Random sleeps around every wait and signal."""
+    rows = Rows(world, 6)
+    expected = rows.run(world.kernel(6), steps)
+    late = world.kernel(6, delays=True)
+    for _ in range(repeats):
+        assert rows.run(late, steps).same(expected)
