@@ -15,7 +15,9 @@ from tests.emulator.small import SMALL, emulated
 from tests.resident import drafts
 from tests.resident.drafts import Scene, World
 
-SCENE = Scene(places=(45, 31), tokens=14, most=3, back=20)
+# A warp's second page of a row begins at position 512.
+SCENE = Scene(places=(557, 31), tokens=14, most=3, back=20)
+LONG_BLOCKS = Scene(places=(44,), tokens=30, most=11, back=40)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,11 @@ def world(schedule: Schedule) -> World:
 @pytest.mark.parametrize(("name", "count"), [("fixed", 1), ("fixed", 2), ("budget", 2)])
 def test_drafts_change_no_bit(world: World, name: str, count: int) -> None:
     drafts.drafts_change_no_bit(world, name, count, (0.0, 0.7, 1.0))
+
+
+def test_more_tokens_than_attention_takes_at_once_change_no_bit() -> None:
+    """A row with 12 tokens in a step is two units of attention."""
+    drafts.drafts_change_no_bit(World(SMALL, LONG_BLOCKS, emulated()), "fixed", 1, (0.7, 1.0))
 
 
 def test_pages_and_last_tokens_end_a_launch(world: World) -> None:
