@@ -73,7 +73,7 @@ def check_layer(tiles: list[int]) -> None:
             "q": (build.q[:rows], taps.q.flatten(1)),
             "keys": (cache.keys, expected_cache.keys),
             "values": (cache.values, expected_cache.values),
-            "heads": (_heads(kernel, rows), taps.heads),
+            "heads": (build.heads[:rows], taps.heads),
             "x": (build.x[1, :rows], taps.x[0]),
             "logits": (logits[0, :rows], expected),
         }
@@ -207,15 +207,6 @@ def _rows(sizes: ModelSizes, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _logits(sizes: ModelSizes, steps: int, tiles: int) -> torch.Tensor:
     return torch.full((steps, 8 * tiles, sizes.vocab_size), float("nan"), device=DEVICE)
-
-
-def _heads(kernel: ResidentKernel, rows: int) -> torch.Tensor:
-    """The parts that the last layer's attention left, merged."""
-    ends = kernel.build.ends[:rows].view(rows, -1, 4, 2)
-    parts = kernel.build.part[:rows].view(rows, -1, 4, 64)
-    weights = torch.exp2(ends[..., 0] - ends[..., 0].amax(-1, keepdim=True))
-    total = (weights * ends[..., 1]).sum(-1, keepdim=True)
-    return ((weights[..., None] * parts).sum(2) / total).flatten(1)
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -183,7 +183,7 @@ def _arrivals(kernel: ResidentKernel, clocks: torch.Tensor) -> None:
         if it.wait < 0 or it.layer not in (7, 8):
             continue
         matching = [i for i, each in enumerate(program) if each.signal == it.wait]
-        if not matching or it.op == Op.ATTEND:
+        if not matching or it.op in (Op.ATTEND, Op.MERGE):  # only a head's workers signal
             continue
         ends = clocks[:, :, matching[0], 2]
         last, worker = ends.max(0)

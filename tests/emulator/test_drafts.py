@@ -15,7 +15,9 @@ from tests.emulator.small import NARROW, emulated
 from tests.resident import drafts
 from tests.resident.drafts import Scene, World
 
-SCENE = Scene(places=(45, 31), tokens=14, most=3, back=20)
+# A warp's second page of a row begins at position 512.
+SCENE = Scene(places=(557, 31), tokens=14, most=3, back=20)
+LONG_BLOCKS = Scene(places=(44,), tokens=30, most=11, back=40)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,11 @@ def test_drafts_of_more_rows_change_no_bit(name: str, count: int) -> None:
 def test_many_orders_of_threads_change_no_bit(world: World) -> None:
     for count in (1, 2):
         drafts.repeats_have_the_same_bits(world, count, repeats=20)
+
+
+def test_more_tokens_than_attention_takes_at_once_change_no_bit() -> None:
+    """A row with 12 tokens in a step is two units of attention."""
+    drafts.drafts_change_no_bit(World(SMALL, LONG_BLOCKS, emulated()), "fixed", 1, (0.7, 1.0))
 
 
 def test_pages_and_last_tokens_end_a_launch(world: World) -> None:

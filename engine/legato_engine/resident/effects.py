@@ -1,8 +1,8 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART and BEST are workers, those of TOKEN and VALUE tokens, those of
-DRAFT rows; STOP and PLACED have one.
+step and layer. The cells of PART, BEST and HEADS are workers (of HEADS: what a worker merges),
+those of TOKEN and VALUE tokens, those of DRAFT rows; STOP and PLACED have one.
 
 A program with drafts is examined with the draft tokens that reuse most memory: each step writes two
 positions of a row, the second of which the next step writes again, as its token was wrong.
@@ -40,6 +40,7 @@ class Buffer(enum.IntEnum):
     DRAFT = 12  # a row's history and newest place, its proposal and its descriptor
     PLACED = 13  # the tokens of the next step
     KV = 14  # one for each layer and position: see `Access.position`
+    HEADS = 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,30 +63,17 @@ class Access:
 
 def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
     """What an instruction reads of other workers' results."""
-    everybody, version, newest = sizes.num_workers, (step, it.layer), step + 1 + sizes.drafts
-    head = worker // SPLITS * SPLITS
+    everybody, version = sizes.num_workers, (step, it.layer)
     match it.op:
         case Op.NORM | Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
             return [Access(Buffer(it.src), 0, everybody, version)]
         case Op.FC2:
             blocks = sizes.chunk // BLOCK
             return [Access(Buffer.ACT, it.chunk * blocks, it.num_chunks * blocks, version)]
-        case Op.ATTEND:
-            cached = [
-                Access(
-                    Buffer.KV,
-                    head,
-                    SPLITS,
-                    (min(position, step), it.layer),
-                    layer=it.layer,
-                    position=position,
-                    copied=position < step,
-                )
-                for position in range(newest)
-            ]
-            return [Access(Buffer.Q, head, SPLITS, version), *cached]
+        case Op.ATTEND | Op.MERGE:
+            return _head_reads(sizes, worker, it, step)
         case Op.OUT:
-            merged = Access(Buffer.PART, 0, everybody, version)
+            merged = Access(Buffer.HEADS, 0, everybody, version)
             if it.src == Source.EMBED:
                 return [merged]
             return [merged, Access(Buffer(it.src), worker, 1, version)]
@@ -103,6 +91,26 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
         case _ if sizes.values is not None:
             return _value_reads(sizes, sizes.values, it, version)
     return []
+
+
+def _head_reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
+    """What the workers of the head have left, keys and values of all positions among it."""
+    head, version = worker // SPLITS * SPLITS, (step, it.layer)
+    if it.op == Op.MERGE:
+        return [Access(Buffer.PART, head, SPLITS, version)]
+    cached = [
+        Access(
+            Buffer.KV,
+            head,
+            SPLITS,
+            (min(position, step), it.layer),
+            layer=it.layer,
+            position=position,
+            copied=position < step,
+        )
+        for position in range(step + 1 + sizes.drafts)
+    ]
+    return [Access(Buffer.Q, head, SPLITS, version), *cached]
 
 
 def _draft_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
@@ -149,8 +157,8 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
                 for position in range(step, step + 1 + sizes.drafts)
             ]
             return [Access(Buffer.Q, worker, 1, version), *cached]
-        case Op.ATTEND:
-            return [Access(Buffer.PART, worker, 1, version)]
+        case Op.ATTEND | Op.MERGE:
+            return [Access(_RESULTS[Op(it.op)], worker, 1, version)]
         case Op.OUT:
             return [Access(Buffer(it.dst), worker, 1, (step, it.layer + 1))]
         case Op.LISTEN if it.num_blocks:
@@ -171,6 +179,8 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
 
 
 _RESULTS = {
+    Op.ATTEND: Buffer.PART,
+    Op.MERGE: Buffer.HEADS,
     Op.SAMPLE: Buffer.TOKEN,
     Op.SETTLE: Buffer.DRAFT,
     Op.INNER: Buffer.VACT,

@@ -37,6 +37,7 @@ _USED = {
     Op.VALUE: {"block", "num_blocks"},
     Op.SETTLE: {"block", "num_blocks"},
     Op.PLACE: {"num_blocks"},
+    Op.MERGE: {"block"},
 }
 _OF_VALUES = {Op.EMBED, Op.INNER, Op.BINS, Op.VALUE}
 _OF_DRAFTS = {Op.SETTLE, Op.PLACE}
@@ -123,7 +124,7 @@ def _blocks(sizes: ModelSizes) -> dict[Op, int]:
 
 
 def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
-    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.EMBED: 1}
+    own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.MERGE: 0, Op.EMBED: 1}
     own[Op.SAMPLE] = own[Op.VALUE] = own[Op.SETTLE] = sizes.sampled_rows(worker)
     if op in (Op.LISTEN, Op.PLACE) and it.num_blocks != (worker == 0):
         yield f"num_blocks {it.num_blocks}"

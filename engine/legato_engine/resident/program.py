@@ -9,7 +9,8 @@ has run, the worker adds one to a counter. Counters are never reset: each step's
 by the number of signals of one step, and a launch goes on where the last one ended.
 
 The order in a layer hides every hop between workers with another phase's stream: the inner
-activations are needed after the QKV weights, queries after half of fc2, heads after its other half.
+activations are needed after the QKV weights, queries after half of fc2, the parts of heads after a
+quarter more, and whole heads after the last quarter.
 
 A model with values has a program of its own for launches in which some row may have one: the
 embedding is an instruction, as that of a value is a map, and between SAMPLE and COMMIT values are
@@ -44,17 +45,18 @@ class Op(enum.IntEnum):
     QKV = 2  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
     FC2 = 3  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
     ATTEND = 4  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
-    OUT = 5  # X[dst][block] = X[src][block] + SUMS + merged(PART) @ proj + biases
-    LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
-    HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
-    SAMPLE = 8  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
-    COMMIT = 9  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
-    EMBED = 10  # X[dst][block] = the embedding of the step's token or value
-    INNER = 11  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
-    BINS = 12  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
-    VALUE = 13  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
-    SETTLE = 14  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
-    PLACE = 15  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
+    MERGE = 5  # HEADS[head] of every fourth token = merged(PART[blocks of the head])
+    OUT = 6  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
+    LISTEN = 7  # STOP = the host's wish, if `num_blocks` is 1
+    HEAD = 8  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
+    SAMPLE = 9  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
+    COMMIT = 10  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    EMBED = 11  # X[dst][block] = the embedding of the step's token or value
+    INNER = 12  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
+    BINS = 13  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
+    VALUE = 14  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
+    SETTLE = 15  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    PLACE = 16  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
 
 
 class Source(enum.IntEnum):
@@ -72,16 +74,17 @@ class Kind(enum.IntEnum):
 
     X = 0
     ACT = 1
-    Q = 2  # one for each head
-    PART = 3
-    BEST = 4
-    TOKEN = 5
-    EMBED = 6
-    INNER = 7
-    BINS = 8
-    VALUE = 9
-    SETTLED = 10
-    PLACED = 11
+    HEADS = 2
+    Q = 3  # one for each head
+    PART = 4  # likewise
+    BEST = 5
+    TOKEN = 6
+    EMBED = 7
+    INNER = 8
+    BINS = 9
+    VALUE = 10
+    SETTLED = 11
+    PLACED = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,14 +154,16 @@ class Program:
 
 def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int:
     """Index of a counter."""
+    of_layer = Kind.Q + 2 * sizes.num_heads
     if kind >= Kind.BEST:
-        return sizes.num_layers * (3 + sizes.num_heads) + kind - Kind.BEST
-    first = layer * (3 + sizes.num_heads)
-    return first + (3 + head if kind is Kind.Q else {Kind.X: 0, Kind.ACT: 1, Kind.PART: 2}[kind])
+        return sizes.num_layers * of_layer + kind - Kind.BEST
+    if kind >= Kind.Q:
+        return layer * of_layer + Kind.Q + (kind - Kind.Q) * sizes.num_heads + head
+    return layer * of_layer + kind
 
 
 def num_counters(sizes: ModelSizes) -> int:
-    """One of each kind and layer, Q's also by head."""
+    """One of each kind and layer, those of Q and PART also by head."""
     if sizes.drafts:
         return counter(sizes, Kind.PLACED) + 1
     return counter(sizes, Kind.TOKEN if sizes.values is None else Kind.VALUE) + 1
@@ -245,6 +250,7 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
 
     chunks, half = sizes.chunks, sizes.ff_ratio * sizes.chunks // 2
     rest = sizes.ff_ratio * chunks - half
+    first, last = rest // 2, rest - rest // 2
     x, source = _wait(sizes, counter(sizes, Kind.X, max(layer - 1, 0))), _x(layer)
     if layer == 0 and sizes.values is None:
         x, source = {}, Source.EMBED
@@ -266,13 +272,16 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
     part = {"block": worker, "num_blocks": 1}
     act = _wait(sizes, at(Kind.ACT))
     yield Instruction(Op.FC2, layer, **act, **part, chunk=0, num_chunks=half)
-    heads = {"wait": at(Kind.Q), "wait_count": SPLITS, "wait_stride": SPLITS}
-    yield Instruction(Op.ATTEND, layer, **heads, signal=at(Kind.PART), block=worker)
-    yield Instruction(Op.FC2, layer, **part, chunk=half, num_chunks=rest)
+    own = {"wait_count": SPLITS, "wait_stride": SPLITS, "block": worker}  # the workers of a head
+    yield Instruction(Op.ATTEND, layer, wait=at(Kind.Q), signal=at(Kind.PART), **own)
+    if first:
+        yield Instruction(Op.FC2, layer, **part, chunk=half, num_chunks=first)
+    yield Instruction(Op.MERGE, layer, wait=at(Kind.PART), signal=at(Kind.HEADS), **own)
+    yield Instruction(Op.FC2, layer, **part, chunk=half + first, num_chunks=last)
     yield Instruction(
         Op.OUT,
         layer,
-        **_wait(sizes, at(Kind.PART)),
+        **_wait(sizes, at(Kind.HEADS)),
         signal=at(Kind.X),
         src=source,
         dst=_x(layer + 1),

@@ -78,6 +78,7 @@ class _Memory:
         self.q = np.full((rows, sizes.dim), nan)
         self.part = np.full((rows, num, HEAD_DIM), nan)
         self.ends = np.full((rows, num, 2), nan)
+        self.heads = np.full((rows, sizes.dim), nan)
         self.best = np.full((num, rows), nan)
         self.best_id = np.zeros((num, rows), np.int64)
         positions = steps * most
@@ -147,6 +148,7 @@ class _Simulation:
             Op.QKV: self._qkv,
             Op.FC2: self._fc2,
             Op.ATTEND: self._attend,
+            Op.MERGE: self._merge,
             Op.OUT: self._out,
             Op.LISTEN: self._listen,
             Op.HEAD: self._head,
@@ -326,14 +328,26 @@ class _Simulation:
         shares = np.exp(scores - (0.0 if np.isinf(top) else top))
         return shares @ values, (top, float(shares.sum()))
 
+    def _merge(self, worker: _Worker, _it: Instruction, _step: int, _event: int) -> _Write:
+        """Every fourth token's head, of its quarters."""
+        memory = self._memory
+        own = range(worker.number % SPLITS, len(worker.placed), SPLITS)
+        first = worker.number // SPLITS * SPLITS
+        quarters = slice(first, first + SPLITS)
+        top, total = np.moveaxis(memory.ends[own, quarters], -1, 0)
+        shares = np.exp(top - top.max(-1, keepdims=True))
+        merged = (shares[..., None] * memory.part[own, quarters]).sum(1)
+        heads = merged / (shares * total).sum(-1)[:, None]
+
+        def write() -> None:
+            memory.heads[own, slice(*_head(worker))] = heads
+
+        return write
+
     def _out(self, worker: _Worker, it: Instruction, step: int, _event: int) -> _Write:
         memory, rows = self._memory, self._block_rows(it)
         count = len(worker.placed)
-        shape = (count, -1, SPLITS)
-        top, total = np.moveaxis(memory.ends[:count].reshape(*shape, 2), -1, 0)
-        shares = np.exp(top - top.max(-1, keepdims=True))
-        merged = (shares[..., None] * memory.part[:count].reshape(*shape, HEAD_DIM)).sum(2)
-        heads = (merged / (shares * total).sum(-1)[..., None]).reshape(count, -1)
+        heads = memory.heads[:count]
         layer = self._weights.layers[it.layer].maps
         proj = layer[Matrix.PROJ]
         bias = proj.bias[rows] + layer[Matrix.FC2].bias[rows]

@@ -91,6 +91,7 @@ class _Execution:
             (Buffer.ACT, 0, 0): _Cells.make(self._sizes.ff_dim // 16, num),
             (Buffer.Q, 0, 0): _Cells.make(num, num),
             (Buffer.PART, 0, 0): _Cells.make(num, num),
+            (Buffer.HEADS, 0, 0): _Cells.make(num, num),
             (Buffer.BEST, 0, 0): _Cells.make(num, num),
             (Buffer.LOGITS, 0, 0): _Cells.make(self._sizes.vocab_blocks, num),
             (Buffer.TOKEN, 0, 0): _Cells.make(MAX_ROWS, num),

@@ -121,13 +121,13 @@ def test_an_operand_of_drafts_out_of_range_is_refused(op: Op, fields: dict[str, 
 
 def test_a_wait_for_too_many_signals_is_refused() -> None:
     """The text names the worker, the instruction and the counter."""
-    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 6 .* 5 signals"):
+    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 7 .* 5 signals"):
         _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=5))
 
 
 def test_a_wait_for_the_first_of_several_signals_is_refused() -> None:
     """Three of four signals say nothing about any one of them."""
-    with pytest.raises(InvalidProgram, match="OUT: reads PART that may not be written yet"):
+    with pytest.raises(InvalidProgram, match="OUT: reads HEADS that may not be written yet"):
         _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=3))
 
 
@@ -145,7 +145,7 @@ def test_attention_of_another_buffer_is_refused() -> None:
 
 def test_a_wait_that_is_dropped_is_refused() -> None:
     """Without its wait a product of attention's results may come first."""
-    with pytest.raises(InvalidProgram, match="OUT: reads PART"):
+    with pytest.raises(InvalidProgram, match="OUT: reads HEADS"):
         _validate_changed(Op.OUT, _without_wait)
 
 
@@ -154,7 +154,7 @@ def test_a_wait_that_is_dropped_is_refused() -> None:
     [
         (Op.NORM, "NORM: reads X0 that may not be written"),
         (Op.INNER, "INNER: reads TOKEN"),
-        (Op.BINS, "BINS: reads VACT that may not be written"),
+        (Op.BINS, "BINS: reads VACT"),
         (Op.VALUE, "VALUE: reads BINS that may not be written"),
         (Op.COMMIT, "COMMIT: reads VALUE"),
     ],

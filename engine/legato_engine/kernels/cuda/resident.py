@@ -178,9 +178,9 @@ class ResidentBuild:
         workers = sizes.num_workers
         self.x = scratch(2, tokens, sizes.dim)
         self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
-        self.heads = scratch(tokens, sizes.dim)
         self.part = scratch(tokens, workers, HEAD_DIM, dtype=torch.float32)
         self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
+        self.heads = scratch(tokens, sizes.dim)
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
@@ -206,8 +206,8 @@ class ResidentBuild:
         pointers: tuple[Argument, ...] = (
             *(self._table, self._counters, self._epoch, self._abort, self._report),
             *(weights.stream, weights.folded, weights.head_folded, weights.out_bias),
-            *(self._embedding, self.x[0], self.x[1], self.act, self.q, self.heads, self.part),
-            *(self.ends, self._best, self._scores, self._token, self._stop),
+            *(self._embedding, self.x[0], self.x[1], self.act, self.q, self.part, self.ends),
+            *(self.heads, self._best, self._scores, self._token, self._stop),
             *(cache.k_LNHSE, cache.v_LNHSE, cache.cos_PR, cache.sin_PR),
             *(rows.row_B, rows.constraint_B, rows.position_B, rows.sample_position_B),
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
@@ -311,5 +311,5 @@ def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (11 + _OWN_PAGES)
+    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (12 + _OWN_PAGES)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

@@ -1,102 +1,147 @@
-// Attention of the tokens. A worker has a head, and units of tokens and quarters of their rows' pages: every
-// SPLITS-th. What the softmax of a token's quarters leaves is merged by its worker, or by the workers of OUT.
+// Attention of the tokens by tensor cores. A worker has a head and its own quarter of every row's pages, every SPLITS-th. What
+// the softmax of a token's quarters leaves is merged in MERGE, every SPLITS-th token by each worker of the head.
 //
-// In a warp lane = 4p + e: of a stage each warp has 8 positions, and lane (p, e) has dimensions 8e.. and 32 + 8e.. of
-// position p. Results depend on a token's own query, keys, values and position alone.
+// A unit is a row's tokens of the step, which share the reads of its pages as columns of the same products. A page is one
+// warp's; those of a quarter are taken in turns. Results depend on a token's own query, keys, values and position alone: what
+// a page has for other tokens has weight 0.
+//
+// In a warp lane = 4g + t. Of scores it has those of the unit's token g, at positions 2t, 2t + 1, 2t + 8, 2t + 9 of a page; of
+// sums of values those of tokens 2t and 2t + 1, in dimensions 8g.. .
 #pragma once
 #include "matrix.cuh"
 
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
+static_assert(STAGE_PAGES <= WARPS, "a page of a stage for each warp");
 
-// A warp's softmax: `out` of dimensions 2 lane and 2 lane + 1; `sum` is of the lane's own positions.
+// A softmax's weights of 0 before it has seen any position.
+__device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.f : top; }
+
+// Dimensions 8t.. and 32 + 8t.. of the queries: of token g, zero where there is none.
+struct Queries {
+  uint4 low, high;
+  __device__ __forceinline__ void load(const Arguments& a, const Unit& unit) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const bool live = g < unit.count;
+    const bf16* from = a.q + (unit.token + (live ? g : 0)) * DIM + blockIdx.x / SPLITS * HEAD_DIM + t * 8;
+    low = live ? load_fresh(from) : uint4{0, 0, 0, 0}, high = live ? load_fresh(from + 32) : uint4{0, 0, 0, 0};
+  }
+};
+
+// A page in the ring, from position `begin` on. Tokens of the unit attend to positions up to `last`.
+struct Page {
+  const unsigned char* keys;
+  int begin, last;
+
+  // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g.
+  __device__ __forceinline__ float4 multiply(const Queries& q, int half) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const uint4* key = reinterpret_cast<const uint4*>(keys) + (half * 8 + g) * (HEAD_DIM / 8);
+    // Odd positions are read from their second half on: so no two lanes read from one bank.
+    const bool odd = g % 2;
+    const uint4 first = key[odd ? t + 4 : t], second = key[odd ? t : t + 4];
+    float4 sums = {0.f, 0.f, 0.f, 0.f};
+    mma(sums, q.low.x, 0u, q.low.y, 0u, odd ? second.x : first.x, odd ? second.y : first.y);
+    mma(sums, q.low.z, 0u, q.low.w, 0u, odd ? second.z : first.z, odd ? second.w : first.w);
+    mma(sums, q.high.x, 0u, q.high.y, 0u, odd ? first.x : second.x, odd ? first.y : second.y);
+    mma(sums, q.high.z, 0u, q.high.w, 0u, odd ? first.z : second.z, odd ? first.w : second.w);
+    return sums;
+  }
+
+  // Dimensions 8g.. at one of the positions; memory has anything where none was written, and 0 times that is not 0.
+  __device__ __forceinline__ uint4 value(int position) const {
+    const uint4* values = reinterpret_cast<const uint4*>(keys + PAGE_BYTES / 2) + threadIdx.x % 32 / 4;
+    const uint4 value = values[position * (HEAD_DIM / 8)];
+    return begin + position <= last ? value : uint4{0, 0, 0, 0};
+  }
+};
+
+// A warp's softmax of the unit's tokens: of token g the highest score, and of the lane's own positions the sum of weights.
 struct Softmax {
   float top = -INFINITY, sum = 0.f;
-  float2 out = {0.f, 0.f};
-};
+  float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
-__device__ __forceinline__ float dot8(const uint4& k, const float* q) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 pair = (&k.x)[i];
-    sum += low_float(pair) * q[2 * i] + high_float(pair) * q[2 * i + 1];
-  }
-  return sum;
-}
-
-constexpr int STAGES_AT_ONCE = 4;  // whose scores registers hold
-
-// A lane's part of a query. In odd positions its halves are in the other order, as are their keys' reads: so no
-// two lanes read from one bank.
-struct Query {
-  float of[16];
-  __device__ __forceinline__ Query(const uint4& low, const uint4& high) {
-    const bool odd = threadIdx.x / 4 % 2;
+  // `own`: token g's position, the last that it attends to; -1: there is no such token.
+  __device__ __forceinline__ void add(const Queries& q, const Page& page, int own) {
+    const int t = threadIdx.x % 4;
+    const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
+    float scores[4] = {near.x, near.y, far.x, far.y};
+    float highest = top;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 first = odd ? (&high.x)[i] : (&low.x)[i], second = odd ? (&low.x)[i] : (&high.x)[i];
-      of[2 * i] = low_float(first), of[2 * i + 1] = high_float(first);
-      of[8 + 2 * i] = low_float(second), of[9 + 2 * i] = high_float(second);
+      const int position = page.begin + i / 2 * 8 + t * 2 + i % 2;
+      scores[i] = position <= own ? scores[i] * SCALE : -INFINITY;
+      highest = fmaxf(highest, scores[i]);
     }
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    const float base = base_of(highest), scale = power_of_two(top - base);
+    top = highest;
+    // The sum is of what the products take.
+    u32 weights[2];
+    sum *= scale;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      weights[i] = pack(power_of_two(scores[2 * i] - base), power_of_two(scores[2 * i + 1] - base));
+      sum += low_float(weights[i]) + high_float(weights[i]);
+    }
+    const float left = __shfl_sync(~0u, scale, t * 8), right = __shfl_sync(~0u, scale, t * 8 + 4);
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = page.value(i / 2 * 8 + t * 2 + i % 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 a = (&v[0].x)[i], b = (&v[1].x)[i], c = (&v[2].x)[i], d = (&v[3].x)[i];
+      out[i].x *= left, out[i].y *= right, out[i].z *= left, out[i].w *= right;
+      mma(out[i], __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+          __byte_perm(c, d, 0x7632), weights[0], weights[1]);
+    }
+  }
+
+  // For the merge of the worker's warps.
+  __device__ __forceinline__ void store(Shared& shared, const Unit& unit) const {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    auto* parts = reinterpret_cast<float2(*)[WARPS][HEAD_DIM / 2]>(&shared.sums[0][0][0][0]);
+    static_assert(sizeof(shared.sums) >= sizeof(float2) * TOKENS * WARPS * HEAD_DIM / 2, "the parts of all tokens");
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (t * 2 < unit.count) parts[unit.token + t * 2][warp][g * 4 + i] = float2{out[i].x, out[i].z};
+      if (t * 2 + 1 < unit.count) parts[unit.token + t * 2 + 1][warp][g * 4 + i] = float2{out[i].y, out[i].w};
+    }
+    float all = sum + __shfl_xor_sync(~0u, sum, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    if (t == 0 && g < unit.count) shared.ends[unit.token + g][warp] = float2{top, all};
   }
 };
 
-// 8 positions of a stage that are this warp's, of which the first `count` are there.
-struct Positions {
-  const unsigned char* keys;
-  int count;
-  __device__ __forceinline__ float score(const Query& q) const {
-    const int p = threadIdx.x % 32 / 4, e = threadIdx.x % 4 + p % 2 * 4;
-    const uint4* key = reinterpret_cast<const uint4*>(keys + p * (HEAD_DIM * 2));
-    const uint4 first = key[e], second = key[e ^ 4];
-    float sum = dot8(first, q.of) + dot8(second, q.of + 8);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    return p < count ? sum * SCALE : -INFINITY;
-  }
-  template <bool WHOLE>
-  __device__ __forceinline__ void add(Softmax& track, float weight) const {
-    const unsigned char* values = keys + PAGE_BYTES / 2 + threadIdx.x % 32 * 4;
-    u32 v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = WHOLE || i < count ? *reinterpret_cast<const u32*>(values + i * (HEAD_DIM * 2)) : 0u;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float w = __shfl_sync(~0u, weight, i * 4);
-      track.out.x = __fmaf_rn(w, low_float(v[i]), track.out.x);
-      track.out.y = __fmaf_rn(w, high_float(v[i]), track.out.y);
-    }
-  }
-};
-
-// A softmax goes on to a new top.
-__device__ __forceinline__ float raise(Softmax& track, float top) {
-  const float base = top == -INFINITY ? 0.f : top, scale = power_of_two(track.top - base);
-  track.top = top;
-  track.sum *= scale, track.out.x *= scale, track.out.y *= scale;
-  return base;
-}
-
-// Of a warp's 8 positions from `begin` on, those of the row that this step's QKV wrote, which the ring does not have: they
-// are put where it would have them, so that a token has the same bits with its row's tokens in one step or in several.
+// Keys and values of positions of this step in a page, which QKV wrote after the page was copied: they are put where the copy
+// would have them. A lane has dimensions 2 lane and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer
+// of them than the quarters have positions.
 struct Written {
-  int first = 0, end = 0;  // of the 8
-  u32 keys[8], values[8];  // dimensions 2 lane and 2 lane + 1
-  // `slot`: of the first of the 8 positions.
-  __device__ __forceinline__ void load(const Arguments& a, i64 slot, int fresh, int position, int begin) {
-    first = max(0, fresh - begin), end = min(8, position - begin);
+  static constexpr int MOST = DRAFTS ? PAGE : 1;
+  int page, first, end;  // by the quarter's count of pages; of the page's positions
+  u32 keys[MOST], values[MOST];
+  __device__ __forceinline__ void load(
+      const Arguments& a, const Shared& shared, int layer, int index, int fresh, int last, int own) {
+    static_assert(TOKENS < (SPLITS - 1) * PAGE, "of a quarter one page");
+    page = own - 1;
+    const int begin = (blockIdx.x % SPLITS + SPLITS * page) * PAGE;
+    first = max(0, fresh - begin), end = own ? min(PAGE, last + 1 - begin) : 0;
+    if (page % WARPS != threadIdx.x / 32) end = 0;
+    if (first >= end) return;
+    const i64 place = (i64)layer * a.layer_pages + shared.pages[index][page];
+    const i64 from = (place * HEADS + blockIdx.x / SPLITS) * PAGE * HEAD_DIM + threadIdx.x % 32 * 2;
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (first <= i && i < end) {
-        const i64 at = slot + i * HEAD_DIM + threadIdx.x % 32 * 2;
+    for (int i = 0; i < MOST; i++)
+      if (first + i < end) {
+        const i64 at = from + (first + i) * HEAD_DIM;
         keys[i] = load_fresh_u32(a.keys + at), values[i] = load_fresh_u32(a.values + at);
       }
   }
   __device__ __forceinline__ void store(unsigned char* to) const {
-    to += threadIdx.x % 32 * 4;
+    to += first * (HEAD_DIM * 2) + threadIdx.x % 32 * 4;
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (first <= i && i < end) {
+    for (int i = 0; i < MOST; i++)
+      if (first + i < end) {
         *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = keys[i];
         *reinterpret_cast<u32*>(to + PAGE_BYTES / 2 + i * (HEAD_DIM * 2)) = values[i];
       }
@@ -105,83 +150,26 @@ struct Written {
   }
 };
 
-// A unit's positions before its token's own, from the ring.
-__device__ __forceinline__ void attend_cached(
-    const Arguments& a, Place& at, const Shared& shared, Ring& ring, Softmax& track, const Query& q, int layer, int index,
-    const Unit& unit) {
-  const int position = position_of(shared, unit.token, at.step), quarter = unit.quarter;
-  const int warp = threadIdx.x / 32, own = own_pages(position, quarter);
-  for (int first = 0; first < own; first += STAGES_AT_ONCE * STAGE_PAGES) {
-    const int stages = min(STAGES_AT_ONCE, (own - first + STAGE_PAGES - 1) / STAGE_PAGES);
-    Positions here[STAGES_AT_ONCE];
-    float scores[STAGES_AT_ONCE], top = track.top;
-    Ring ahead = ring;
-#pragma unroll
-    for (int i = 0; i < STAGES_AT_ONCE; i++) {
-      scores[i] = -INFINITY;
-      here[i].count = 0;
-      if (i >= stages) continue;
-      const int which = first + i * STAGE_PAGES + warp / 2, begin = (quarter + SPLITS * which) * PAGE + warp % 2 * 8;
-#if DRAFTS
-      const int fresh = first_position(shared, unit.token, at.step);
-      const bool writes = warp / 2 < STAGE_PAGES && which < own && begin + 8 > fresh && position > max(fresh, begin);
-      Written written;
-      if (writes) {
-        const i64 page = (i64)layer * a.layer_pages + shared.pages[index][which];
-        const i64 slot = ((page * HEADS + blockIdx.x / SPLITS) * PAGE + warp % 2 * 8) * HEAD_DIM;
-        written.load(a, slot, fresh, position, begin);
-      }
-#endif
-      here[i].keys = ahead.get(a, at) + warp / 2 * PAGE_BYTES + warp % 2 * (8 * HEAD_DIM * 2);
-      ahead.next();
-#if DRAFTS
-      if (writes) written.store(const_cast<unsigned char*>(here[i].keys));
-#endif
-      if (warp / 2 < STAGE_PAGES && which < own) here[i].count = max(0, min(8, position - begin));
-      if (here[i].count) scores[i] = here[i].score(q);
-      top = fmaxf(top, scores[i]);
+__device__ __forceinline__ void attend_unit(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
+  const int last = position_of(shared, unit.token + unit.count - 1, at.step), pages = own_pages(last, quarter);
+  const int own = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
+  Written written;
+  written.load(a, shared, layer, index, first_position(shared, unit.token, at.step), last, pages);
+  Softmax track;
+  for (int first = 0; first < pages; first += STAGE_PAGES) {
+    const unsigned char* stage = ring.get(a, at);
+    const int mine = (warp - first) & (WARPS - 1), which = first + mine;
+    if (mine < STAGE_PAGES && which < pages) {
+      const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
+      if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
+      track.add(q, page, own);
     }
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-    const float base = raise(track, top);
-#pragma unroll
-    for (int i = 0; i < STAGES_AT_ONCE; i++) {
-      const float weight = power_of_two(scores[i] - base);
-      track.sum += weight;
-      if (here[i].count == 8)
-        here[i].add<true>(track, weight);
-      else if (here[i].count)
-        here[i].add<false>(track, weight);
-    }
-    for (int i = 0; i < stages; i++) ring.release(a, __float_as_uint(track.out.x));
+    ring.release(a, __float_as_uint(track.out[0].x));
   }
+  track.store(shared, unit);
 }
-
-// What a unit reads of this step: its query, and the key and value of its own position, which QKV wrote.
-struct Fresh {
-  uint4 low, high;
-  u32 query, key, value;
-  bool newest;
-  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int layer, int step, int index) {
-    const int lane = threadIdx.x % 32, e = lane % 4, head = blockIdx.x / SPLITS;
-    const Unit unit(index, num_tokens(a, shared));
-    const int position = position_of(shared, unit.token, step), page = position / PAGE;
-    const bf16* q = a.q + unit.token * DIM + head * HEAD_DIM;
-    low = load_fresh(q + e * 8), high = load_fresh(q + 32 + e * 8);
-    newest = threadIdx.x < 32 && page % SPLITS == unit.quarter;
-    if (!newest) return;
-    const i64 place = (i64)layer * a.layer_pages + shared.pages[index][page / SPLITS];
-    const i64 slot = ((place * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + 2 * lane;
-    query = load_fresh_u32(q + 2 * lane), key = load_fresh_u32(a.keys + slot), value = load_fresh_u32(a.values + slot);
-  }
-  __device__ __forceinline__ void add(Softmax& track) const {
-    const float score = warp_sum(low_float(query) * low_float(key) + high_float(query) * high_float(key)) * SCALE;
-    const float base = raise(track, fmaxf(track.top, score)), weight = power_of_two(score - base);
-    if (threadIdx.x % 32 < 4) track.sum += weight;
-    track.out.x = __fmaf_rn(weight, low_float(value), track.out.x);
-    track.out.y = __fmaf_rn(weight, high_float(value), track.out.y);
-  }
-};
 
 // Weights of parts whose softmaxes have these tops.
 template <int N>
@@ -189,7 +177,7 @@ __device__ __forceinline__ void merge(const float2 (&ends)[N], float (&weights)[
   top = ends[0].x;
 #pragma unroll
   for (int i = 1; i < N; i++) top = fmaxf(top, ends[i].x);
-  const float base = top == -INFINITY ? 0.f : top;
+  const float base = base_of(top);
   sum = 0.f;
 #pragma unroll
   for (int i = 0; i < N; i++) {
@@ -209,68 +197,45 @@ __device__ __forceinline__ float2 weighed(const float (&weights)[N], const float
   return out;
 }
 
-// A unit's softmax, of its warps'; dimensions 2 lane and 2 lane + 1.
-struct Part {
-  float2 out, end;
-  __device__ __forceinline__ Part() {}
-  __device__ __forceinline__ Part(const Shared& shared, int unit) {
-    const auto* parts = reinterpret_cast<const float2(*)[WARPS][32]>(&shared.sums[0][0][0][0]);
-    float2 ends[WARPS], of[WARPS];
-    float weights[WARPS];
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) ends[i] = shared.ends[unit][i], of[i] = parts[unit][i][threadIdx.x % 32];
-    merge(ends, weights, end.x, end.y);
-    out = weighed(weights, of);
-  }
-};
-
-// Two values of a head, of its quarters.
-__device__ __forceinline__ u32 merged_pair(const Part (&parts)[SPLITS]) {
-  float2 ends[SPLITS], of[SPLITS];
-  float weights[SPLITS], top, sum;
-#pragma unroll
-  for (int i = 0; i < SPLITS; i++) ends[i] = parts[i].end, of[i] = parts[i].out;
-  merge(ends, weights, top, sum);
-  const float2 out = weighed(weights, of);
-  return pack(__fdividef(out.x, sum), __fdividef(out.y, sum));
-}
-
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto* parts = reinterpret_cast<float2(*)[WARPS][32]>(&shared.sums[0][0][0][0]);
-  static_assert(sizeof(shared.sums) >= sizeof(float2) * TOKENS * WARPS * 32, "the parts of all units");
-  Fresh next;
-  next.load(a, shared, it.layer, at.step, 0);
-  for (int index = 0; index < num_tokens(a, shared); index++) {
-    const Fresh fresh = next;
-    if (index + 1 < num_tokens(a, shared)) next.load(a, shared, it.layer, at.step, index + 1);
-    const Unit unit(index, num_tokens(a, shared));
-    const Query q(fresh.low, fresh.high);
-    Softmax track;
-    attend_cached(a, at, shared, ring, track, q, it.layer, index, unit);
-    if (fresh.newest) fresh.add(track);
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes <<= 1) track.sum += __shfl_xor_sync(~0u, track.sum, lanes);
-    parts[index][warp][lane] = track.out;
-    if (lane == 0) shared.ends[index][warp] = float2{track.top, track.sum};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = num_units(a, shared);
+  Queries next;
+  next.load(a, unit_of(a, shared, 0));
+  for (int index = 0; index < units; index++) {
+    const Queries q = next;
+    const Unit unit = unit_of(a, shared, index);
+    if (index + 1 < units) next.load(a, unit_of(a, shared, index + 1));
+    attend_unit(a, at, shared, ring, q, it.layer, index, unit);
   }
   workers_sync();
-  const int whole = num_tokens(a, shared) / SPLITS;
-  for (int job = warp; job < whole + num_tokens(a, shared) % SPLITS; job += WARPS) {
-    if (job < whole) {
-      Part quarters[SPLITS];
+  const auto* parts = reinterpret_cast<const float2(*)[WARPS][HEAD_DIM / 2]>(&shared.sums[0][0][0][0]);
+  for (int token = warp; token < num_tokens(a, shared); token += WARPS) {
+    float2 ends[WARPS], of[WARPS], end;
+    float weights[WARPS];
 #pragma unroll
-      for (int i = 0; i < SPLITS; i++) quarters[i] = Part(shared, job * SPLITS + i);
-      const int row = Unit(job * SPLITS, num_tokens(a, shared)).token;
-      bf16* to = a.heads + row * DIM + blockIdx.x / SPLITS * HEAD_DIM + 2 * lane;
-      *reinterpret_cast<u32*>(to) = merged_pair(quarters);
-    } else {
-      const int row = whole * (SPLITS - 1) + job;
-      const Part part(shared, row);
-      const int place = row * WORKERS + blockIdx.x;
-      reinterpret_cast<float2*>(a.part)[place * 32 + lane] = part.out;
-      if (lane == 0) a.ends[place] = part.end;
+    for (int i = 0; i < WARPS; i++) ends[i] = shared.ends[token][i], of[i] = parts[token][i][lane];
+    merge(ends, weights, end.x, end.y);
+    const int place = token * WORKERS + blockIdx.x;
+    reinterpret_cast<float2*>(a.part)[place * 32 + lane] = weighed(weights, of);
+    if (lane == 0) a.ends[place] = end;
+  }
+}
+
+__device__ __forceinline__ void run_merge(const Arguments& a, const Shared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
+  for (int token = blockIdx.x % SPLITS + warp * SPLITS; token < num_tokens(a, shared); token += WARPS * SPLITS) {
+    float2 ends[SPLITS], of[SPLITS];
+    float weights[SPLITS], top, sum;
+    const int place = token * WORKERS + head * SPLITS;
+#pragma unroll
+    for (int i = 0; i < SPLITS; i++) {
+      ends[i] = load_fresh_float2(a.ends + place + i);
+      of[i] = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + (place + i) * 32 + lane);
     }
+    merge(ends, weights, top, sum);
+    const float2 out = weighed(weights, of);
+    *reinterpret_cast<u32*>(a.heads + token * DIM + head * HEAD_DIM + 2 * lane) =
+        pack(__fdividef(out.x, sum), __fdividef(out.y, sum));
   }
 }

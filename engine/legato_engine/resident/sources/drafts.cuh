@@ -52,15 +52,21 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   }
   const u32 all = __ballot_sync(~0u, live), drawn = __ballot_sync(~0u, live && temperature > GREEDY_TEMPERATURE);
   if (lane == 0) shared.count = __popc(all), shared.drawn = shared.kept = drawn;
+  // A unit begins with a row's tokens, and after a full one.
+  const i64 before = __shfl_up_sync(~0u, row, 1);
+  const u32 rows = __ballot_sync(~0u, live && (lane == 0 || before != row));
+  const int first = 31 - __clz(rows & (2u << lane) - 1);
+  const u32 units = __ballot_sync(~0u, live && (lane - first) % UNIT_TOKENS == 0);
+  if (units >> lane & 1) shared.unit[__popc(units & (1u << lane) - 1)] = lane;
+  if (lane == 0) shared.num_units = __popc(units), shared.unit[__popc(units)] = __popc(all);
 }
 
-// Pages of the tokens' units; `take_tokens` came before.
+// Pages of the units; `take_tokens` came before.
 __device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
-  for (int i = thread; i < max(shared.count, 1) * OWN_PAGES; i += threads) {
-    const Unit unit(i / OWN_PAGES, shared.count);
-    const int page = unit.quarter + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] =
-        page < a.row_pages ? (int)a.pages[(i64)shared.row[unit.token] * a.row_pages + page] : 0;
+  for (int i = thread; i < shared.num_units * OWN_PAGES; i += threads) {
+    const i64 row = shared.row[shared.unit[i / OWN_PAGES]];
+    const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < a.row_pages ? (int)a.pages[row * a.row_pages + page] : 0;
   }
 }
 

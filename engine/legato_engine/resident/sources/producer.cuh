@@ -66,24 +66,23 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
-// A unit's pages; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
+// A unit's pages, as far as earlier steps wrote them; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
 __device__ __forceinline__ void produce_unit(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
-  const Unit unit(index, num_tokens(a, ring.shared));
-  const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
-  const int own = own_pages(position_of(ring.shared, unit.token, at.step), unit.quarter);
+  const Unit unit = unit_of(a, ring.shared, index);
+  const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS, quarter = blockIdx.x % SPLITS;
+  const int own = own_pages(position_of(ring.shared, unit.token + unit.count - 1, at.step), quarter);
   const int cached = first_position(ring.shared, unit.token, at.step);
   const bf16* from = lane % 2 ? a.values : a.keys;
   for (int first = 0; first < own; first += STAGE_PAGES, ring.next()) {
     if (!turn.mine()) continue;
     const int which = first + lane / 2;
     const bool mine = lane / 2 < STAGE_PAGES && which < own;
-    const int before = min(PAGE, cached - (unit.quarter + SPLITS * which) * PAGE);
-    const int filled = mine ? DRAFTS ? max(0, before) : before : 0;
+    const int filled = mine ? max(0, min(PAGE, cached - (quarter + SPLITS * which) * PAGE)) : 0;
     const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
     if (lane == 0) acquire(a, at, ring, turn, total);
     at.dead = __shfl_sync(~0u, at.dead, 0);
-    if (mine && !at.dead && (!DRAFTS || bytes)) {
+    if (bytes && !at.dead) {
       const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];
       const bf16* source = from + (page * HEADS + head) * (PAGE * HEAD_DIM);
       copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
@@ -122,7 +121,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
-        for (int unit = 0; unit < num_tokens(a, shared); unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+        for (int unit = 0; unit < num_units(a, shared); unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }

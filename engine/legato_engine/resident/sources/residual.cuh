@@ -2,38 +2,9 @@
 #pragma once
 #include "attention.cuh"
 
-// A token's heads, of each chunk this warp's, merged of quarters that other workers computed.
-__device__ __forceinline__ void merge_heads(const Arguments& a, bf16 (*merged)[HEAD_DIM], int token) {
-  const int lane = threadIdx.x % 32;
-  Part quarters[CHUNKS][SPLITS];
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int head = c * (CHUNK / HEAD_DIM) + threadIdx.x / 32, place = token * WORKERS + head * SPLITS;
-#pragma unroll
-    for (int i = 0; i < SPLITS; i++) {
-      quarters[c][i].end = load_fresh_float2(a.ends + place + i);
-      quarters[c][i].out = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + (place + i) * 32 + lane);
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) *reinterpret_cast<u32*>(&merged[c][2 * lane]) = merged_pair(quarters[c]);
-}
-
-// A chunk of the tokens' heads: those of rows that one worker has whole, then those that this warp merged.
-__device__ __forceinline__ void load_heads(
-    const Arguments& a, const Shared& shared, bf16 (*merged)[CHUNKS][HEAD_DIM], int whole, int chunk, Inputs& to) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int token = tile * 8 + g, input = half * 32 + t * 8;
-      uint4 value = {0, 0, 0, 0};
-      if (active() && token < whole) value = load_fresh(a.heads + token * DIM + chunk * CHUNK + warp * GROUP + input);
-      if (active() && token >= whole && token < num_tokens(a, shared))
-        value = *reinterpret_cast<const uint4*>(&merged[token - whole][chunk][input]);
-      to.of[tile][half] = value;
-    }
+// A chunk of the tokens' heads.
+__device__ __forceinline__ void load_heads(const Arguments& a, const Shared& shared, int chunk, Inputs& to) {
+  to.load(a.heads + chunk * CHUNK + threadIdx.x / 32 * GROUP, DIM, active() ? num_tokens(a, shared) : 0);
 }
 
 __device__ __forceinline__ void run_out(
@@ -52,19 +23,12 @@ __device__ __forceinline__ void run_out(
     base[j][0] = live ? bias[0] + to_float(load_fresh_bf16(x + row)) : 0.f;
     base[j][1] = live ? bias[8] + to_float(load_fresh_bf16(x + row + 8)) : 0.f;
   }
-  // Each warp's sums are free: the heads that it merges lie there until it has loaded them.
-  auto* merged = reinterpret_cast<bf16(*)[CHUNKS][HEAD_DIM]>(&shared.sums[warp][0][0][0]);
-  static_assert(BLOCKS_AT_ONCE * TILES * 512 >= (SPLITS - 1) * CHUNKS * HEAD_DIM * 2, "a warp's heads");
-  const int whole = num_tokens(a, shared) / SPLITS * SPLITS;
-  if (active())
-    for (int token = whole; token < num_tokens(a, shared); token++) merge_heads(a, merged[token - whole], token);
-  __syncwarp();
   Reader reader;
 #pragma unroll 1
   for (int first = 0; first < CHUNKS; first += AT_ONCE) {
     Inputs in[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) load_heads(a, shared, merged, whole, first + i, in[i]);
+    for (int i = 0; i < AT_ONCE; i++) load_heads(a, shared, first + i, in[i]);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);

@@ -33,6 +33,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_QKV: run_qkv(a, at, shared, ring, it); break;
         case OP_FC2: run_fc2(a, at, ring, sums, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
+        case OP_MERGE: run_merge(a, shared); break;
         case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
@@ -63,7 +64,7 @@ constexpr int ALL_THREADS = THREADS + 128;
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const Instruction* table, u32* counters, u32* epoch, u32* abort, int* report, const bf16* weights,
     const float2* folded, const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1,
-    bf16* act, bf16* q, bf16* heads, float* part, float2* ends, uint2* best, float* scores, int* token, int* stop,
+    bf16* act, bf16* q, float* part, float2* ends, bf16* heads, uint2* best, float* scores, int* token, int* stop,
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
     const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     int ring_stride, int patience_ms, int zero, const Drafting* drafting) {
   Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
-                       x0, x1, act, q, heads, part, ends, best, scores, token, stop, keys, values, cosines, sines,
+                       x0, x1, act, q, part, ends, heads, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
                        logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
@@ -118,9 +119,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   take_pages(drafts, shared, threadIdx.x, blockDim.x);
 #else
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
-    const Unit unit(i / OWN_PAGES, rows);
-    const int page = unit.quarter + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[unit.token] * row_pages + page] : 0;
+    const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[i / OWN_PAGES] * row_pages + page] : 0;
   }
 #endif
   __syncthreads();

@@ -63,9 +63,9 @@ struct Arguments {
   const float* out_bias;      // [layers, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
   bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
-  bf16* heads;   // [TOKENS, DIM]: what attention gives for rows that one worker per head has whole
-  float* part;   // [TOKENS, WORKERS, HEAD_DIM]: of other rows, a worker's quarter
+  float* part;   // [TOKENS, WORKERS, HEAD_DIM]: what attention gives of a worker's quarter
   float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
+  bf16* heads;   // [TOKENS, DIM]: of all quarters
   uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
   float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy, or of all with VALUES
   int* token;    // [TOKENS], -1: not finite
@@ -111,7 +111,7 @@ struct Sampling {
 
 struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
-  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts, and heads that OUT merges
+  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts
   float2 moments[WARPS][TOKENS];
   float2 ends[TOKENS][WARPS];
   uint2 best[WARPS][TOKENS];
@@ -122,7 +122,7 @@ struct __align__(16) Shared {
   int chosen[TOKENS];     // the host's, as of the step that is over
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
-  int pages[TOKENS][OWN_PAGES];
+  int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, for each of attention's units
   ValueArguments values;
   float4 value[TOKENS];   // as of the token
   float logprob[TOKENS];
@@ -137,6 +137,7 @@ struct __align__(16) Shared {
   DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
   int count, chosen_count;
+  int num_units, unit[TOKENS + 1];  // first token of each, and their end
   u32 placed;  // steps whose tokens are here, or were
   int longest, groups, sums_of_warps[WARPS];  // of PLACE and SETTLE
   bool goes_on;  // as PLACE says
@@ -270,20 +271,25 @@ struct Ring {
   }
 };
 
-// Attention's work of a worker, as many units as there are tokens: a unit is a token and a quarter of its row's pages. Of
-// each four tokens a worker has all quarters of one; of what is left over, its own quarter of each.
+// Tokens that share attention's reads: a row's, at consecutive positions, UNIT_TOKENS at most.
+constexpr int UNIT_TOKENS = 8;
 struct Unit {
-  int token, quarter;
-  bool whole;
-  __device__ __forceinline__ Unit(int index, int tokens) {
-    whole = index < tokens / SPLITS * SPLITS;
-    const int own = blockIdx.x % SPLITS;
-    token = whole ? index / SPLITS * SPLITS + own : index;
-    quarter = whole ? index % SPLITS : own;
-  }
+  int token, count;  // the first one
 };
-
-// Pages of a quarter that hold positions before `position`.
-__device__ __forceinline__ int own_pages(int position, int quarter) {
-  return max(0, ((position + PAGE - 1) / PAGE - quarter + SPLITS - 1) / SPLITS);
+__device__ __forceinline__ int num_units(const Arguments& a, const Shared& shared) {
+#if DRAFTS
+  return shared.num_units;
+#else
+  return a.rows;
+#endif
 }
+__device__ __forceinline__ Unit unit_of(const Arguments& a, const Shared& shared, int index) {
+#if DRAFTS
+  return Unit{shared.unit[index], shared.unit[index + 1] - shared.unit[index]};
+#else
+  return Unit{index, 1};
+#endif
+}
+
+// Pages of a quarter that hold positions up to `last`.
+__device__ __forceinline__ int own_pages(int last, int quarter) { return (last / PAGE - quarter + SPLITS) / SPLITS; }
