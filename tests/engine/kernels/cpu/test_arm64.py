@@ -63,3 +63,14 @@ def test_results_have_the_bits_of_x86(tmp_path, x86, option, cpu, instructions):
     found, lines = printed([EMULATOR, "-cpu", cpu, program])
     assert found == instructions
     assert lines == x86
+
+
+def test_chunks_do_not_change_bits(x86):
+    """Each kind of layers gives one hash for a prompt in chunks of any size."""
+    hashes = {}
+    for line in x86:
+        if ", chunks of " in line:
+            name, rest = line.split(", chunks of ")
+            hashes.setdefault(name, []).append(rest.split()[1])
+    assert len(hashes) == 5
+    assert all(len(found) == 4 and len(set(found)) == 1 for found in hashes.values())
