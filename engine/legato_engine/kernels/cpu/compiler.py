@@ -1,11 +1,12 @@
 """C++ for this machine's processor to a shared library, by its compiler, cached on disk.
 
-`python -m legato_engine.kernels.cpu.compiler` puts one for any processor with AVX2 beside the
+`python -m legato_engine.kernels.cpu.compiler` puts libraries for any such processor beside the
 sources, for machines without a compiler.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.resources
@@ -25,13 +26,43 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread"),
     "-ffp-contract=off",  # a row's bits must not depend on what the compiler fuses where
 )
-_NEEDED = frozenset({"avx2", "fma", "f16c"})
-_OWN, _ANY = "native", "x86-64-v3"
-"""Processors to compile for."""
-
 _MAIN = "decoder.cpp"
-_BUILT = "any-avx2.so"
 _TIMEOUT_S = 300
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Built:
+    """A library that is compiled beforehand, for any processor with some features."""
+
+    file: str
+    option: str
+    needed: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Architecture:
+    """Options of all libraries and for the machine's own processor; the best of `built` is first."""
+
+    needed: frozenset[str]
+    options: tuple[str, ...]
+    own: str
+    built: tuple[_Built, ...]
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_X86 = _Architecture(
+    _AVX2, (), "-march=native", (_Built("any-avx2.so", "-march=x86-64-v3", _AVX2),)
+)
+_ARM64 = _Architecture(
+    frozenset(),  # each has NEON
+    ("-fno-schedule-insns",),  # GCC's spills sums that fit into registers; Clang has none
+    "-mcpu=native",  # Apple's Clang knows no -march=native
+    (
+        _Built("any-dotprod.so", "-march=armv8.2-a+dotprod", frozenset({"asimddp"})),
+        _Built("any-neon.so", "-march=armv8-a", frozenset()),
+    ),
+)
+_ARCHITECTURES = {"x86_64": _X86, "aarch64": _ARM64, "arm64": _ARM64}
 
 
 class CannotCompileError(Exception):
@@ -44,20 +75,22 @@ def library_path() -> pathlib.Path:
     Raises:
         CannotCompileError: the processor or the compiler cannot.
     """
-    if missing := _NEEDED - _processor().flags:
+    architecture, flags = _architecture(), _processor().flags
+    if missing := architecture.needed - flags:
         names = ", ".join(sorted(missing))
         raise CannotCompileError(f"the processor lacks {names}")
-    built = pathlib.Path(str(_folder() / _BUILT))
     try:
         compiler = _compiler()
     except CannotCompileError:
-        if built.is_file():
-            return built
+        for built in architecture.built:
+            if built.needed <= flags and _beside(built).is_file():
+                return _beside(built)
         raise
+    options = (*_FLAGS, *architecture.options, architecture.own)
     texts = sources()
-    path = cache_folder() / f"{_key(compiler, texts)}.so"
+    path = cache_folder() / f"{_key(compiler, options, texts)}.so"
     if not path.is_file():
-        store(path, _compile(compiler, texts, _OWN))
+        store(path, _compile(compiler, options, texts))
     if not path.is_file():
         raise CannotCompileError(f"the folder {path.parent} cannot be written")
     return path
@@ -73,29 +106,50 @@ def sources() -> dict[str, str]:
 
 
 def build_for_any() -> None:
-    """Put a library for any processor that is supported beside the sources.
+    """Put libraries for any processor of this architecture that is supported beside the sources.
 
     Raises:
         CannotCompileError: there is no compiler, or it fails.
         OSError: the folder cannot be written.
     """
-    code = _compile(_compiler(), sources(), _ANY)
-    pathlib.Path(str(_folder() / _BUILT)).write_bytes(code)
+    architecture = _architecture()
+    for built in architecture.built:
+        options = (*_FLAGS, *architecture.options, built.option)
+        _beside(built).write_bytes(_compile(_compiler(), options, sources()))
+
+
+def _beside(built: _Built) -> pathlib.Path:
+    return pathlib.Path(str(_folder() / built.file))
+
+
+def _architecture() -> _Architecture:
+    name = platform.machine()
+    if name not in _ARCHITECTURES:
+        raise CannotCompileError(f"there are none for {name}")
+    return _ARCHITECTURES[name]
 
 
 def _folder() -> Traversable:
     return importlib.resources.files(__package__) / "sources"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Processor:
-    def __init__(self, model: str, flags: frozenset[str]) -> None:
-        self.model = model
-        self.flags = flags
+    model: str
+    flags: frozenset[str]
+
+
+_MODEL = (
+    *("vendor_id", "cpu family", "model", "stepping"),
+    *("CPU implementer", "CPU variant", "CPU part", "CPU revision"),
+)
+_FEATURES = ("flags", "Features")
+"""Fields of x86 and of arm64 in /proc/cpuinfo."""
 
 
 @functools.cache
 def _processor() -> _Processor:
-    """Of x86 under Linux; elsewhere it has no flags."""
+    """The first under Linux; elsewhere it has no flags."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -103,8 +157,8 @@ def _processor() -> _Processor:
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     return _Processor(
-        " ".join(fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "stepping")),
-        frozenset(fields.get("flags", "").split()),
+        " ".join(fields.get(name, "") for name in _MODEL),
+        frozenset(" ".join(fields.get(name, "") for name in _FEATURES).split()),
     )
 
 
@@ -116,24 +170,24 @@ def _compiler() -> str:
     raise CannotCompileError(f"there is no C++ compiler ({', '.join(_COMPILERS)} or $CXX)")
 
 
-def _key(compiler: str, texts: Mapping[str, str]) -> str:
+def _key(compiler: str, options: tuple[str, ...], texts: Mapping[str, str]) -> str:
     """All that the library depends on: sources, options, compiler, processor."""
     version = _run([compiler, "--version"]).stdout
     processor = _processor()
-    parts = (compiler, version, _FLAGS, processor.model, sorted(processor.flags))
+    parts = (compiler, version, options, processor.model, sorted(processor.flags))
     digest = hashlib.sha256(repr(parts).encode())
     for file, text in sorted(texts.items()):
         digest.update(f"{file}\0{text}\0".encode())
     return digest.hexdigest()[:32]
 
 
-def _compile(compiler: str, texts: Mapping[str, str], processor: str) -> bytes:
+def _compile(compiler: str, options: tuple[str, ...], texts: Mapping[str, str]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="legato-kernels-") as name:
         folder = pathlib.Path(name)
         for file, text in texts.items():
             (folder / file).write_text(text)
         library = folder / "kernels.so"
-        _run([compiler, *_FLAGS, f"-march={processor}", "-o", str(library), str(folder / _MAIN)])
+        _run([compiler, *options, "-o", str(library), str(folder / _MAIN)])
         return library.read_bytes()
 
 

@@ -112,6 +112,9 @@ class Library:
         self._new_pool = library.legato_pool
         self._new_pool.restype, self._new_pool.argtypes = _Pointer, (ctypes.c_int32,)
         self._pools: dict[int, int] = {}
+        instructions = library.legato_instructions
+        instructions.restype, instructions.argtypes = ctypes.c_char_p, ()
+        self.instructions: str = instructions().decode()
         self.packed_bytes = library.legato_packed_bytes
         self.packed_bytes.restype, self.packed_bytes.argtypes = ctypes.c_int64, (_Pointer,)
         rows = ctypes.c_int64
@@ -145,7 +148,7 @@ def take_threads() -> None:
 def library(choice: str) -> Library | None:
     """Load the library, which may be compiled for that; None if `choice` is torch, or none can be.
 
-    A reason is logged once.
+    Its instructions, or a reason, are logged once.
     """
     return _library() if choice == "auto" else None
 
@@ -153,11 +156,13 @@ def library(choice: str) -> Library | None:
 @functools.cache
 def _library() -> Library | None:
     try:
-        return Library(str(library_path()))
+        found = Library(str(library_path()))
     except (CannotCompileError, OSError) as error:
         reason = f"because {error}, layers run on the CPU by torch's kernels, which are slower"
         _log.warning("no_cpu_kernels", reason=reason)
         return None
+    _log.info("cpu_kernels", instructions=found.instructions)
+    return found
 
 
 def _procedure(function: Any, *arguments: type) -> Callable[..., None]:

@@ -12,7 +12,7 @@ def library():
     """The compiled library; machines that cannot have one have nothing to test."""
     found = load("auto")
     if found is None:
-        pytest.skip("this machine has no C++ compiler or no AVX2")
+        pytest.skip("this machine has no library of kernels: no C++ compiler, or no AVX2")
     return found
 
 

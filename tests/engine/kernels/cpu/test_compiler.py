@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 
@@ -12,11 +13,13 @@ from legato_engine.kernels.cpu.compiler import CannotCompileError, library_path
 
 COMPILER = """#!/bin/sh
 test "$1" = --version && echo 1 && exit
+echo "$@" > "$LOG.options"
 while [ "$1" != -o ]; do shift; done
 sleep 0.2
 echo compiled >> "$LOG"
 echo library > "$2"
 """
+AVX2 = {"avx2", "fma", "f16c"}
 
 
 @pytest.fixture
@@ -25,6 +28,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
     return tmp_path
+
+
+def run_on(monkeypatch, machine, flags=frozenset(AVX2)):
+    """Be a machine of an architecture, whose processor has `flags`."""
+    processor = compiler._Processor("made up", frozenset(flags))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(compiler, "_processor", lambda: processor)
 
 
 def fake(folder, monkeypatch, text=COMPILER):
@@ -90,15 +100,44 @@ def test_a_machine_without_a_working_compiler_says_why(folder, monkeypatch, prog
     assert reason in fields["reason"]
 
 
-def test_a_library_beside_the_sources_serves_a_machine_without_a_compiler(folder, monkeypatch):
-    """An image has one; where there is a compiler, its own is used."""
+@pytest.mark.parametrize(
+    ("machine", "own", "others"),
+    [
+        ("x86_64", "-march=native", "-mcpu=native"),
+        ("aarch64", "-mcpu=native", "-march=native"),
+        ("arm64", "-mcpu=native", "-march=native"),
+    ],
+)
+def test_a_library_is_for_the_machines_own_processor(folder, monkeypatch, machine, own, others):
+    """By the option that compilers of the architecture have for that, under Linux and macOS."""
+    run_on(monkeypatch, machine)
+    fake(folder, monkeypatch)
+    assert library_path().read_text() == "library\n"
+    options = (folder / "log.options").read_text().split()
+    assert own in options
+    assert others not in options
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "file", "option"),
+    [
+        ("x86_64", AVX2, "any-avx2.so", "-march=x86-64-v3"),
+        ("aarch64", {"asimd"}, "any-neon.so", "-march=armv8-a"),
+        ("aarch64", {"asimd", "asimddp"}, "any-dotprod.so", "-march=armv8.2-a+dotprod"),
+    ],
+)
+def test_a_library_beside_the_sources_serves_a_machine_without_a_compiler(
+    folder, monkeypatch, machine, flags, file, option
+):
+    """The best that the processor can run; where there is a compiler, its own is used."""
+    run_on(monkeypatch, machine, flags)
     (folder / "decoder.cpp").write_text("// main")
     monkeypatch.setattr(compiler, "_folder", lambda: folder)
     monkeypatch.setattr(compiler, "sources", lambda: {"decoder.cpp": "// main"})
-    fake(folder, monkeypatch)
+    fake(folder, monkeypatch, COMPILER + 'cat "$LOG.options" > "$2"\n')
     compiler.build_for_any()
-    built = folder / "any-avx2.so"
-    assert built.is_file()
+    built = folder / file
+    assert option in built.read_text().split()
     assert library_path() != built
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(folder / "nothing"))
@@ -106,12 +145,24 @@ def test_a_library_beside_the_sources_serves_a_machine_without_a_compiler(folder
 
 
 def test_another_processor_has_no_library(monkeypatch):
-    """The kernels need AVX2, FMA and F16C."""
-    monkeypatch.setattr(
-        compiler, "_processor", lambda: compiler._Processor("old", frozenset({"fma"}))
-    )
+    """On x86 the kernels need AVX2, FMA and F16C, and other architectures than arm64 have none."""
+    run_on(monkeypatch, "x86_64", {"fma"})
     with pytest.raises(CannotCompileError, match="the processor lacks avx2, f16c"):
         library_path()
+    run_on(monkeypatch, "riscv64")
+    with pytest.raises(CannotCompileError, match="there are none for riscv64"):
+        library_path()
+
+
+def test_a_start_names_the_instructions_of_its_layers(library, monkeypatch):
+    """Once, however many models load."""
+    logged = []
+    monkeypatch.setattr(native._log, "info", lambda *event, **fields: logged.append(fields))
+    native._library.cache_clear()
+    for _ in range(2):
+        assert native.library("auto").instructions == library.instructions
+    assert logged == [{"instructions": library.instructions}]
+    assert library.instructions.split()[0] in ("AVX2", "NEON")
 
 
 def test_torch_is_a_choice():

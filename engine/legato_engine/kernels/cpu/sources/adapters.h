@@ -50,7 +50,7 @@ inline void add_low_rank(const T* a, const T* b, long rank, long inputs, long ou
     for (; o + LANES <= outputs; o += LANES) {
         Floats change = zero();
         for (long r = 0; r < rank; ++r) change = fma(all(hidden[r]), widened(b + r * outputs + o), change);
-        store(to + o, _mm256_add_ps(load(to + o), change));
+        store(to + o, load(to + o) + change);
     }
     for (; o < outputs; ++o) {
         float change = 0.0f;

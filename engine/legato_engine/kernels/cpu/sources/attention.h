@@ -23,24 +23,6 @@ struct Pages {
     }
 };
 
-inline void transpose(Floats v[LANES]) {
-    Floats a[LANES], b[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
-        a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-    }
-    for (int i = 0; i < LANES / 2; ++i) {
-        v[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
-    }
-}
-
 inline Floats wide(const void* from, bool bf16, long at) {
     return bf16 ? load_bf16(static_cast<const uint16_t*>(from) + at)
                 : load(static_cast<const float*>(from) + at);
@@ -87,15 +69,15 @@ inline void score(const float* panel, const float* const* queries, int dims, Flo
         Floats low = load(panel + dim * PANEL), high = load(panel + dim * PANEL + LANES);
 #pragma GCC unroll 6
         for (int i = 0; i < COUNT; ++i) {
-            Floats query = _mm256_broadcast_ss(queries[i] + dim);
+            Floats query = all(queries[i][dim]);
             acc[i][0] = fma(query, low, acc[i][0]);
             acc[i][1] = fma(query, high, acc[i][1]);
         }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < COUNT; ++i) {
-        store(to[i], _mm256_mul_ps(acc[i][0], scale));
-        store(to[i] + LANES, _mm256_mul_ps(acc[i][1], scale));
+        store(to[i], acc[i][0] * scale);
+        store(to[i] + LANES, acc[i][1] * scale);
     }
 }
 
@@ -103,12 +85,12 @@ inline void score(const float* panel, const float* const* queries, int dims, Flo
 inline float soften(float* scores, long length) {
     Floats most = all(-std::numeric_limits<float>::infinity());
     for (long i = length; i < (length + LANES - 1) / LANES * LANES; ++i) scores[i] = scores[length - 1];
-    for (long i = 0; i < length; i += LANES) most = _mm256_max_ps(most, load(scores + i));
+    for (long i = 0; i < length; i += LANES) most = larger(most, load(scores + i));
     Floats top = all(largest(most)), total = zero();
     for (long i = 0; i < length; i += LANES) {
-        store(scores + i, exp(_mm256_sub_ps(load(scores + i), top)));
+        store(scores + i, exp(load(scores + i) - top));
         for (long j = length; j < i + LANES; ++j) scores[j] = 0.0f;
-        total = _mm256_add_ps(total, load(scores + i));
+        total = total + load(scores + i);
     }
     return sum(total);
 }
@@ -126,7 +108,7 @@ inline void add_part(const float* const* shares, const float* const* values, lon
         const float* value = values[position] + dim;
 #pragma GCC unroll 6
         for (int i = 0; i < COUNT; ++i) {
-            Floats share = _mm256_broadcast_ss(shares[i] + position);
+            Floats share = all(shares[i][position]);
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; ++v) acc[i][v] = fma(share, load(value + v * LANES), acc[i][v]);
         }
@@ -244,7 +226,7 @@ inline void attend(Thread& thread, const Pages& pages, const Tile& tile) {
     for (long i = 0; i < count; ++i) {
         Floats share = all(1.0f / totals[i]);
         for (int dim = 0; dim < pages.dims; dim += LANES)
-            store(units[i].out + dim, _mm256_mul_ps(load(units[i].out + dim), share));
+            store(units[i].out + dim, load(units[i].out + dim) * share);
     }
 }
 

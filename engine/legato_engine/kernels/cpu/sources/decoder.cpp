@@ -191,6 +191,9 @@ class Run {
 
 extern "C" {
 
+// What the products use.
+const char* legato_instructions() { return INSTRUCTIONS; }
+
 // It lasts as long as the process.
 Pool* legato_pool(int32_t threads) { return new Pool(threads); }
 

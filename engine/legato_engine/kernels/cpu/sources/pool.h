@@ -1,54 +1,13 @@
 // Threads that run one function together, with barriers and a shared counter of tasks.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <immintrin.h>
-
-#include <atomic>
-#include <climits>
-#include <cstdint>
 #include <cstdlib>
 #include <mutex>
-#include <thread>
 #include <vector>
 
+#include "turn.h"
+
 namespace legato {
-
-// A number that threads wait for to change: a short while awake, then asleep.
-class Turn {
-   public:
-    uint32_t now() const { return value_.load(std::memory_order_acquire); }
-
-    void advance() {
-        value_.fetch_add(1, std::memory_order_seq_cst);
-        if (sleepers_.load(std::memory_order_seq_cst) > 0)
-            syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-    }
-
-    void wait_past(uint32_t old) {
-        for (int tries = 0; tries < SPINS; ++tries) {
-            if (now() != old) return;
-            _mm_pause();
-        }
-        for (int tries = 0; tries < YIELDS; ++tries) {
-            if (now() != old) return;
-            std::this_thread::yield();
-        }
-        sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        while (now() == old)
-            syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-    }
-
-   private:
-    static constexpr int SPINS = 1000;  // some 20 us
-    static constexpr int YIELDS = 20;
-    std::atomic<uint32_t> value_{0};
-    std::atomic<int> sleepers_{0};
-};
 
 // Memory that grows and then loses its contents. What threads share grows before they run.
 class Scratch {

@@ -3,8 +3,7 @@
 // An output of a row is a sum over inputs in ascending order: of single products in float32, and for
 // int8 and int4 of blocks of 32, whose sums of integers are exact. So its bits depend neither on the
 // other rows nor on who computes it. Inputs of int8 and int4 are rounded to 16 bits with a scale for
-// each row and block: vpmaddwd multiplies as fast as vpmaddubsw with the correction of signs that
-// 8 bits need, and cannot overflow (32 * 127 * 32767 < 2^31).
+// each row and block.
 #pragma once
 
 #include "pool.h"
@@ -21,7 +20,7 @@ constexpr int PANELS = 4;       // panels of a task of many rows
 struct Inputs {
     const float* floats;
     long stride;  // of floats
-    const int16_t* values;
+    const int16_t* values;  // of a block as `put_inputs` has them
     const float* scales;
     const float* totals;  // of the rounded values
     long blocks;          // of a row, for all three
@@ -44,22 +43,19 @@ inline Block16 round_inputs(const float* from, int count, int16_t* to) {
         std::memcpy(padded, from, sizeof(float) * count);
         from = padded;
     }
-    const Floats sign = all(-0.0f);
     Floats most = zero(), odd = zero();
     for (int i = 0; i < BLOCK; i += LANES) {
         Floats x = load(from + i);
-        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, x));
-        odd = _mm256_add_ps(odd, _mm256_sub_ps(x, x));
+        most = larger(most, absolute(x));
+        odd = odd + (x - x);
     }
     float high = largest(most);
     Floats factor = all(high > 0.0f ? 32767.0f / high : 0.0f);
-    __m256i whole = _mm256_setzero_si256();
+    Ints whole = no_ints();
     for (int i = 0; i < BLOCK; i += 2 * LANES) {
-        __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(load(from + i), factor));
-        __m256i next = _mm256_cvtps_epi32(_mm256_mul_ps(load(from + i + LANES), factor));
-        whole = _mm256_add_epi32(whole, _mm256_add_epi32(low, next));
-        __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, next), 0xd8);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), packed);
+        Ints low = to_ints(load(from + i) * factor), next = to_ints(load(from + i + LANES) * factor);
+        whole = add(whole, add(low, next));
+        put_inputs(to, i, low, next);
     }
     float scale = high / 32767.0f + sum(odd);
     return {scale, scale * float(sum(whole))};
@@ -99,13 +95,11 @@ inline void add_floats(const uint8_t* weights, const Inputs& x, long first, long
             low = load(at);
             high = load(at + LANES);
         } else {
-            __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights) + input);
-            low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-            high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+            split_bf16(weights + input * WIDTH * 2, low, high);
         }
 #pragma GCC unroll 6
         for (int row = 0; row < ROWS; ++row) {
-            Floats value = _mm256_broadcast_ss(rows[row] + input);
+            Floats value = all(rows[row][input]);
             acc[row][0] = fma(value, low, acc[row][0]);
             acc[row][1] = fma(value, high, acc[row][1]);
         }
@@ -113,77 +107,27 @@ inline void add_floats(const uint8_t* weights, const Inputs& x, long first, long
     put<ROWS>(sums, acc);
 }
 
-template <int ROWS>
-inline void add_pair(__m256i acc[ROWS][2], __m256i low, __m256i high, const int16_t* values, long stride) {
-#pragma GCC unroll 6
-    for (int row = 0; row < ROWS; ++row) {
-        int32_t pair;
-        std::memcpy(&pair, values + row * stride, sizeof pair);
-        __m256i value = _mm256_set1_epi32(pair);
-        acc[row][0] = _mm256_add_epi32(acc[row][0], _mm256_madd_epi16(value, low));
-        acc[row][1] = _mm256_add_epi32(acc[row][1], _mm256_madd_epi16(value, high));
-        asm("" : "+x"(acc[row][0]), "+x"(acc[row][1]));  // in this order all fit into registers
-    }
-}
-
-inline void widen_int8(const uint8_t* from, __m256i& low, __m256i& high) {
-    auto* at = reinterpret_cast<const __m128i*>(from);
-    low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
-    high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
-}
-
-inline void widen_int4(const uint8_t* from, __m256i out[4]) {
-    __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    const __m256i nibble = _mm256_set1_epi16(15);
-    out[0] = _mm256_and_si256(words, nibble);
-    out[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), nibble);
-    out[2] = _mm256_and_si256(_mm256_srli_epi16(words, 8), nibble);
-    out[3] = _mm256_srli_epi16(words, 12);
-}
-
-constexpr long block_bytes(int kind) { return kind == INT8 ? INT8_BLOCK : INT4_BLOCK; }
-
-// Add the products of `count` blocks. `wide`: their values in 16 bits, instead of those in `weights`.
+// Add the products of `count` blocks. `wide`: their values unpacked, instead of those in `weights`.
 template <int ROWS, int KIND, bool WIDE>
-inline void add_blocks(const uint8_t* weights, const int16_t* wide, const Inputs& x, long first,
+inline void add_blocks(const uint8_t* weights, const Wide* wide, const Inputs& x, long first,
                        long count, Sums* sums) {
     const long stride = x.blocks * BLOCK;
     for (long block = 0; block < count; ++block, weights += block_bytes(KIND)) {
         const int16_t* values = x.values + (first + block) * BLOCK;
-        __m256i acc[ROWS][2];
-#pragma GCC unroll 6
-        for (int row = 0; row < ROWS; ++row) acc[row][0] = acc[row][1] = _mm256_setzero_si256();
-        if constexpr (WIDE) {
-            auto* at = reinterpret_cast<const __m256i*>(wide + block * BLOCK * WIDTH);
-            for (int pair = 0; pair < BLOCK / 2; ++pair)
-                add_pair<ROWS>(acc, _mm256_load_si256(at + 2 * pair),
-                               _mm256_load_si256(at + 2 * pair + 1), values + 2 * pair, stride);
-        } else if constexpr (KIND == INT8) {
-            for (int pair = 0; pair < BLOCK / 2; ++pair) {
-                __m256i low, high;
-                widen_int8(weights + 2 * WIDTH + pair * 2 * WIDTH, low, high);
-                add_pair<ROWS>(acc, low, high, values + 2 * pair, stride);
-            }
-        } else {
-            for (int pair = 0; pair < BLOCK / 2; pair += 2) {
-                __m256i parts[4];
-                widen_int4(weights + 4 * WIDTH + pair * WIDTH, parts);
-                add_pair<ROWS>(acc, parts[0], parts[1], values + 2 * pair, stride);
-                add_pair<ROWS>(acc, parts[2], parts[3], values + 2 * pair + 2, stride);
-            }
-        }
-        auto* halves = reinterpret_cast<const __m128i*>(weights);
+        const Wide* unpacked = WIDE ? wide + block * BLOCK * WIDTH : nullptr;
+        Ints acc[ROWS][2];
+        multiply_block<ROWS, KIND, WIDE>(weights + scale_bytes(KIND), unpacked, values, stride, acc);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
-            Floats scale = _mm256_cvtph_ps(_mm_loadu_si128(halves + half));
+            Floats scale = load_half(weights + half * 2 * LANES);
             Floats minimum = zero();
-            if constexpr (KIND == INT4) minimum = _mm256_cvtph_ps(_mm_loadu_si128(halves + 2 + half));
+            if constexpr (KIND == INT4) minimum = load_half(weights + 2 * WIDTH + half * 2 * LANES);
 #pragma GCC unroll 6
             for (int row = 0; row < ROWS; ++row) {
                 long at = row * x.blocks + first + block;
                 float* to = sums[row] + half * LANES;
-                Floats factor = _mm256_mul_ps(scale, all(x.scales[at]));
-                Floats next = fma(_mm256_cvtepi32_ps(acc[row][half]), factor, load(to));
+                Floats factor = scale * all(x.scales[at]);
+                Floats next = fma(to_floats(acc[row][half]), factor, load(to));
                 if constexpr (KIND == INT4) next = fma(minimum, all(x.totals[at]), next);
                 store(to, next);
             }
@@ -204,7 +148,7 @@ inline void add(const Linear& w, const uint8_t* panel, const Inputs& x, Sums* su
 // Part of a panel, unpacked for many rows.
 struct Slab {
     const uint8_t* weights;  // floats, or the panel's blocks for their scales
-    const int16_t* wide;
+    const Wide* wide;
     long first, count;  // inputs, or blocks
 };
 
@@ -213,29 +157,20 @@ inline Slab unpack(const Linear& w, const uint8_t* panel, long input, Scratch& s
     if (w.kind == FLOAT32) return {panel + input * WIDTH * 4, nullptr, input, count};
     if (w.kind == BFLOAT16) {
         float* to = scratch.room<float>(DEPTH * WIDTH);
-        auto* words = reinterpret_cast<const __m256i*>(panel) + input;
         for (long i = 0; i < count; ++i) {
-            __m256i both = _mm256_loadu_si256(words + i);
-            store(to + i * WIDTH, _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)));
-            both = _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000)));
-            store(to + i * WIDTH + LANES, _mm256_castsi256_ps(both));
+            Floats low, high;
+            split_bf16(panel + (input + i) * WIDTH * 2, low, high);
+            store(to + i * WIDTH, low);
+            store(to + i * WIDTH + LANES, high);
         }
         return {reinterpret_cast<uint8_t*>(to), nullptr, input, count};
     }
     long first = input / BLOCK, blocks = (count + BLOCK - 1) / BLOCK;
-    auto* to = reinterpret_cast<__m256i*>(scratch.room<int16_t>(DEPTH * WIDTH));
+    Wide* to = scratch.room<Wide>(DEPTH * WIDTH);
     const uint8_t* start = panel + first * block_bytes(w.kind);
-    for (long block = 0; block < blocks; ++block) {
-        const uint8_t* from = start + block * block_bytes(w.kind);
-        __m256i* at = to + block * BLOCK;
-        for (int pair = 0; pair < BLOCK / 2; pair += w.kind == INT8 ? 1 : 2) {
-            if (w.kind == INT8)
-                widen_int8(from + 2 * WIDTH + pair * 2 * WIDTH, at[2 * pair], at[2 * pair + 1]);
-            else
-                widen_int4(from + 4 * WIDTH + pair * WIDTH, at + 2 * pair);
-        }
-    }
-    return {start, reinterpret_cast<int16_t*>(to), first, blocks};
+    for (long block = 0; block < blocks; ++block)
+        widen(w.kind, start + block * block_bytes(w.kind) + scale_bytes(w.kind), to + block * BLOCK * WIDTH);
+    return {start, to, first, blocks};
 }
 
 template <int ROWS>
@@ -281,8 +216,8 @@ inline void finish(const Linear& w, long panel, const Sums* sums, long rows, lon
     for (long row = 0; row < rows; ++row) {
         float* to = out.values + (first + row) * out.stride + column;
         for (long i = 0; i < WIDTH && width == WIDTH; i += LANES) {
-            Floats value = _mm256_add_ps(load(sums[row] + i), load(bias + i));
-            store(to + i, out.adds ? _mm256_add_ps(load(to + i), value) : value);
+            Floats value = load(sums[row] + i) + load(bias + i);
+            store(to + i, out.adds ? load(to + i) + value : value);
         }
         for (long i = 0; i < width && width < WIDTH; ++i) {
             float value = sums[row][i] + bias[i];

@@ -18,21 +18,21 @@ inline void norm_row(const Norm& norm, const float* from, long width, float* to)
     float mean = 0.0f;
     Floats total = zero();
     if (norm.bias != nullptr) {
-        for (long i = 0; i < whole; i += LANES) total = _mm256_add_ps(total, load(from + i));
+        for (long i = 0; i < whole; i += LANES) total = total + load(from + i);
         mean = sum(total);
         for (long i = whole; i < width; ++i) mean += from[i];
         mean /= float(width);
     }
     total = zero();
     for (long i = 0; i < whole; i += LANES) {
-        Floats x = _mm256_sub_ps(load(from + i), all(mean));
+        Floats x = load(from + i) - all(mean);
         total = fma(x, x, total);
     }
     float squares = sum(total);
     for (long i = whole; i < width; ++i) squares += (from[i] - mean) * (from[i] - mean);
     float factor = 1.0f / std::sqrt(squares / float(width) + norm.epsilon);
     for (long i = 0; i < whole; i += LANES) {
-        Floats x = _mm256_mul_ps(_mm256_sub_ps(load(from + i), all(mean)), all(factor));
+        Floats x = (load(from + i) - all(mean)) * all(factor);
         Floats bias = norm.bias == nullptr ? zero() : load(norm.bias + i);
         store(to + i, fma(x, load(norm.weight + i), bias));
     }
@@ -79,7 +79,7 @@ inline void activate(const float* from, long width, bool gated, float* to) {
                 up = load(padded);
             }
         }
-        Floats value = gated ? _mm256_mul_ps(silu(x), up) : gelu(x);
+        Floats value = gated ? silu(x) * up : gelu(x);
         if (count == LANES) {
             store(to + i, value);
         } else {

@@ -2,10 +2,8 @@
 //
 // float32   an input: 16 floats
 // bfloat16  an input: 8 words of two outputs, o in the low half and o + 8 in the high one
-// int8      32 inputs: 16 scales (half), then two inputs of each output in 16 times 32 bytes
-// int4      32 inputs: 16 scales, 16 minima (half), then 8 times 32 bytes; of each word of 16 bits,
-//           which is one input of one output, the four nibbles are: outputs 0 to 7 and 8 to 15 of an
-//           even pair of inputs, then of the next pair
+// int8      32 inputs: 16 scales (half), then 512 bytes in the order that the processor's products want
+// int4      32 inputs: 16 scales, 16 minima (half), then 256 bytes, likewise
 //
 // A weight is value * scale (int8, -127 to 127) or value * scale + minimum (int4, 0 to 15): as in
 // GGUF's Q8_0 and Q4_1, whose values are found again.
@@ -13,17 +11,12 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#include "blocks.h"
 
 namespace legato {
 
-constexpr int WIDTH = 16;  // outputs of a panel
-constexpr int BLOCK = 32;  // inputs that share a scale
-
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
-
-constexpr long INT8_BLOCK = 2 * WIDTH + WIDTH * BLOCK;
-constexpr long INT4_BLOCK = 4 * WIDTH + WIDTH * BLOCK / 2;
+constexpr long scale_bytes(int kind) { return kind == INT8 ? 2 * WIDTH : 4 * WIDTH; }
+constexpr long block_bytes(int kind) { return scale_bytes(kind) + WIDTH * BLOCK / (kind == INT8 ? 1 : 2); }
 
 struct Linear {
     const uint8_t* data;
@@ -37,8 +30,7 @@ struct Linear {
         switch (kind) {
             case FLOAT32: return 4L * WIDTH * inputs;
             case BFLOAT16: return 2L * WIDTH * inputs;
-            case INT8: return INT8_BLOCK * blocks();
-            default: return INT4_BLOCK * blocks();
+            default: return block_bytes(kind) * blocks();
         }
     }
     const uint8_t* panel(long index) const { return data + index * panel_bytes(); }
@@ -82,29 +74,19 @@ inline Rounded round_block(const Plain& plain, int kind, long output, long first
     return block;
 }
 
-inline int8_t* int8_place(uint8_t* block, int output, int input) {
-    return reinterpret_cast<int8_t*>(block) + 2 * WIDTH + input / 2 * (2 * WIDTH) + 2 * output + input % 2;
-}
-
-// The byte of an int4, and how far it is shifted there.
-inline uint8_t* int4_place(uint8_t* block, int output, int input, int& shift) {
-    int pair = input / 2, nibble = pair % 2 * 2 + output / 8;
-    shift = nibble % 2 * 4;
-    return block + 4 * WIDTH + pair / 2 * 32 + 2 * (output % 8 * 2 + input % 2) + nibble / 2;
-}
-
 inline void pack_block(const Plain& plain, int kind, long output, long first, uint8_t* block) {
     Rounded rounded = round_block(plain, kind, output, first);
     auto* scales = reinterpret_cast<uint16_t*>(block);
+    uint8_t* values = block + scale_bytes(kind);
     int column = int(output % WIDTH);
     scales[column] = rounded.scale;
     if (kind == INT4) scales[WIDTH + column] = rounded.minimum;
     for (int i = 0; i < BLOCK; ++i) {
         if (kind == INT8) {
-            *int8_place(block, column, i) = rounded.values[i];
+            *int8_place(values, column, i) = rounded.values[i];
         } else {
             int shift;
-            uint8_t* place = int4_place(block, column, i, shift);
+            uint8_t* place = int4_place(values, column, i, shift);
             *place = uint8_t(*place | rounded.values[i] << shift);
         }
     }
@@ -116,9 +98,8 @@ inline void pack_panel(const Plain& plain, const Linear& to, long panel, uint8_t
     for (int column = 0; column < WIDTH; ++column) {
         long output = panel * WIDTH + column;
         if (to.rounds()) {
-            long size = to.kind == INT8 ? INT8_BLOCK : INT4_BLOCK;
             for (long block = 0; block < to.blocks(); ++block)
-                pack_block(plain, to.kind, output, block * BLOCK, start + block * size);
+                pack_block(plain, to.kind, output, block * BLOCK, start + block * block_bytes(to.kind));
             continue;
         }
         for (long input = 0; input < to.inputs; ++input) {
@@ -144,13 +125,14 @@ inline void unpack_row(const Linear& from, long output, float* to) {
             to[input] = bf16_to_float(reinterpret_cast<uint16_t*>(start)[at]);
         } else {
             int inner = int(input % BLOCK), shift;
-            uint8_t* block = start + input / BLOCK * (from.kind == INT8 ? INT8_BLOCK : INT4_BLOCK);
+            uint8_t* block = start + input / BLOCK * block_bytes(from.kind);
+            uint8_t* values = block + scale_bytes(from.kind);
             auto* scales = reinterpret_cast<uint16_t*>(block);
             float scale = half_to_float(scales[column]);
             if (from.kind == INT8) {
-                to[input] = float(*int8_place(block, column, inner)) * scale;
+                to[input] = float(*int8_place(values, column, inner)) * scale;
             } else {
-                uint8_t* place = int4_place(block, column, inner, shift);
+                uint8_t* place = int4_place(values, column, inner, shift);
                 to[input] = fmaf(float(*place >> shift & 15), scale, half_to_float(scales[WIDTH + column]));
             }
         }

@@ -1,0 +1,22 @@
+// Blocks of 32 inputs with integers for weights: how these lie in a panel, and their exact products
+// with inputs of 16 bits, by the instructions of this processor.
+#pragma once
+
+#include "vectors.h"
+
+namespace legato {
+
+constexpr int WIDTH = 16;  // outputs of a panel
+constexpr int BLOCK = 32;  // inputs that share a scale
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+
+}  // namespace legato
+
+#if !defined(__aarch64__)
+#include "blocks_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "blocks_dotprod.h"
+#else
+#include "blocks_neon.h"
+#endif
