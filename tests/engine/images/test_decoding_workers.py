@@ -243,7 +243,8 @@ def test_nothing_is_left_after_the_end():
         while exists(pid):
             time.sleep(0.01)
     del workers
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    while len(os.listdir("/proc/self/fd")) > descriptors:  # gRPC of other tests may have had more
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("child_python_path")
