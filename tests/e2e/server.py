@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.
 TWO_HEARTBEATS = 0.5  # seconds; what is told after them was measured within them
 
 
-PATIENCE = 100.0
+PATIENCE = 170.0
 """Seconds, less than a test's own: its timeout does not end the thread that waits."""
 
 

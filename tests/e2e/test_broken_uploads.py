@@ -138,7 +138,7 @@ def test_the_gate_finds_a_deliberate_leak(tmp_path):
     """The control: what the same gate says of a server that keeps something of every upload."""
     (tmp_path / "sitecustomize.py").write_text(LEAKS)
     path = os.pathsep.join((str(tmp_path), ENVIRONMENT["PYTHONPATH"]))
-    with Server(tmp_path, "--model", "null", environment={"PYTHONPATH": path}) as server:
+    with Server(tmp_path, environment={"PYTHONPATH": path}) as server:
         found = " ".join(check(server, 400, 100))
     assert "service: " in found
     assert "engine: " in found
