@@ -14,7 +14,7 @@ import pytest
 from legato.v1 import inference_pb2, media_pb2
 
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
-from tests.e2e.server import ENVIRONMENT, Server, children, until
+from tests.e2e.server import ENVIRONMENT, SLOWLY, Server, children, until
 
 DEADLINES = (1.0, 4.0, 16.0, 64.0)  # seconds; a longer one where a machine was not there in time
 PREFILL = 0.25  # seconds, about, of an image and a question on two idle cores
@@ -28,7 +28,8 @@ BLOCKERS = 8  # images, more than there are decoders
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
     """A server that runs one task at a time."""
-    with Server(tmp_path_factory.mktemp("narrow"), "--max-running", "1") as running:
+    folder = tmp_path_factory.mktemp("narrow")
+    with Server(folder, "--max-running", "1", environment=SLOWLY) as running:
         yield running
 
 

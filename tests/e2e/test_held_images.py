@@ -15,7 +15,7 @@ from legato_client._images.shared_frames import SharedFrames
 from PIL import Image
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes
-from tests.e2e.server import Server, failure_of, until
+from tests.e2e.server import SLOWLY, Server, failure_of, until
 from tests.service.harness import read_refusal
 
 SCENE = two_shapes(offset=31)
@@ -208,7 +208,8 @@ def test_the_quota_is_of_what_is_held(sharing):
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose engine may be killed."""
     program = ("-m", "tests.e2e.quick_service")
-    with Server(tmp_path_factory.mktemp("mortal"), program=program) as running:
+    folder = tmp_path_factory.mktemp("mortal")
+    with Server(folder, program=program, environment=SLOWLY) as running:
         yield running
 
 
