@@ -82,6 +82,7 @@ def turned(value):
     return block.tobytes()
 
 
+@pytest.mark.real_start
 def test_pixels_are_those_of_this_process():
     """Every kind, mode and orientation, large after small and small after large."""
     image = smooth(640, 480)
