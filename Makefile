@@ -35,14 +35,14 @@ AXE := $(abspath .tools/axe)
 AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-# Stages in quotes run two at a time.
-CI_STAGES := "proto-check proto-breaking format-check lint tools" "test chart-check dist" dist-check
+# Stages in quotes run two at a time, in this order: what one core does has the other beside it.
+CI_STAGES := "proto-check proto-breaking format-check tools" "test lint chart-check packages"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
-	bench bench-tables pack demo robot docs dist dist-check release-prepare release chart-check image-check image-lock ci clean size
+	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,8 +75,9 @@ $(DEPLOY_STAMP): deploy/requirements.txt
 
 # Tests of the shell quickstart use grpcurl, those of a published model its weights: a package of 93 MB whose content is
 # pinned. Those of `legato http` use the package moondream, without the kernels that it brings. Without any of them the
-# tests are skipped and say why.
+# tests are skipped and say why. Each process of the tests that finds no compiled kernels for its CPU compiles them.
 tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's weights into .tools/smollm2, and moondream
+	@$(PY) -c "from legato_engine.kernels.cpu.library import library; library('auto')"
 	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
 	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
 	else GOBIN=$(TOOLS) go install $(GRPCURL) || echo "tools: no grpcurl, its tests are skipped"; fi
@@ -140,9 +141,10 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 	@$(BIN)/buf lint
 
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
-# wait for servers to start, stop and pause.
+# wait for servers to start, stop and pause. Each of them would collect the folders whose tests are all for other targets.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow and not deploy and not browser" $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/browser \
+		-m "not gpu and not slow and not deploy and not browser" $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)
@@ -211,6 +213,10 @@ docs: | $(DOCS_STAMP) ## build the documentation site into site/
 
 dist: | $(STAMP) ## build wheels and sdists into dist, twice, and compare the builds
 	@$(PY) -m release build
+
+packages: ## dist, then dist-check
+	@$(MAKE) --no-print-directory dist
+	@$(MAKE) --no-print-directory dist-check
 
 dist-check: | $(STAMP) ## every step of a release but the upload, with what `make dist` built
 	@$(PY) -m release publish --dry-run

@@ -1,10 +1,12 @@
 """What all tests share."""
 
+import gc
 import os
 
 import pytest
 from hypothesis import settings
 
+from tests import shared
 from tests.fork_server.popen import ForkingStarts
 
 WAITING = ("tests/simulation/", "tests/faults/", "tests/e2e/")
@@ -15,6 +17,31 @@ _MAY_FORK = os.environ.get("LEGATO_TEST_STARTS") != "execute"
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing
 settings.load_profile("untimed")
+
+
+def pytest_configure(config):
+    """Begin what all processes share, in the one that starts them."""
+    if not hasattr(config, "workerinput"):
+        shared.begin()
+
+
+def pytest_unconfigure(config):
+    """End it."""
+    if not hasattr(config, "workerinput"):
+        shared.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Spare thousands of modules and tests the collections of garbage, each of half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

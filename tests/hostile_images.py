@@ -12,6 +12,7 @@ from PIL import Image
 
 _RGB = 2  # PNG colour type
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PART = 1 << 20  # bytes that are compressed at a time
 
 
 def file(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -37,9 +38,12 @@ def png(
 ) -> bytes:
     """A complete black PNG, as small as deflate makes it; `extra` chunks precede its pixels."""
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
-    row = bytes(1 + -(-width * depth * channels // 8))
+    num_bytes = height * (1 + -(-width * depth * channels // 8))
     deflate = zlib.compressobj(9)
-    pixels = b"".join(deflate.compress(row) for _ in range(height)) + deflate.flush()
+    parts = [
+        deflate.compress(bytes(min(_PART, num_bytes - at))) for at in range(0, num_bytes, _PART)
+    ]
+    pixels = b"".join(parts) + deflate.flush()
     header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
     return b"".join(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -53,9 +54,11 @@ def install_node_packages() -> None:
     if shutil.which("node") is None or shutil.which("npm") is None:
         raise Missing("needs node and npm")
     installed, wanted = NODE / "node_modules/.package-lock.json", NODE / "package-lock.json"
-    if installed.exists() and installed.stat().st_mtime >= wanted.stat().st_mtime:
-        return
-    fetch("npm", "ci", cwd=NODE)
+    with wanted.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # npm removes what another process of the tests installs
+        if installed.exists() and installed.stat().st_mtime >= wanted.stat().st_mtime:
+            return
+        fetch("npm", "ci", cwd=NODE)
 
 
 def fetch(*words: str, cwd: Path) -> None:

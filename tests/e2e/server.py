@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, session_pb2_grpc
+from legato_engine import failpoints
 from legato_engine.shm.blob_store import blob_folder
 
 from tests.fork_server.client import NAME
@@ -29,8 +30,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.
 TWO_HEARTBEATS = 0.5  # seconds; what is told after them was measured within them
 
 
-PATIENCE = 100.0
+PATIENCE = 170.0
 """Seconds, less than a test's own: its timeout does not end the thread that waits."""
+
+
+SLOWLY = {failpoints.VARIABLE: "engine.launch=sleep(0.005)"}
+"""Variables of a server whose long answers take seconds on any machine, and no more work."""
 
 
 def until(condition: Callable[[], object]) -> None:

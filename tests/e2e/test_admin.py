@@ -7,7 +7,7 @@ import pytest
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, task_pb2
 
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import Server, failure_of, until
+from tests.e2e.server import SLOWLY, Server, failure_of, until
 from tests.grammar import check
 
 SCENE = two_shapes()
@@ -19,7 +19,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("admin")
     socket = f"unix:{folder}/admin.sock"
     with (
-        Server(folder, "--max-running", "1", "--admin-listen", socket) as server,
+        Server(
+            folder, "--max-running", "1", "--admin-listen", socket, environment=SLOWLY
+        ) as server,
         grpc.insecure_channel(socket) as channel,
     ):
         yield server, admin_pb2_grpc.AdminServiceStub(channel)

@@ -8,6 +8,7 @@ import threading
 import grpc
 import pytest
 from legato.v1 import inference_pb2
+from legato_engine.failpoints import VARIABLE
 
 from tests.e2e.scenes import long_query, long_stream, two_shapes
 from tests.e2e.server import NOT_SERVING, SERVING, Server, exists, failure_of, until
@@ -15,6 +16,8 @@ from tests.grammar import Grammar
 
 SCENE = two_shapes()
 QUICK = ("-m", "tests.e2e.quick_service")
+NULL = ("--model", "null", "--null-step-ms", "20", "--null-objects", "1")
+"""What is lost is a process; what its model had said, test_no_lost_work.py asks for."""
 pytestmark = pytest.mark.real_start
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
@@ -22,9 +25,9 @@ PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory):
     """A server whose engine may be killed."""
-    with Server(
-        tmp_path_factory.mktemp("mortal"), program=("-m", "tests.e2e.quick_service")
-    ) as running:
+    late = {VARIABLE: "engine.startup=sleep(2)"}  # so that there is none for a while
+    folder = tmp_path_factory.mktemp("mortal")
+    with Server(folder, *NULL, program=QUICK, environment=late) as running:
         yield running
 
 
@@ -92,7 +95,7 @@ def test_requests_are_refused_while_there_is_no_engine(mortal):
 
 def test_the_engine_dies_with_the_service(tmp_path):
     """When the service is killed its engine leaves too, even in the middle of an answer."""
-    with Server(tmp_path) as server:
+    with Server(tmp_path, *NULL) as server:
         engine = server.engine_pid
         stream = server.inference.Generate(long_stream())
         next(stream)

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -54,15 +56,23 @@ def answered(stub):
         return False
 
 
+def free_address():
+    """An address of which no log line has to tell, with a port that the kernel gives no other."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        address = ("127.0.0.1", random.randrange(lowest // 2, lowest))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            return "{}:{}".format(*address)
+
+
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "stderr", [full_pipe, pytest.param(full_device, marks=pytest.mark.slow), closed]
 )
 def test_a_server_whose_log_takes_no_lines_serves_and_drains(stderr, processes):
     """It answers more calls than the log's pipe has lines, and SIGTERM ends it with code 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, "-m", "legato_service", "--model", "null", "--listen", address]
     with stderr() as streams:
         process = subprocess.Popen(

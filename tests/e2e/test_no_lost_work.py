@@ -13,7 +13,7 @@ from legato_client import Client, Finished, QueryTask, Sampling
 from tests.e2e.history import Call, Stubs
 from tests.e2e.kill_run import ENOUGH, asks, kill_run, leaving_nothing
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import Server, failure_of, until
+from tests.e2e.server import SLOWLY, Server, failure_of, until
 from tests.grammar import Grammar
 
 IMAGE = two_shapes()
@@ -29,7 +29,8 @@ BRISK, SLOW = (*NULL, "5"), (*NULL, "20")
 )
 def mortal(tmp_path_factory, request):
     """A server whose engine may be killed."""
-    with Server(tmp_path_factory.mktemp("mortal"), *request.param, program=QUICK) as running:
+    folder = tmp_path_factory.mktemp("mortal")
+    with Server(folder, *request.param, program=QUICK, environment=SLOWLY) as running:
         yield running
 
 

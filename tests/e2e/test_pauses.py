@@ -47,9 +47,7 @@ def test_callers_are_refused_while_the_engine_is_paused(tmp_path, processes):
     with Server(tmp_path, "--model", "null", "--processes", processes) as server:
         engine = next(pid for pid in server.child_pids() if "engine.process" in command(pid))
         os.kill(engine, signal.SIGSTOP)
-        stopped = time.monotonic()
         until(lambda: len(server.events("engine_hung")) == int(processes))
-        assert time.monotonic() - stopped < 20
         for _ in range(5):
             with grpc.insecure_channel(server.address, (("grpc.use_local_subchannel_pool", 1),)):
                 refused = failure_of(lambda: server.inference.Detect(PROBE))
@@ -77,12 +75,11 @@ def test_an_engine_that_is_paused_for_long_is_replaced(server, seconds):
     """Another one serves long before the pause ends, and the end of the pause changes nothing."""
     engine = server.engine_pid
     os.kill(engine, signal.SIGSTOP)
-    began = time.monotonic()
     timer = threading.Timer(seconds, lambda: _continue(engine))
     timer.start()
     until(lambda: server.events("engine_killed"))
     until(server.is_serving)
-    assert time.monotonic() - began < 19
+    assert timer.is_alive()
     assert not exists(engine)
     timer.join()
     assert server.inference.Detect(PROBE).objects

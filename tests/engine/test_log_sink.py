@@ -7,7 +7,6 @@ import re
 import select
 import subprocess
 import sys
-import time
 
 import pytest
 from legato_engine import log_sink
@@ -182,8 +181,6 @@ def test_a_process_exits_whatever_its_standard_error_is(configure):
         while True:
             os.write(writing, bytes(4096))
     os.set_blocking(writing, True)
-    began = time.monotonic()
     run(configure, stderr=writing)
-    assert time.monotonic() - began < 30
     os.close(reading)
     os.close(writing)

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import collections
 import dataclasses
+import math
 import os
 import random
 import sys
@@ -42,6 +43,7 @@ cancellation came is never freed, some 80 bytes a step and the message (grpc/grp
 MAX_MORE = 8  # descriptors or threads above the first sample, connections aside
 _SAMPLES = 40
 _WARM_UP = 0.25  # of the samples
+_TICK = 0.01  # seconds
 
 Code = grpc.StatusCode
 Job = Callable[["Traffic"], Awaitable[Code]]
@@ -105,8 +107,8 @@ class Traffic:
         data = self.chance.choice(self.scenes)
         return media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
 
-    async def run(self, until: float) -> None:
-        while time.monotonic() < until:
+    async def run(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
             name = self.chance.choice(self.kinds)
             job, expected = JOBS[name]
             try:
@@ -223,14 +225,18 @@ def allowance(ends: collections.Counter[str]) -> float:
 
 async def soak(
     server: Server,
-    seconds: float,
     *,
+    seconds: float = math.inf,
+    calls: float = math.inf,
     callers: int,
     seed: int = 0,
     max_slope: float = MAX_SLOPE,
     kinds: Sequence[str] = tuple(JOBS),
 ) -> Report:
-    """Run the traffic of `callers` callers, each with its channel, and watch both processes."""
+    """Run the traffic of `callers` callers, each with its channel, and watch both processes.
+
+    It is over after the seconds, or the calls.
+    """
     pids = {"service": server.process.pid, "engine": server.engine_pid}
     samples: dict[str, list[Sample]] = {name: [] for name in pids}
     channels = [
@@ -238,13 +244,20 @@ async def soak(
         for _ in range(callers)
     ]
     traffic = [Traffic(channel, seed + number, kinds) for number, channel in enumerate(channels)]
-    until = time.monotonic() + seconds
-    running = [asyncio.create_task(each.run(until)) for each in traffic]
-    for _ in range(_SAMPLES):
-        await asyncio.sleep(seconds / _SAMPLES)
-        calls = sum(each.calls for each in traffic)
+    begin = time.monotonic()
+
+    def num_calls() -> int:
+        return sum(each.calls for each in traffic)
+
+    def share() -> float:
+        return max((time.monotonic() - begin) / seconds, num_calls() / calls)
+
+    running = [asyncio.create_task(each.run(lambda: share() >= 1)) for each in traffic]
+    for number in range(1, _SAMPLES + 1):
+        while share() < number / _SAMPLES and not any(each.done() for each in running):  # noqa: ASYNC110 - time passes, too
+            await asyncio.sleep(_TICK)
         for name, pid in pids.items():
-            samples[name].append(sample(pid, calls))
+            samples[name].append(sample(pid, num_calls()))
     await asyncio.gather(*running)
     for channel in channels:
         await channel.close()
@@ -253,7 +266,7 @@ async def soak(
     allowed = {"service": max_slope + allowance(ends), "engine": max_slope}
     for name, taken in samples.items():
         problems += [f"{name}: {problem}" for problem in growth(taken, allowed[name])]
-    return Report(sum(each.calls for each in traffic), ends, problems, samples)
+    return Report(num_calls(), ends, problems, samples)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Server(Path(folder), "--model", arguments.model) as server,
     ):
         report = asyncio.run(
-            soak(server, arguments.minutes * 60, callers=arguments.callers, kinds=kinds)
+            soak(server, seconds=arguments.minutes * 60, callers=arguments.callers, kinds=kinds)
         )
         server.settle()
         for number, end in sorted((n, end) for end, n in report.ends.items()):

@@ -11,7 +11,7 @@ from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client import Client
 
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import Server, until
+from tests.e2e.server import SLOWLY, Server, until
 from tests.faults.proxy import FaultProxy
 
 SCENE = two_shapes()
@@ -21,7 +21,7 @@ DETECT = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server of legato-tiny."""
-    with Server(tmp_path_factory.mktemp("server")) as running:
+    with Server(tmp_path_factory.mktemp("server"), environment=SLOWLY) as running:
         yield running
 
 

@@ -1,9 +1,10 @@
-"""The fork server: `python -m tests.fork_server FD PADDING`.
+"""The fork server: `python -m tests.fork_server FD IMPORTED PADDING`.
 
-A process that has imported what servers and engines import, and has run nothing of it. For each
-`Start` that it reads from FD it forks a process, which runs the module as `python -m` would. That
-process becomes the child of the asking one: its first parent ends at once, and the asking process
-is a subreaper meanwhile. The padding is room for the command lines of forked processes.
+A process that has imported what servers and engines import, or only what a decoder of images does,
+and has run nothing of it. For each `Start` that it reads from FD it forks a process, which runs the
+module as `python -m` would. That process becomes the child of the asking one: its first parent ends
+at once, and the asking process is a subreaper meanwhile. The padding is room for the command lines
+of forked processes.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from typing import Any
 
 import msgspec
 
-from tests.fork_server import service
 from tests.fork_server.client import MAX_MESSAGE, NAME, ForkServer, Start, prctl
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
-IMPORTED = (
-    "legato_engine.engine.assembly",
-    "legato_engine.engine.process",
-    "legato_engine.models.llama.family",
-    "legato_engine.models.moondream.family",
-    "legato_engine.models.moondream.model",
-    "legato_engine.models.moondream.weights",
-    "legato_service.__main__",
-    "legato_service.workers.worker",
-    "legato_tiny",
-    "tests.fork_server.service",
-)
+IMPORTED = {
+    "all": (
+        "legato_engine.engine.assembly",
+        "legato_engine.engine.process",
+        "legato_engine.models.llama.family",
+        "legato_engine.models.moondream.family",
+        "legato_engine.models.moondream.model",
+        "legato_engine.models.moondream.weights",
+        "legato_service.__main__",
+        "legato_service.workers.worker",
+        "legato_tiny",
+        "tests.fork_server.service",
+    ),
+    "decoder": ("legato_engine.images.decoding_worker",),
+}
 SERVICES = ("legato_service", "tests.e2e.quick_service", "tests.service.fake_service")
 _FIRST_FREE_FD = 3
 _HIGH_FD = 512  # above all that a child is given
@@ -53,7 +56,7 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     prctl(PR_SET_NAME, NAME.encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the channel ends this process
-    for name in IMPORTED:
+    for name in IMPORTED[sys.argv[2]]:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in forked processes"
     gc.collect()
@@ -124,8 +127,11 @@ def run(start: Start) -> None:
     sys.argv = [start.module, *start.arguments]
     _show(start)
     for name in ("legato_engine.failpoints", "legato_service"):  # they read the environment
-        importlib.reload(sys.modules[name])
+        if name in sys.modules:
+            importlib.reload(sys.modules[name])
     if start.module in SERVICES:
+        from tests.fork_server import service  # with what no decoder imports
+
         service.fork_children_of(_own_server())
     _end(_run_as_main(start.module))
 

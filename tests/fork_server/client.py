@@ -40,12 +40,13 @@ class ForkServer:
         self._lock = threading.Lock()
 
     @classmethod
-    def begin(cls, environment: Mapping[str, str]) -> ForkServer:
-        """Start a fork server; it ends with this process."""
+    def begin(cls, environment: Mapping[str, str], imported: str) -> ForkServer:
+        """Start a fork server, which imports what is named so; it ends with this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            arguments = (str(theirs.fileno()), imported, _PADDING)
             subprocess.Popen(
-                (sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), _PADDING),
+                (sys.executable, "-m", "tests.fork_server", *arguments),
                 env={**environment, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

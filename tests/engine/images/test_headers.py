@@ -1,7 +1,6 @@
 """Limits that image files are held to before they are decoded."""
 
 import struct
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from PIL import Image
 
 from tests import hostile_images
 from tests.hostile_images import file, png, png_chunk, smooth
+from tests.work import lines_run
 
 MAX_PIXELS = 40_000_000
 LIMITS = {"max_pixels": MAX_PIXELS, "max_bytes": 64 * 1024 * 1024}
@@ -46,11 +46,11 @@ def refusal(data):
     ],
 )
 def test_the_header_of_a_hostile_file_names_the_limit(make, unit, limit):
-    """A file beyond a limit is refused by its header, within milliseconds."""
+    """A file beyond a limit is refused by its header, with little work whatever its size."""
     data = make()
-    start = time.perf_counter()
-    error = refusal(data)
-    assert time.perf_counter() - start < 0.1
+    with lines_run() as count:
+        error = refusal(data)
+    assert count() < 50_000
     assert isinstance(error, ImageTooLarge)
     assert error.metadata["unit"] == unit
     assert limit is None or error.metadata["limit"] == str(limit)
@@ -79,10 +79,9 @@ def test_too_many_scans_are_counted_not_decoded(make):
     data = make()
     header = inspect(data, **LIMITS)
     assert header.has_scans
-    start = time.perf_counter()
-    with pytest.raises(ImageTooLarge) as caught:
+    with lines_run() as count, pytest.raises(ImageTooLarge) as caught:
         check_scans(data, header, MAX_PIXELS)
-    assert time.perf_counter() - start < 0.5
+    assert count() < 10_000
     assert caught.value.metadata["unit"] == "scans"
 
 
@@ -102,7 +101,8 @@ def test_scans_of_a_baseline_jpeg_count_too():
 
 SIZES = [
     (40, 30),
-    (3840, 2160),
+    (1920, 1080),
+    pytest.param((3840, 2160), marks=pytest.mark.slow),
     pytest.param((5120, 2880), marks=pytest.mark.slow),
     (1, 20_000),
     (20_000, 1),

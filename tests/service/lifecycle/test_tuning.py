@@ -56,5 +56,4 @@ def test_a_refused_scheduling_policy_is_ignored(monkeypatch):
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold() == SHARED.service_gc
     finally:
-        gc.unfreeze()
         gc.set_threshold(*thresholds)

@@ -78,9 +78,12 @@ def test_batches_of_any_size_leave_no_memory():
     logger = configuration.JsonLogger(Nowhere(), [], {})
     record = configuration.LogRecord("rpc_ended", "info", "now")
     chance = random.Random(1)
-    before = 0
-    for number in range(2000):
-        configuration.write(logger, [record] * chance.randint(1, 9))
-        if number == 100:
-            before = sys.getallocatedblocks()
-    assert sys.getallocatedblocks() - before < 200
+
+    def growth():
+        before = sys.getallocatedblocks()
+        for _ in range(2000):
+            configuration.write(logger, [record] * chance.randint(1, 9))
+        return sys.getallocatedblocks() - before
+
+    growth()
+    assert min(growth() for _ in range(3)) < 200  # other threads of the process may allocate, too

@@ -73,22 +73,27 @@ def test_connections_are_read_by_the_event_loop(cores, options, given, woken_by_
         stderr=subprocess.PIPE,
         text=True,
     )
-    calls = 500  # a few wakes are the clock's, some thirty a second; a call's would be three
+    batches, calls = 100, 5  # some thirty wakes a second are the clock's; a call's would be three
+    woken = []
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             echo: Any = channel.unary_unary("/echo/Echo")
             echo(b"first")
-            before = _wakes(process.pid, "event_engine")
-            for _ in range(calls):
-                echo(b"again")
-            woken = _wakes(process.pid, "event_engine") - before
+            for _ in range(batches):
+                before = _wakes(process.pid, "event_engine")
+                for _ in range(calls):
+                    echo(b"again")
+                woken.append(_wakes(process.pid, "event_engine") - before)
     finally:
         process.kill()
         _, complaints = process.communicate()
     assert complaints == ""
-    assert (woken > calls * 3 / 2) == woken_by_calls
+    quick = sorted(woken)[
+        batches // 4
+    ]  # others may have been held up, and have many of the clock's
+    assert (quick > calls * 3 / 2) == woken_by_calls
 
 
 def _wakes(pid: int, name: str) -> int:

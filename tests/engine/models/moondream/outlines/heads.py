@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.outlines.head import Head
 from legato_engine.models.moondream.vision import Vision, normalised, patches
+
+from tests.shared import made_once
 
 DIM = 32
 NUM_MASKS = 4
@@ -33,8 +37,19 @@ def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> He
     return head.eval().requires_grad_(requires_grad=False)
 
 
-def learnt_head(config: MoondreamConfig, vision: Vision) -> Head:
-    """A head that turns a box around something bright into its mask."""
+def write_learnt_head(path: Path, name: str, config: MoondreamConfig, vision: Vision) -> None:
+    """Write a head that turns a box around something bright into its mask.
+
+    The name stands for the configuration and the encoder.
+    """
+
+    def make(part: Path) -> None:
+        torch.save({"head": _learnt_head(config, vision).state_dict()}, part)
+
+    shutil.copyfile(made_once(f"{name}-head.pt", make), path)
+
+
+def _learnt_head(config: MoondreamConfig, vision: Vision) -> Head:
     head = random_head(config).requires_grad_()
     settings, side = config.refiner, config.vision.crop_size
     assert settings is not None

@@ -21,7 +21,7 @@ from legato_engine.models.moondream.weights import random_weights
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.engine.models.moondream.outlines.heads import learnt_head
+from tests.engine.models.moondream.outlines.heads import write_learnt_head
 
 CENTRE = (0.5, 0.375)
 EXTENT = (0.4, 0.6)
@@ -53,13 +53,8 @@ def write_model(folder: Path) -> None:
 
 def write_head(path: Path) -> None:
     """Write a head trained for that model's vision encoder to find what is bright."""
-    torch.save({"head": _learnt()}, path)
-
-
-@functools.cache
-def _learnt() -> dict[str, torch.Tensor]:
     network = random_weights(config(), 0, torch.device("cpu"), torch.float32)
-    return learnt_head(config(), network.vision).state_dict()
+    write_learnt_head(path, "scripted", config(), network.vision)
 
 
 def _tokenizer() -> Tokenizer:

@@ -14,7 +14,7 @@ from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights
 from PIL import Image
 
-from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK, learnt_head
+from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK, write_learnt_head
 from tests.engine.models.moondream.outlines.shapes import drawn, overlap
 
 CONFIG = tiny_random3_config()
@@ -34,7 +34,7 @@ def network():
 def learnt(network, tmp_path_factory):
     """A refiner trained to find what is bright in its box."""
     path = tmp_path_factory.mktemp("head") / "model.pt"
-    torch.save({"head": learnt_head(CONFIG, network.vision).state_dict()}, path)
+    write_learnt_head(path, "tiny", CONFIG, network.vision)
     return MoondreamRefiner(CONFIG, network.vision, path)
 
 
