@@ -87,7 +87,10 @@ def tracking(message: task_pb2.Tracking, path: str) -> float:
     seconds = message.max_unseen.ToNanoseconds() / 1e9
     if not 0 <= seconds <= MAX_UNSEEN:
         raise InvalidField(
-            f"must be 0 to {MAX_UNSEEN:g} s", field=f"{path}max_unseen", limit=MAX_UNSEEN
+            f"must be 0 to {MAX_UNSEEN:g} s",
+            field=f"{path}max_unseen",
+            limit=MAX_UNSEEN,
+            actual=seconds,
         )
     return seconds
 
@@ -98,7 +101,12 @@ def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> core.T
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
     if len(message.task_id) > MAX_TASK_ID:
-        raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
+        raise InvalidField(
+            f"at most {MAX_TASK_ID} characters",
+            field=f"{path}.task_id",
+            limit=MAX_TASK_ID,
+            actual=len(message.task_id),
+        )
     kind_path = f"{path}.{kind}."
     if kind == "detect" and message.detect.HasField("tracking") and not standing:
         raise InvalidField(
@@ -156,8 +164,15 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
 
 def _stop_strings(texts: Sequence[str], field: str) -> tuple[str, ...]:
     if len(texts) > MAX_STOPS:
-        raise InvalidField(f"at most {MAX_STOPS} stop strings", field=field)
+        raise InvalidField(
+            f"at most {MAX_STOPS} stop strings", field=field, limit=MAX_STOPS, actual=len(texts)
+        )
     for index, text in enumerate(texts):
         if not 1 <= len(text) <= MAX_STOP:
-            raise InvalidField(f"1 to {MAX_STOP} characters", field=f"{field}[{index}]")
+            raise InvalidField(
+                f"1 to {MAX_STOP} characters",
+                field=f"{field}[{index}]",
+                limit=MAX_STOP,
+                actual=len(text),
+            )
     return tuple(texts)
