@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import InvalidField
 
-from legato_service.convert import skills
+from legato_service.convert import fields, skills
 
 MAX_STOPS, MAX_STOP = 8, 64
 MAX_TOP_LOGPROBS = 20
@@ -24,13 +24,17 @@ DEFAULT_UNSEEN, MAX_UNSEEN = 2.0, 60.0  # seconds
 _ALL_DEFAULTS = core.SamplingParams()
 
 
-def heartbeat(options: inference_pb2.RequestOptions) -> float:
-    """Seconds of silence, infinity without heartbeats."""
-    if not options.HasField("heartbeat_interval"):
-        return math.inf
-    seconds = options.heartbeat_interval.ToNanoseconds() / 1e9
+def heartbeat(
+    message: inference_pb2.RequestOptions | session_pb2.SessionOpen,
+    path: str = "options.",
+    default: float = math.inf,
+) -> float:
+    """Seconds of silence before a heartbeat; by default there is none."""
+    if not message.HasField("heartbeat_interval"):
+        return default
+    seconds = fields.seconds(message.heartbeat_interval)
     if seconds <= 0:
-        raise InvalidField("must be positive", field="options.heartbeat_interval")
+        raise InvalidField("must be above 0", field=f"{path}heartbeat_interval")
     return max(seconds, MIN_HEARTBEAT)
 
 
@@ -84,7 +88,7 @@ def tracking(message: task_pb2.Tracking, path: str) -> float:
     """Seconds for which a track lives unseen."""
     if not message.HasField("max_unseen"):
         return DEFAULT_UNSEEN
-    seconds = message.max_unseen.ToNanoseconds() / 1e9
+    seconds = fields.seconds(message.max_unseen)
     if not 0 <= seconds <= MAX_UNSEEN:
         raise InvalidField(
             f"must be 0 to {MAX_UNSEEN:g} s",
