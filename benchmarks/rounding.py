@@ -60,11 +60,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rounding", description=__doc__)
     parser.add_argument("--scenes", type=int, default=320)
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument(
+        "--folder", type=Path, help="keep the drawn scenes there, or take those that it has"
+    )
     parser.add_argument("--parallel", type=int, default=4, help="pictures asked about at a time")
     parser.add_argument("--name", default="rounding")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        pictures = drawn(Path(folder), arguments.scenes, arguments.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        pictures = scenes(folder, arguments.scenes, arguments.seed)
         counts = {
             name: counted(pictures, answers(options, pictures, arguments.parallel))
             for name, options in FORMS.items()
@@ -95,13 +99,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def drawn(folder: Path, scenes: int, seed: int) -> Sequence[LabelledPicture]:
-    """Draw scenes; those without an object are left out."""
-    program = [sys.executable, "-m", "legato_training.labelled", "--shapes", "--out", str(folder)]
-    subprocess.run(
-        [*program, "--scenes", str(scenes), "--seed", str(seed)], cwd=ROOT / "training", check=True
-    )
-    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).pictures
+def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledPicture]:
+    """At most so many pictures of a folder, which are drawn if it has none.
+
+    Those without an object are left out.
+    """
+    if not (folder / ANNOTATIONS).exists():
+        program = [sys.executable, "-m", "legato_training.labelled", "--shapes"]
+        options = ["--out", str(folder), "--scenes", str(count), "--seed", str(seed)]
+        subprocess.run([*program, *options], cwd=ROOT / "training", check=True)
+    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).pictures[:count]
 
 
 def answers(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from legato_client.live.camera import Camera
     from legato_client.live.outputs import Receiver
 
-_PATIENCE = 60.0
+_PATIENCE = 60.0  # seconds
 _REFRESH = 0.1  # seconds
 
 
