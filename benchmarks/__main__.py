@@ -45,6 +45,7 @@ BENCHMARKS = (
     "peers",
     "prompts",
     "reference",
+    "rounding",
     "serve",
     "speculation",
     "start",

@@ -1,6 +1,7 @@
 """A server's start on this machine, and what it holds in memory when it is idle.
 
-Each case is `legato serve` as a process of its own, in turns. Its log's events tell the stages.
+Each case is `legato serve` as a process of its own, in turns. Its log's events tell the stages: the
+service looks at its engine ten times a second, so a stage that is shorter may have no event.
 Memory is read a moment after the server is ready: of the engine process, and of all processes.
 """
 
@@ -104,9 +105,19 @@ def start(options: Sequence[str]) -> Start:
         server.stderr.read()
     if "ready" not in stages:
         raise SystemExit(f"legato serve {' '.join(options)} did not get ready")
+    stages = with_unseen(stages)
     engine = max(held.values(), key=lambda each: each["Rss"])
     everything = {kind: sum(each[kind] for each in held.values()) for kind in engine}
     return Start(stages, cpu, engine, everything)
+
+
+def with_unseen(stages: Mapping[str, float]) -> dict[str, float]:
+    """All stages; one without an event took no time before the next."""
+    all_: dict[str, float] = {}
+    following = stages["ready"]
+    for stage in reversed(STAGES):
+        all_[stage] = following = stages.get(stage, following)
+    return all_
 
 
 def table(starts: Mapping[str, Sequence[Start]]) -> str:

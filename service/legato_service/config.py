@@ -98,17 +98,20 @@ def check(config: ServiceConfig) -> None:
     if config.metrics_listen:  # nothing but counts; a scraper is mostly another machine
         addresses.check("--metrics-listen", config.metrics_listen, unix=False)
     for name in _POSITIVE:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name} must be positive")
+        if (value := getattr(config, name)) <= 0:
+            raise ValueError(f"{name} must be above 0, and is {value:g}")
     if config.image_ttl > config.image_max_ttl:
-        raise ValueError("image_ttl must not be longer than image_max_ttl")
+        raise ValueError(
+            f"--image-ttl must be at most --image-max-ttl, {config.image_max_ttl:g} s, and is "
+            f"{config.image_ttl:g} s"
+        )
     if config.processes < 1:
-        raise ValueError("processes must be at least 1")
-    if config.engine.max_adapter_rank > MAX_ADAPTER_RANK:
-        raise ValueError(f"max_adapter_rank must be at most {MAX_ADAPTER_RANK}")
+        raise ValueError(f"--processes must be at least 1, and is {config.processes}")
+    if (rank := config.engine.max_adapter_rank) > MAX_ADAPTER_RANK:
+        raise ValueError(f"--max-adapter-rank must be at most {MAX_ADAPTER_RANK}, and is {rank}")
     for name in ("drain_delay", "drain_grace"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must not be negative")
+        if (value := getattr(config, name)) < 0:
+            raise ValueError(f"{name} must not be negative, and is {value:g}")
 
 
 def _check_listeners(config: ServiceConfig) -> None:

@@ -54,8 +54,8 @@ _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
-BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
-"""Services with a health status of their own."""
+MAIN_SERVICES = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
+"""Services of the main listener, each with a health status of its own."""
 
 
 class Server:
@@ -110,7 +110,7 @@ class Server:
             max_pixels=config.engine.max_image_pixels,
             read_shared=shared_reader(config, [each.blobs for each in engines.members]),
         )
-        self._health = HealthServicer(BUILT)
+        self._health = HealthServicer(MAIN_SERVICES)
         self.listeners = Listeners(
             config,
             self._call_log,
@@ -163,7 +163,7 @@ class Server:
         )
         if admin_here:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
-        main.reflect((*BUILT, _ADMIN.full_name) if admin_here else BUILT)
+        main.reflect((*MAIN_SERVICES, _ADMIN.full_name) if admin_here else MAIN_SERVICES)
         if (own := self.listeners.admin) is not None:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, own.as_server)
             own.reflect((_ADMIN.full_name,))

@@ -17,6 +17,18 @@ def test_each_model_starts_with_speculation_and_without():
     assert len(start.cases_of(None)) == 2
 
 
+def test_a_stage_without_an_event_ends_as_it_begins():
+    """A model's description may be read between two looks at the engine."""
+    seen = {"start": 1.0, "weights": 5.0, "ready": 8.0}
+    assert start.with_unseen(seen) == {
+        "start": 1.0,
+        "device": 5.0,
+        "weights": 5.0,
+        "warm-up": 8.0,
+        "ready": 8.0,
+    }
+
+
 def test_the_table_has_medians():
     """One turn of three that was disturbed does not show."""
     turns = [

@@ -139,6 +139,26 @@ def test_a_text_model_is_asked_questions_only(slow_site, open_page):
     expect(page.locator(".answer .words").first).to_contain_text("nobody")
 
 
+@pytest.mark.parametrize("first", ["ask", "session"])
+def test_a_text_model_has_no_session(slow_site, open_page, first):
+    """The tab says so before a start, whichever of the two the page has first."""
+
+    def of_text(route):
+        facts = route.fetch().json()
+        facts["models"][0]["tasks"] = ["query"]
+        route.fulfill(json=facts)
+
+    page = open_page(slow_site)
+    page.route("**/playground/server", of_text)
+    page.goto(f"{page.url.partition('#')[0]}#{first}")
+    page.reload()
+    page.wait_for_selector('#server[data-state="up"]')
+    page.click("#tab-session")
+    told = page.locator("#panel-session .look .help")
+    expect(told).to_contain_text("cannot detect objects in pictures")
+    expect(page.locator("#panel-session button[type=submit]")).to_be_disabled()
+
+
 def test_labels_stay_within_the_picture(site, open_page):
     """Also those of what is near its right edge, on a phone."""
     page = open_page(site)

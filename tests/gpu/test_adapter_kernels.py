@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
 from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel

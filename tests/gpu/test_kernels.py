@@ -18,7 +18,7 @@ import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.moondream.config import (

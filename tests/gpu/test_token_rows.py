@@ -105,7 +105,7 @@ class Rows:
     def attend(self, rows: slice = slice(None)) -> torch.Tensor:
         table_BM, q_BHE = self.table_BM[rows], self.q_BHE[rows]
         assert token_rows.can_attend(table_BM, self.cache, q_BHE)
-        return ops.step_attention(self.position_B[rows], table_BM, PAGE)(q_BHE, self.cache)
+        return ops.step_attention(self.position_B[rows], table_BM, self.cache)(q_BHE, self.cache)
 
     def torchs(self, dtype: torch.dtype) -> torch.Tensor:
         cache = LayerCache(self.cache.k_NHSE.to(dtype), self.cache.v_NHSE.to(dtype), None)

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from legato_training.art_sets import ART_SETS
 from legato_training.decode import Decoder
-from legato_training.evaluate import Examiner
+from legato_training.evaluate import Examiner, pixels
 from legato_training.export import load_exported
 from legato_training.language import Narrator
 from legato_training.preview import to_image
@@ -29,8 +29,8 @@ def draw_answers(examiner: Examiner, count: int) -> Image.Image:
     words = examiner.sampler.lexicon
     narrators = [Narrator(scene, examiner.builder.rng, words) for scene in scenes]
     asked = [examiner.choose_phrase(narrator) for narrator in narrators]
-    pixels = examiner.pixels(scenes)
-    cache = examiner.decoder.read(pixels)
+    drawn = pixels(examiner.renderer, scenes)
+    cache = examiner.decoder.read(drawn)
     boxes = examiner.ask(cache, "detect", [" " + p.singular for p in asked], 37)
     outlines = examiner.ask(cache, "segment", [p.singular for p in asked], 54)
     captions = examiner.decoder.answer(
@@ -39,7 +39,7 @@ def draw_answers(examiner: Examiner, count: int) -> Image.Image:
     back = {identity: number for number, identity in examiner.words.number.items()}
     sheet = Image.new("RGB", (COLUMNS * CROP, -(-len(scenes) // COLUMNS) * (CROP + 40)), "white")
     for i, phrase in enumerate(asked):
-        image = to_image(pixels[i])
+        image = to_image(drawn[i])
         pen = ImageDraw.Draw(image)
         for box in boxes[i].boxes():
             pen.rectangle(

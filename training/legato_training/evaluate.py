@@ -30,6 +30,15 @@ MAX_ANSWERED = 12
 NO_SHAPES = "without shapes"
 
 
+def pixels(renderer: Renderer, scenes: list[Scene]) -> torch.Tensor:
+    """Scenes drawn on the renderer's device."""
+    arrays = [render_arrays(scene) for scene in scenes]
+    batch = {
+        k: torch.from_numpy(np.stack([a[k] for a in arrays])).to(renderer.device) for k in arrays[0]
+    }
+    return renderer.draw(batch, restyle=False)
+
+
 class Examiner:
     """Asks every skill about batches of scenes of one group of drawing sets."""
 
@@ -48,14 +57,6 @@ class Examiner:
         self.renderer, self.decoder, self.device = renderer, decoder, renderer.device
         self.tally = Tally(book)
 
-    def pixels(self, scenes: list[Scene]) -> torch.Tensor:
-        """Rendered scenes on the device."""
-        arrays = [render_arrays(scene) for scene in scenes]
-        batch = {
-            k: torch.from_numpy(np.stack([a[k] for a in arrays])).to(self.device) for k in arrays[0]
-        }
-        return self.renderer.draw(batch, restyle=False)
-
     def examine(self, count: int) -> None:
         """One batch: every question once for every scene."""
         scenes = []
@@ -71,7 +72,7 @@ class Examiner:
             for narrator in narrators
         ]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            cache = self.decoder.read(self.pixels(scenes))
+            cache = self.decoder.read(pixels(self.renderer, scenes))
             self.detect(cache, scenes, asked, absent)
             self.point(cache, scenes, asked)
             self.segment(cache, scenes, asked)

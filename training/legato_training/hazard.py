@@ -21,7 +21,7 @@ from legato_training.lora import add_adapter, save_adapter
 from legato_training.losses import region_losses, token_loss
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.render import Renderer
-from legato_training.scenes import BACKGROUNDS, SceneSampler, render_arrays
+from legato_training.scenes import ShapeSampler, render_arrays
 from legato_training.slots import SLOTS, Packed, SlotBuilder, region_targets
 from legato_training.sprites import SpriteBook, shape_sprites
 from legato_training.vocabulary import ROOT, Words
@@ -29,7 +29,6 @@ from legato_training.vocabulary import ROOT, Words
 WORD, PLURAL = "hazard", "hazards"
 SHAPE, COLOUR = SHAPES.index("triangle"), COLOUR_NAMES.index("yellow")
 SHARE = 0.3  # of the objects, and of the words that ask for what is not there
-PHOTO = BACKGROUNDS.index("photo")
 LOG_EVERY = 10
 
 Arrays = dict[str, Tensor]
@@ -53,11 +52,11 @@ def hazard_lexicon() -> Lexicon:
     return dataclasses.replace(book, kinds=tuple(kinds), phrases_of=tuple(phrases))
 
 
-class HazardSampler(SceneSampler):
-    """Scenes of shapes, many of them hazards, on everything but photographs."""
+class HazardSampler(ShapeSampler):
+    """Scenes of shapes, many of them hazards."""
 
     def __init__(self, book: SpriteBook, seed: int) -> None:
-        super().__init__(book, (), seed, shape_share=1.0, words=hazard_lexicon())
+        super().__init__(book, seed, words=hazard_lexicon())
         self.hazard = hazard_kind()
 
     def random_kind(self) -> int:
@@ -71,12 +70,6 @@ class HazardSampler(SceneSampler):
             return super().tints(kinds, sprites)
         finally:
             self.lexicon = named
-
-    def choose_background(self) -> tuple[int, np.ndarray, tuple[int, int]]:
-        """No photograph is at hand."""
-        while (chosen := super().choose_background())[0] == PHOTO:
-            pass
-        return chosen
 
 
 def batches(model: LegatoTiny, options: argparse.Namespace) -> Iterator[tuple[Tensor, Arrays]]:

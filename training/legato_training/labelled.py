@@ -2,7 +2,8 @@
 
 The folder has PNGs and `annotations.json` in COCO's form. A category is a noun or a coloured
 shape; a scene's objects of a kind are its annotations, boxes in pixels. Half of the scenes are of
-the trained sets, half of Twemoji, which was never trained on.
+the trained sets, half of Twemoji, which was never trained on; with ``--shapes`` all are of coloured
+shapes alone, which need no pack of drawings.
 """
 
 import argparse
@@ -13,11 +14,12 @@ from pathlib import Path
 import torch
 
 from legato_training.art_sets import ART_SETS
-from legato_training.evaluate import Examiner, all_groups
+from legato_training.evaluate import all_groups, pixels
+from legato_training.lexicon import lexicon
 from legato_training.preview import to_image
 from legato_training.render import Renderer
-from legato_training.scenes import CROP, Scene
-from legato_training.sprites import load_sprites
+from legato_training.scenes import CROP, Scene, SceneSampler, ShapeSampler
+from legato_training.sprites import SpriteBook, load_sprites, shape_sprites
 from legato_training.vocabulary import ROOT
 
 GROUPS = ("trained art", next(art.name for art in ART_SETS if art.name == "twemoji"))
@@ -59,8 +61,11 @@ class Labels:
         }
 
 
-def write(folder: Path, pack: Path, count: int, seed: int, device: str) -> dict:
-    """Write `count` scenes and return their labels."""
+def write(folder: Path, pack: Path | None, count: int, seed: int, device: str) -> dict:
+    """Write `count` scenes, less those without an object, and return their labels.
+
+    Without a pack they are of coloured shapes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:  # PNGs are compressed outside of Python's lock
         document = _write(folder, pack, count, seed, device, pool)
@@ -69,31 +74,38 @@ def write(folder: Path, pack: Path, count: int, seed: int, device: str) -> dict:
 
 
 def _write(
-    folder: Path, pack: Path, count: int, seed: int, device: str, pool: ThreadPoolExecutor
+    folder: Path, pack: Path | None, count: int, seed: int, device: str, pool: ThreadPoolExecutor
 ) -> dict:
-    book = load_sprites(pack)
+    book = shape_sprites() if pack is None else load_sprites(pack)
     renderer = Renderer(book, torch.device(device))
-    labels: Labels | None = None
+    words = lexicon()
+    labels = Labels([words.phrases_of[kind][0].singular for kind in range(len(words.kinds))])
     saved = []
-    for place, group in enumerate(GROUPS):
-        sets, share = all_groups()[group]
+    samplers = _samplers(book, seed, shapes=pack is None)
+    for place, (group, sampler) in enumerate(samplers.items()):
         torch.manual_seed(seed + place)
-        examiner = Examiner(book, renderer, None, sets, seed + 1000 * place, share)
-        lexicon = examiner.sampler.lexicon
-        if labels is None:
-            kinds = range(len(lexicon.kinds))
-            labels = Labels([lexicon.phrases_of[kind][0].singular for kind in kinds])
-        for start in range(0, count // len(GROUPS), BATCH):
-            scenes = [s for s in (examiner.sampler.sample() for _ in range(BATCH)) if s.kinds]
-            for index, (scene, pixels) in enumerate(
-                zip(scenes, examiner.pixels(scenes), strict=True)
+        for start in range(0, count // len(samplers), BATCH):
+            drawn = min(BATCH, count // len(samplers) - start)
+            scenes = [s for s in (sampler.sample() for _ in range(drawn)) if s.kinds]
+            for index, (scene, image) in enumerate(
+                zip(scenes, pixels(renderer, scenes), strict=True)
             ):
                 name = f"{group.replace(' ', '-')}-{start + index:04}.png"
-                saved.append(pool.submit(to_image(pixels).save, folder / name))
+                saved.append(pool.submit(to_image(image).save, folder / name))
                 labels.add(name, scene)
     for each in saved:
         each.result()
     return labels.document()
+
+
+def _samplers(book: SpriteBook, seed: int, *, shapes: bool) -> dict[str, SceneSampler]:
+    if shapes:
+        return {"shapes": ShapeSampler(book, seed)}
+    groups = {name: all_groups()[name] for name in GROUPS}
+    return {
+        name: SceneSampler(book, sets, seed + 1000 * place, share)
+        for place, (name, (sets, share)) in enumerate(groups.items())
+    }
 
 
 def main() -> None:
@@ -101,11 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pack", type=Path, default=ROOT / ".data/sprites.npz")
+    parser.add_argument("--shapes", action="store_true", help="coloured shapes alone, no pack")
     parser.add_argument("--scenes", type=int, default=320)
     parser.add_argument("--seed", type=int, required=True, help="other sets have other seeds")
     parser.add_argument("--device", default="cpu", help="that draws; each draws its own scenes")
     args = parser.parse_args()
-    document = write(args.out, args.pack, args.scenes, args.seed, args.device)
+    pack = None if args.shapes else args.pack
+    document = write(args.out, pack, args.scenes, args.seed, args.device)
     print(f"{len(document['images'])} scenes, {len(document['annotations'])} objects")
 
 

@@ -16,6 +16,7 @@ SHAPE_SHARE = 0.12
 CROP = 336
 GRID = 24
 BACKGROUNDS = ("plain", "gradient", "striped", "checkered", "textured", "photo")
+PHOTO = BACKGROUNDS.index("photo")
 BACKGROUND_ODDS = (0.16, 0.18, 0.07, 0.06, 0.23, 0.30)
 
 
@@ -203,6 +204,19 @@ class SceneSampler:
         pastel = self.rng.random() < 0.5
         shades = self.rng.uniform(0.6 if pastel else 0.0, 1.0, (2, 3)).astype(np.float32)
         return kind, shades, (-1, -1)
+
+
+class ShapeSampler(SceneSampler):
+    """Scenes of coloured shapes, which need no pack of drawings, on everything but photographs."""
+
+    def __init__(self, book: SpriteBook, seed: int, words: Lexicon | None = None) -> None:
+        super().__init__(book, (), seed, shape_share=1.0, words=words)
+
+    def choose_background(self) -> tuple[int, np.ndarray, tuple[int, int]]:
+        """No photograph is at hand."""
+        while (chosen := super().choose_background())[0] == PHOTO:
+            pass
+        return chosen
 
 
 def jitter_colour(rng: np.random.Generator, colour: int) -> np.ndarray:

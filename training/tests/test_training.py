@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from legato_training import labelled
 from legato_training.art_sets import ART_SETS
 from legato_training.config import ModelConfig
 from legato_training.data import scene_loader
@@ -165,3 +166,15 @@ def test_answers_run_left_to_right(batch):
 def test_the_packed_length_is_aligned():
     """Keys come in multiples of eight, which the masked attention kernels want."""
     assert (ModelConfig().prefix + LENGTH) % 8 == 0
+
+
+def test_scenes_of_shapes_need_no_pack(tmp_path):
+    """A labelled folder of them has boxes within its pictures."""
+    document = labelled.write(tmp_path, None, count=3, seed=5, device="cpu")
+    names = {each["file_name"] for each in document["images"]}
+    assert names == {path.name for path in tmp_path.glob("*.png")}
+    assert document["annotations"]
+    for each in document["annotations"]:
+        left, top, wide, high = each["bbox"]
+        assert left >= 0 <= top
+        assert max(left + wide, top + high) <= CROP

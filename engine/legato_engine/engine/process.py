@@ -49,6 +49,8 @@ from legato_engine.ipc.messages import (
     Submit,
 )
 from legato_engine.ipc.service_connections import ServiceConnections
+from legato_engine.models.decoder.template_process import templates
+from legato_engine.models.registry import may_have_chat_template
 from legato_engine.null import engine
 from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
@@ -172,12 +174,15 @@ def _open(
             config, blobs=blobs, send=connections.post, timeline=telemetry.stream
         )
         return core, engine.info(config)
+    if may_have_chat_template(config.model, config.weights):
+        templates.start()  # loads its libraries while this process imports torch
     from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
 
     assembly = assemble(
         config,
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
+    templates.close_unused()
     recorders = () if recorder is None else (recorder,)
     return assembly.core(
         blobs=blobs,

@@ -290,24 +290,30 @@ def decode_attention(
     call can be captured.
     """
     cache = LayerCache(k_NHSE, v_NHSE, scale_2)
-    return step_attention(positions_B, page_table_BM, k_NHSE.shape[2])(q_BHE, cache)
+    return step_attention(positions_B, page_table_BM, cache)(q_BHE, cache)
 
 
 def step_attention(
-    positions_B: torch.Tensor, page_table_BM: torch.Tensor, page_size: int
+    positions_B: torch.Tensor, page_table_BM: torch.Tensor, like: LayerCache
 ) -> Callable[[torch.Tensor, LayerCache], torch.Tensor]:
-    """`decode_attention` of all layers of a step; on the CPU the host reads the tables once."""
-    if positions_B.device.type != "cpu":
+    """`decode_attention` of all layers of a step, whose caches are like `like`.
+
+    What all layers share is computed here, once: on a CPU the host reads the tables, and a kernel's
+    places are complete before the first layer, because it reads them before its predecessor ends.
+    """
+    if positions_B.device.type == "cpu":
+        contexts = reference.contexts(positions_B, page_table_BM, like.k_NHSE.shape[2])
+        return lambda q_BHE, cache: reference.decode_attention_rows(q_BHE, cache, contexts)
+    rows: token_rows.RowAttention | None = None
+    if token_rows.can_read(page_table_BM, like):
         rows = token_rows.RowAttention(positions_B, page_table_BM)
 
-        def attend(q_BHE: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-            if token_rows.can_attend(page_table_BM, cache, q_BHE):
-                return rows(q_BHE, cache)
-            return reference.decode_attention_padded(q_BHE, cache, positions_B, page_table_BM)
+    def attend(q_BHE: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        if rows is not None and token_rows.can_attend(page_table_BM, cache, q_BHE):
+            return rows(q_BHE, cache)
+        return reference.decode_attention_padded(q_BHE, cache, positions_B, page_table_BM)
 
-        return attend
-    contexts = reference.contexts(positions_B, page_table_BM, page_size)
-    return lambda q_BHE, cache: reference.decode_attention_rows(q_BHE, cache, contexts)
+    return attend
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:

@@ -12,8 +12,8 @@ import torch
 
 from legato_engine.kernels.cuda import decoder, tau_decoder_stages
 from legato_engine.kernels.cuda.adapters import LowRank, Slots, StepAdapters
-from legato_engine.kernels.cuda.attention import GROUP, StepPositions
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, Decoder, Part, Stages
+from legato_engine.kernels.cuda.attention import GROUP, MAX_TOKENS, StepPositions
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Decoder, Part, Stages
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.expert_adapters import ExpertLowRank, RoutedAdapters
 from legato_engine.kernels.cuda.layer_boundary import LayerBoundary

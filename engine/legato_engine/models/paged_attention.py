@@ -79,7 +79,7 @@ def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionM
 
 def step_attention(batch: DecodeBatch, kv: KVCache) -> Attend:
     """Attend from each token to its sequence up to there."""
-    step = ops.step_attention(batch.positions_B, batch.page_table_BM, kv.page_size)
+    step = ops.step_attention(batch.positions_B, batch.page_table_BM, kv.layer(0))
 
     def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
         return step(q_BHE, cache)

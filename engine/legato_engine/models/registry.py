@@ -16,20 +16,26 @@ from legato_engine.models.gguf.reader import is_gguf
 
 DEFAULT = "legato-tiny"
 
+_MOONDREAM = "legato_engine.models.moondream.family"
 _FAMILIES = {
-    "legato-tiny": "legato_engine.models.moondream.family",
-    "moondream2": "legato_engine.models.moondream.family",
-    "moondream3": "legato_engine.models.moondream.family",
-    "moondream3.1": "legato_engine.models.moondream.family",
+    "legato-tiny": _MOONDREAM,
+    "moondream2": _MOONDREAM,
+    "moondream3": _MOONDREAM,
+    "moondream3.1": _MOONDREAM,
     "gguf": "legato_engine.models.gguf.family",
     "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
     "qwen": "legato_engine.models.qwen.family",
     "smollm2-135m": "legato_engine.models.llama.family",
     "qwen3-0.6b": "legato_engine.models.qwen.family",
-    "random-tiny": "legato_engine.models.moondream.family",
-    "random-tiny3": "legato_engine.models.moondream.family",
+    "random-tiny": _MOONDREAM,
+    "random-tiny3": _MOONDREAM,
 }
+
+
+def may_have_chat_template(name: str, weights: str) -> bool:
+    """Whether it names a model that takes text only; then its files may bring a template."""
+    return is_gguf(weights) or _FAMILIES.get(name, _MOONDREAM) != _MOONDREAM
 
 
 def resolve(

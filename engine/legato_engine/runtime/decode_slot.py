@@ -15,8 +15,11 @@ from legato_engine.runtime.request_descriptors import WORDS
 from legato_engine.runtime.staging import Fields, StagingBuffer
 
 MAX_PASSES = 14
-"""Host sides of the staged steps. A prompt of more steps is left to the matrix library, which is
-faster there (`docs/log/prefill.md`).
+"""Host sides of the staged steps.
+
+A prompt of more steps (448 tokens, 32 in a step) is left to the matrix library, which is faster
+there (`docs/log/prefill.md`). It rounds otherwise, and where its passes begin depends on what is
+cached.
 """
 
 SHARED_PASSES = 4

@@ -15,6 +15,7 @@ from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode_planner import DecodePlanner
+from legato_engine.scheduler.drafting_loops import DraftingLoops
 from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Plan, Refinement
 from legato_engine.scheduler.loops import Loops
 from legato_engine.scheduler.output_processor import OutputProcessor
@@ -23,6 +24,7 @@ from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill_planner import PrefillPlanner
 from legato_engine.scheduler.runner import LoopRunner, RowTokens, Runner
 from legato_engine.scheduler.running_sequences import RunningSequences
+from legato_engine.scheduler.single_loops import SingleLoops
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import FlightRecorder, Observer, StepRecord
 from legato_engine.scheduler.waiting_queue import WaitingQueue
@@ -79,11 +81,10 @@ class Scheduler:
         self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = RunningSequences(manager, self._queue)
         decode = DecodePlanner(manager, self._running, block_sizes)
-        self._loops = (
-            Loops(loops, manager, self._running, decode, speculates=self._speculates)
-            if loops is not None
-            else None
-        )
+        self._loops: Loops | None = None
+        if loops is not None:
+            kind = DraftingLoops if self._speculates else SingleLoops
+            self._loops = kind(loops, manager, self._running, decode)
         self._planner = Planner(
             self._prefill,
             decode,

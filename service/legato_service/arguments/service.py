@@ -85,7 +85,7 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
     add(
         "--max-session-age",
         metavar="SECONDS",
-        type=values.not_negative,
+        type=values.above_zero,
         default=service.max_session_age,
         help="after which the client is asked to close a session",
     )
@@ -103,14 +103,14 @@ def add_limits(add: Add, engine: EngineConfig, service: ServiceConfig) -> None:
     add(
         "--image-ttl",
         metavar="SECONDS",
-        type=values.not_negative,
+        type=values.above_zero,
         default=service.image_ttl,
         help="how long an uploaded image is held by default",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
-        type=values.not_negative,
+        type=values.above_zero,
         default=service.image_max_ttl,
         help="how long a client may have an image held",
     )

@@ -34,35 +34,50 @@ def speculation(text: str) -> str:
 
 
 def fraction(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError("must be above 0 and below 1")
-    return number
+    if not 0 < (value := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, and is {value:g}")
+    return value
 
 
 def share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError("must be from 0 to 1")
-    return number
+    if not 0 <= (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1, and is {value:g}")
+    return value
 
 
 def whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return number
+    if (value := _integer(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
+    return value
 
 
 def not_negative(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be finite and not negative")
-    return number
+    if not 0 <= (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and not negative, and is {value:g}")
+    return value
+
+
+def above_zero(text: str) -> float:
+    if not 0 < (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, and is {value:g}")
+    return value
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if (value := _integer(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, and is {value}")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # argparse would name the function that reads it
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import InvalidField, PromptTooLong
@@ -23,6 +24,11 @@ _ORDERS = {
     task_pb2.OBJECT_ORDER_MODEL: core.ObjectOrder.MODEL,
     task_pb2.OBJECT_ORDER_CONFIDENCE: core.ObjectOrder.CONFIDENCE,
 }
+
+
+def seconds(message: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
+    """A length of time, or a time since 1970."""
+    return message.ToNanoseconds() / 1e9
 
 
 def text(value: str, field: str, limit: int) -> str:
@@ -62,7 +68,12 @@ def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.S
     if not messages:
         return ()
     if len(messages) > MAX_REFS:
-        raise InvalidField(f"at most {MAX_REFS} spatial references", field=f"{path}spatial_refs")
+        raise InvalidField(
+            f"at most {MAX_REFS} spatial references",
+            field=f"{path}spatial_refs",
+            limit=MAX_REFS,
+            actual=len(messages),
+        )
     return tuple(
         _ref(message, f"{path}spatial_refs[{index}]") for index, message in enumerate(messages)
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import InvalidField
 
-from legato_service.convert import skills
+from legato_service.convert import fields, skills
 
 MAX_STOPS, MAX_STOP = 8, 64
 MAX_TOP_LOGPROBS = 20
@@ -24,13 +24,17 @@ DEFAULT_UNSEEN, MAX_UNSEEN = 2.0, 60.0  # seconds
 _ALL_DEFAULTS = core.SamplingParams()
 
 
-def heartbeat(options: inference_pb2.RequestOptions) -> float:
-    """Seconds of silence, infinity without heartbeats."""
-    if not options.HasField("heartbeat_interval"):
-        return math.inf
-    seconds = options.heartbeat_interval.ToNanoseconds() / 1e9
+def heartbeat(
+    message: inference_pb2.RequestOptions | session_pb2.SessionOpen,
+    path: str = "options.",
+    default: float = math.inf,
+) -> float:
+    """Seconds of silence before a heartbeat; by default there is none."""
+    if not message.HasField("heartbeat_interval"):
+        return default
+    seconds = fields.seconds(message.heartbeat_interval)
     if seconds <= 0:
-        raise InvalidField("must be positive", field="options.heartbeat_interval")
+        raise InvalidField("must be above 0", field=f"{path}heartbeat_interval")
     return max(seconds, MIN_HEARTBEAT)
 
 
@@ -84,10 +88,13 @@ def tracking(message: task_pb2.Tracking, path: str) -> float:
     """Seconds for which a track lives unseen."""
     if not message.HasField("max_unseen"):
         return DEFAULT_UNSEEN
-    seconds = message.max_unseen.ToNanoseconds() / 1e9
+    seconds = fields.seconds(message.max_unseen)
     if not 0 <= seconds <= MAX_UNSEEN:
         raise InvalidField(
-            f"must be 0 to {MAX_UNSEEN:g} s", field=f"{path}max_unseen", limit=MAX_UNSEEN
+            f"must be 0 to {MAX_UNSEEN:g} s",
+            field=f"{path}max_unseen",
+            limit=MAX_UNSEEN,
+            actual=seconds,
         )
     return seconds
 
@@ -98,7 +105,12 @@ def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> core.T
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
     if len(message.task_id) > MAX_TASK_ID:
-        raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
+        raise InvalidField(
+            f"at most {MAX_TASK_ID} characters",
+            field=f"{path}.task_id",
+            limit=MAX_TASK_ID,
+            actual=len(message.task_id),
+        )
     kind_path = f"{path}.{kind}."
     if kind == "detect" and message.detect.HasField("tracking") and not standing:
         raise InvalidField(
@@ -156,8 +168,15 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
 
 def _stop_strings(texts: Sequence[str], field: str) -> tuple[str, ...]:
     if len(texts) > MAX_STOPS:
-        raise InvalidField(f"at most {MAX_STOPS} stop strings", field=field)
+        raise InvalidField(
+            f"at most {MAX_STOPS} stop strings", field=field, limit=MAX_STOPS, actual=len(texts)
+        )
     for index, text in enumerate(texts):
         if not 1 <= len(text) <= MAX_STOP:
-            raise InvalidField(f"1 to {MAX_STOP} characters", field=f"{field}[{index}]")
+            raise InvalidField(
+                f"1 to {MAX_STOP} characters",
+                field=f"{field}[{index}]",
+                limit=MAX_STOP,
+                actual=len(text),
+            )
     return tuple(texts)

@@ -17,7 +17,7 @@ ALL = "all"
 
 _CPU = "cpu"
 _NAME = re.compile(r"cpu|cuda(:\d{1,3})?")
-_COUNT = """
+_COUNT_PROGRAM = """
 import ctypes
 cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
@@ -30,7 +30,10 @@ def num_gpus() -> int:
     """Count the GPUs as CUDA does, in a process of its own: the driver's state is not for here."""
     try:
         found = subprocess.run(
-            (sys.executable, "-c", _COUNT), capture_output=True, timeout=_COUNT_TIME, check=True
+            (sys.executable, "-c", _COUNT_PROGRAM),
+            capture_output=True,
+            timeout=_COUNT_TIME,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):  # there is no driver
         return 0

@@ -24,7 +24,7 @@ log = structlog.get_logger("legato.service")
 Key = tuple[str, str, str]
 """Tenant, image id, owner."""
 
-_NONE = (EngineState.LOST, EngineState.STARTING)  # there is no engine process, or a new one
+_EMPTY = (EngineState.LOST, EngineState.STARTING)  # an engine that holds nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _HeldUpload:
 
     @property
     def is_lost(self) -> bool:
-        return self.engine.state in _NONE or self.engine.pid != self.pid
+        return self.engine.state in _EMPTY or self.engine.pid != self.pid
 
 
 class HeldUploads:

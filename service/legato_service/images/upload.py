@@ -12,6 +12,7 @@ from legato_engine.errors import ImageUndecodable, InvalidField
 from legato_engine.images.quota import ByteQuota
 from legato_engine.shm.blob_store import BlobStore, BlobWriter, KeptBlob
 
+from legato_service.convert import fields
 from legato_service.images.headers import file_type
 from legato_service.images.intake import ImageFormat
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
@@ -80,9 +81,9 @@ def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
 def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
     if not header.HasField("ttl"):
         return limits.ttl
-    seconds = header.ttl.ToNanoseconds() / 1e9
+    seconds = fields.seconds(header.ttl)
     if seconds <= 0:
-        raise InvalidField("must be positive", field="header.ttl")
+        raise InvalidField("must be above 0", field="header.ttl")
     return min(seconds, limits.max_ttl)
 
 

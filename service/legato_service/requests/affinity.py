@@ -20,11 +20,11 @@ def keys_of(request: core.Request, image: CheckedImage) -> tuple[Key, ...]:
     return tuple(_keys(request, image))
 
 
-def look_of(tenant: str, data: bytes | memoryview) -> Key:
+def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
     """Equal for equal images, and hardly ever for others: hashing all bytes would cost more."""
     middle = len(data) // 2
     parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
-    return "look", tenant, len(data), hash(tuple(map(bytes, parts)))
+    return "bytes", tenant, len(data), hash(tuple(map(bytes, parts)))
 
 
 def _keys(request: core.Request, image: CheckedImage) -> Iterator[Key]:
@@ -33,9 +33,9 @@ def _keys(request: core.Request, image: CheckedImage) -> Iterator[Key]:
         case core.CachedImage():
             yield image_key(tenant, image.image_id)
         case InlineImage() if request.cache_image:
-            yield look_of(tenant, image.data)
+            yield bytes_key(tenant, image.data)
         case StagedImage() if request.cache_image:
-            yield look_of(tenant, image.writer.view())
+            yield bytes_key(tenant, image.writer.view())
         case None if len(prefix := _prefix(request.task)) == PREFIX:
             yield "prefix", tenant, request.adapter, hash(prefix)
     if request.request_id.part:

@@ -13,7 +13,7 @@ from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Load, TimelineBatch
 
-from legato_service.convert import responses
+from legato_service.convert import fields, responses
 from legato_service.convert.response_info import duration
 from legato_service.engine import Engine
 from legato_service.engines import timeline
@@ -118,7 +118,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Begin to drain, as SIGTERM does."""
         grace = self._default_grace
         if request.HasField("grace"):
-            grace = request.grace.ToNanoseconds() / 1e9
+            grace = fields.seconds(request.grace)
             if grace < 0:
                 raise InvalidField("must not be negative", field="grace")
         self._drain(grace)
@@ -139,9 +139,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """An idle engine sends nothing, so the first response does not wait for it."""
         seconds = None
         if request.HasField("duration"):
-            seconds = request.duration.ToNanoseconds() / 1e9
+            seconds = fields.seconds(request.duration)
             if seconds <= 0:
-                raise InvalidField("must be positive", field="duration")
+                raise InvalidField("must be above 0", field="duration")
         empty = TimelineBatch(spans=(), decode_steps=self._engines.load.decode_steps)
         yield responses.timeline(empty, depth_switch=self._sets_depth)
         watches = [each.timeline for each in self._engines.members]

@@ -31,7 +31,7 @@ from legato_service.engines.group import EngineGroup
 from legato_service.images.held_uploads import HeldUploads, Hold
 from legato_service.images.intake import as_source
 from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
-from legato_service.requests.affinity import look_of
+from legato_service.requests.affinity import bytes_key
 from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.context import Context
@@ -99,7 +99,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
         image_format = upload.finish()
-
         quota_bytes = _quota_bytes()
 
         def make(blobs: BlobStore) -> HoldImage:
@@ -113,8 +112,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             )
 
         try:
-            look = look_of(key.tenant, upload.writer.view())
-            engine, held = await self._engines.hold(make, (look,))
+            holds = bytes_key(key.tenant, upload.writer.view())
+            engine, held = await self._engines.hold(make, (holds,))
             hold = Hold(engine, header.ttl, quota_bytes)
             self._held.keep(
                 upload.keep(), image_format, hold, (key.tenant, held.image.image_id, owner)

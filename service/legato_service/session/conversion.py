@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 from legato.v1 import inference_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
@@ -12,7 +11,7 @@ from legato_engine import core
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 
-from legato_service.convert import requests
+from legato_service.convert import fields, requests
 from legato_service.convert.event_stream import EventStream
 from legato_service.convert.response_info import duration, image_info
 from legato_service.requests.shared_image import task_result
@@ -43,12 +42,17 @@ _DROP_REASONS = {
 
 def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
     if len(message.session_name) > MAX_NAME:
-        raise InvalidField(f"at most {MAX_NAME} characters", field="open.session_name")
+        raise InvalidField(
+            f"at most {MAX_NAME} characters",
+            field="open.session_name",
+            limit=MAX_NAME,
+            actual=len(message.session_name),
+        )
     if message.frame_policy not in _POLICIES:
         raise InvalidField(
             f"{message.frame_policy} is not a frame policy", field="open.frame_policy"
         )
-    max_age = _seconds(message.max_frame_age)
+    max_age = fields.seconds(message.max_frame_age)
     if max_age < 0:
         raise InvalidField("must not be negative", field="open.max_frame_age")
     policy = _POLICIES[message.frame_policy]
@@ -65,13 +69,8 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
 
 
 def heartbeat(message: pb.SessionOpen) -> float:
-    """Seconds of silence."""
-    if not message.HasField("heartbeat_interval"):
-        return DEFAULT_HEARTBEAT
-    seconds = _seconds(message.heartbeat_interval)
-    if seconds <= 0:
-        raise InvalidField("must be positive", field="open.heartbeat_interval")
-    return max(seconds, requests.MIN_HEARTBEAT)
+    """Seconds of silence before a heartbeat."""
+    return requests.heartbeat(message, "open.", DEFAULT_HEARTBEAT)
 
 
 class ResponseBuilder:
@@ -124,11 +123,15 @@ class ResponseBuilder:
         self._next_index += 1
         return response
 
+    def _request_id(self, frame: FrameRequest, index: int) -> str:
+        """The engine's name for the request of a frame's task, without the tenant."""
+        return core.RequestKey(self._session_id, part=f"{frame.sequence}.{index}").name
+
     def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:
         frame, index = message.frame, message.index
         of_frame = self._events.setdefault(frame.sequence, {})
         if index not in of_frame:
-            request_id = f"{self._session_id}#{frame.sequence}.{index}"
+            request_id = self._request_id(frame, index)
             of_frame[index] = EventStream(request_id, frame.task_ids[index], None)
         (event,) = of_frame[index].convert(message.output)
         return pb.FrameDelta(sequence=frame.sequence, task_id=frame.task_ids[index], event=event)
@@ -139,7 +142,7 @@ class ResponseBuilder:
         if outcome is None:
             result = _empty_result(task_id, frame.tasks[index].request)
         else:
-            result = task_result(task_id, outcome, f"{self._session_id}#{frame.sequence}.{index}")
+            result = task_result(task_id, outcome, self._request_id(frame, index))
         if (
             message.stopped is DropReason.SUPERSEDED
             and result.finish_reason == task_pb2.FINISH_REASON_CANCELLED
@@ -176,7 +179,3 @@ def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.T
         skill = core.SKILL_OF_TASK[type(request.task)]
     getattr(result, skill).SetInParent()
     return result
-
-
-def _seconds(message: duration_pb2.Duration) -> float:
-    return message.ToNanoseconds() / 1e9

@@ -12,7 +12,7 @@ from legato_engine import core
 from legato_engine.errors import InvalidField, LegatoError, QuotaExceeded, SessionProtocol
 from legato_engine.ipc.messages import ModelInfo
 
-from legato_service.convert import requests
+from legato_service.convert import fields, requests
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.rpc import call
 from legato_service.session.capture_clock import CaptureClock
@@ -77,7 +77,7 @@ class FramePlanner:
             raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
         stamp, age = message.stamp, 0.0
         if stamp.HasField("capture_time"):
-            captured_time = stamp.capture_time.ToNanoseconds() / 1e9
+            captured_time = fields.seconds(stamp.capture_time)
             age = self._clock.age(captured_time, wall_clock)
         else:
             captured_time = self._clock.captured(wall_clock)
@@ -107,7 +107,9 @@ class FramePlanner:
         ids = [task.task_id for task in tasks if task.task_id]
         limit = requests.MAX_TASKS
         if not 1 <= len(tasks) <= limit:
-            error = InvalidField(f"a frame has 1 to {limit} tasks", field="frame", limit=limit)
+            error = InvalidField(
+                f"a frame has 1 to {limit} tasks", field="frame", limit=limit, actual=len(tasks)
+            )
         elif len(ids) != len(set(ids)):
             error = InvalidField("the ids of a frame's tasks must differ", field="frame")
         else:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda import token_rows
 from legato_engine.kernels.layer_cache import LayerCache
 
 HEADS, HEAD_DIM, PAGE = 3, 8, 4
@@ -125,6 +126,16 @@ def test_on_the_cpu_rows_of_a_sequence_have_the_bits_of_each_alone(cache):
             q_BHE[only], k_NHSE, v_NHSE, positions_B[only], tables_BM[only]
         )
         assert torch.equal(together_BHE[only], alone_BHE)
+
+
+def test_no_places_for_a_kernel_that_cannot_read_the_cache(monkeypatch):
+    """They are tensors of every captured step; off the CPU torch attends without them."""
+    monkeypatch.setattr(token_rows, "RowAttention", None)
+    with torch.device("meta"):
+        pages_NHSE, q_BHE = torch.empty(9, HEADS, PAGE, HEAD_DIM), torch.empty(2, HEADS, HEAD_DIM)
+        position_B, table_BM = torch.ones(2, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+        cache = LayerCache(pages_NHSE, pages_NHSE, None)
+        assert ops.step_attention(position_B, table_BM, cache)(q_BHE, cache).shape == q_BHE.shape
 
 
 def test_gather_reads_what_was_written(cache):

@@ -14,11 +14,12 @@ from legato_engine.kernels.cuda import compiler, layer_boundary, skinny_gemm, to
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
+    MAX_TOKENS,
     SPLITS,
     AttentionSizes,
     attend_defines,
 )
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
+from legato_engine.kernels.cuda.decoder import decode_defines, decode_forms
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
 from legato_engine.kernels.cuda.head import head_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines

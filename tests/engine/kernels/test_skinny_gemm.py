@@ -9,7 +9,8 @@ import re
 import pytest
 import torch
 from legato_engine.kernels.cuda import attention, layer_boundary, skinny_gemm, tau_decoder_stages
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
 from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, ValueSizes

@@ -13,7 +13,7 @@ from legato_engine.core import ImageInfo, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
-from legato_engine.models.registry import resolve
+from legato_engine.models.registry import may_have_chat_template, resolve
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -55,6 +55,22 @@ def test_resolving_loads_no_torch(child_python_path):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "may"),
+    [
+        ("legato-tiny", "", False),
+        ("legato-tiny", "a.gguf", True),
+        ("moondream3", "a-folder", False),
+        ("qwen", "a-folder", True),
+        ("smollm2-135m", "", True),
+        ("no-model", "", False),
+    ],
+)
+def test_text_models_may_have_a_chat_template(name, weights, may):
+    """That is known before anything is read, so that the template's process can start first."""
+    assert may_have_chat_template(name, weights) is may
 
 
 def test_unknown_names_are_refused():

@@ -10,7 +10,7 @@ from legato_engine.errors import EngineLost, ImageNotFound
 from legato_engine.ipc.messages import DropImage, HoldImage, Load, TimelineBatch
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import as_source
-from legato_service.requests.affinity import keys_of, look_of
+from legato_service.requests.affinity import bytes_key, keys_of
 
 from tests.service.fakes import FakeEngine, begin
 from tests.service.harness import image_bytes, image_message, refusal, running, until
@@ -295,7 +295,7 @@ def test_what_a_request_needs():
 def test_images_look_alike_only_within_a_tenant():
     """By size and some of their bytes."""
     data = bytes(range(256)) * 16
-    assert look_of("a", data) == look_of("a", memoryview(data))
-    assert look_of("a", data) != look_of("b", data)
-    assert look_of("a", data) != look_of("a", data + b"x")
-    assert look_of("a", data) != look_of("a", data[:-1] + b"x")
+    assert bytes_key("a", data) == bytes_key("a", memoryview(data))
+    assert bytes_key("a", data) != bytes_key("b", data)
+    assert bytes_key("a", data) != bytes_key("a", data + b"x")
+    assert bytes_key("a", data) != bytes_key("a", data[:-1] + b"x")

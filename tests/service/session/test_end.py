@@ -167,7 +167,7 @@ async def test_an_operator_ends_a_session():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--max-sessions", "0"], "at least 1"), (["--max-session-age", "0"], "positive")],
+    [(["--max-sessions", "0"], "at least 1"), (["--max-session-age", "0"], "above 0")],
 )
 def test_invalid_settings_are_refused(arguments, message, capsys):
     """The exit code is 2, and the message gives the reason."""

@@ -21,8 +21,8 @@ _POLICIES: dict[str, session_pb2.FramePolicy.ValueType] = {
     "every_frame": session_pb2.FRAME_POLICY_EVERY_FRAME,
     "preempt": session_pb2.FRAME_POLICY_PREEMPT,
 }
-_ANSWER_WINDOW = 64
-_OPEN_TIMEOUT = 30.0
+_ANSWER_WINDOW = 64  # answers
+_OPEN_TIMEOUT = 30.0  # seconds
 _SEND_TIMEOUT = 10.0
 
 
@@ -77,8 +77,8 @@ def plan(
     `heartbeat_interval` for the longest silence of the server in seconds, at least 0.1.
 
     The server bounds the frames under way. Beyond that, `send` waits for room for up to
-    `send_timeout` seconds, or, with `when_full` "drop", leaves the frame out at once.
-    `open_timeout` bounds the opening. At most `answer_window` answers lie unread in this program.
+    `send_timeout` seconds, or, with `when_full` "drop", leaves the frame out at once. The opening
+    takes at most `open_timeout` seconds. At most `answer_window` answers lie unread here.
     """
     if policy not in _POLICIES:
         raise ValueError(f"policy must be one of {sorted(_POLICIES)}, got {policy!r}")

@@ -11,12 +11,11 @@ from typing import Any, NoReturn
 from legato_client import Client, Options, Sampling
 from legato_client._transport import security
 from legato_client._transport.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_target
+from legato_client._values.tasks import Task
 from legato_client.batch import tasks
 from legato_client.cli.admin_socket import admin_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
-TASK_HELP = f"{tasks.usage()}; may be repeated"
-PLACE_TASK_HELP = f"{tasks.usage(places=True)}; may be repeated"
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of the names that a picture can be written to."""
 
@@ -128,6 +127,34 @@ def readable_options() -> Iterator[None]:
         raise CommandError(str(error), ExitCode.USAGE) from None
 
 
+def add_task_options(parser: argparse.ArgumentParser, *, places: bool = False) -> None:
+    """What is asked, how, and of which server; with `places` only tasks that give boxes or points.
+
+    `tasks_of` reads it.
+    """
+    parser.add_argument(
+        "--task",
+        action="append",
+        required=True,
+        type=task_name,
+        metavar="TASK",
+        help=f"{tasks.usage(places=places)}; may be repeated",
+    )
+    parser.add_argument("--max-objects", type=count, metavar="N", help="at most N of each task")
+    add_min_confidence(parser)
+    add_sampling_options(parser)
+    add_server_options(parser)
+
+
+def tasks_of(args: argparse.Namespace) -> dict[str, Task]:
+    """The tasks of `add_task_options` by the texts that name them.
+
+    Raises:
+        ValueError: two are the same, or one does not take an option that is given.
+    """
+    return tasks.parse_all(args.task, sampling_of(args), args.max_objects, args.min_confidence)
+
+
 def sampling_of(args: argparse.Namespace) -> Sampling:
     return Sampling(
         temperature=args.temperature,
@@ -161,22 +188,20 @@ def picture(text: str) -> Path:
 
 def count(text: str) -> int:
     """A number that the contract carries unsigned."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
+    if (value := _whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
     return value
 
 
 def quality(text: str) -> int:
     """Of a JPEG; above 95 Pillow's files grow and pictures do not get better."""
-    value = int(text)
-    if not 1 <= value <= 95:
-        raise argparse.ArgumentTypeError("must be 1 to 95")
+    if not 1 <= (value := _whole(text)) <= 95:
+        raise argparse.ArgumentTypeError(f"must be 1 to 95, and is {value}")
     return value
 
 
 def task_name(text: str) -> str:
-    """As `TASK_HELP` says."""
+    """As `tasks.usage` says."""
     try:
         tasks.parse(text, Sampling(), None)
     except ValueError as error:
@@ -185,16 +210,14 @@ def task_name(text: str) -> str:
 
 
 def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
+    if not (value := _number(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, and is {value:g}")
     return value
 
 
 def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError("must be in 0..1")
+    if not 0 <= (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1, and is {value:g}")
     return value
 
 
@@ -208,7 +231,20 @@ def add_min_confidence(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if (value := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, and is {value}")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # argparse would name the function that reads it
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None

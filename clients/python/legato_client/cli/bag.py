@@ -13,7 +13,7 @@ from legato_client.batch import tasks
 from legato_client.batch.asking import Asking, is_of_the_picture
 from legato_client.batch.output import replacing
 from legato_client.cli import arguments, install
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.exits import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="IN.mcap")
     add("--topic", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
-    add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
-        help=arguments.PLACE_TASK_HELP)  # fmt: skip
+    arguments.add_task_options(parser, places=True)
     add("--out", type=Path, required=True, metavar="OUT.mcap")
     add("--detections", default="/legato/detections", metavar="TOPIC",
         help="of the answers, default %(default)s")  # fmt: skip
@@ -46,10 +45,6 @@ def add_command(commands: Any) -> None:
         help="score of what has no confidence, default NaN")  # fmt: skip
     add("--parallel", type=arguments.at_least_one, default=_PARALLEL, metavar="N",
         help="images that are asked about at the same time, default %(default)s")  # fmt: skip
-    add("--max-objects", type=arguments.count, metavar="N")
-    arguments.add_min_confidence(parser)
-    arguments.add_sampling_options(parser)
-    arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,16 +60,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except bag.BagRefused as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise CommandError(f"{where}{error.strerror or error}") from None
+        raise of_file(error) from None
     _report(args, count, terminal)
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> Count:
     from legato_client.ros import bag
 
-    sampling, least = arguments.sampling_of(args), args.min_confidence
-    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
+    asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
         raise bag.BagRefused(f"a bag has room for boxes and points: {tasks.names()}")
     if args.out.exists() and args.out.samefile(args.source):

@@ -34,6 +34,12 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+def of_file(error: OSError) -> CommandError:
+    """The failure of a file, by its name where that is known."""
+    where = f"{error.filename}: " if error.filename else ""
+    return CommandError(f"{where}{error.strerror or error}")
+
+
 def exit_code_of(error: _errors.LegatoError) -> ExitCode:
     match error:
         case _errors.InvalidArgument():

@@ -29,8 +29,7 @@ def add_command(commands: Any) -> None:
     add("--image", required=True, metavar="TOPIC", help="sensor_msgs/Image or CompressedImage")
     add("--type", choices=("raw", "compressed"),
         help="of the topic, default: compressed if its name ends in it")  # fmt: skip
-    add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
-        help=arguments.PLACE_TASK_HELP)  # fmt: skip
+    arguments.add_task_options(parser, places=True)
     add("--detections", default="/legato/detections", metavar="TOPIC", help="default %(default)s")
     add("--info", default="/legato/vision_info", metavar="TOPIC",
         help="vision_msgs/VisionInfo with the model, latched, default %(default)s")  # fmt: skip
@@ -47,10 +46,6 @@ def add_command(commands: Any) -> None:
         help="score of what has no confidence, default NaN")  # fmt: skip
     add("--track", action="store_true",
         help="follow detected objects from image to image: the id of a Detection2D")  # fmt: skip
-    add("--max-objects", type=arguments.count, metavar="N")
-    arguments.add_min_confidence(parser)
-    arguments.add_sampling_options(parser)
-    arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -60,8 +55,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except ModuleNotFoundError as error:
         problem = f"ROS 2 needs {error.name}: {install.hint('dds')}"
         raise CommandError(problem, ExitCode.USAGE) from None
-    sampling, least = arguments.sampling_of(args), args.min_confidence
-    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
+    asked = arguments.tasks_of(args)
     if not tasks.have_places(asked.values()):
         problem = f"the message has room for boxes and points: {tasks.names()}"
         raise CommandError(problem, ExitCode.USAGE)

@@ -17,7 +17,7 @@ from legato_client.batch.output import Output
 from legato_client.batch.run import Run
 from legato_client.batch.video import Choice
 from legato_client.cli import arguments, install
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.exits import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 
 _PARALLEL = 8
@@ -36,14 +36,7 @@ def add_command(commands: Any) -> None:
         metavar="FOLDER|FILE|VIDEO|-",
         help="- reads names of files from standard input, one a line",
     )
-    parser.add_argument(
-        "--task",
-        action="append",
-        required=True,
-        type=arguments.task_name,
-        metavar="TASK",
-        help=arguments.TASK_HELP,
-    )
+    arguments.add_task_options(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.jsonl", help="a line for each picture")
     add("--coco", type=Path, metavar="FILE.json", help="also boxes and outlines, as COCO")
@@ -68,10 +61,6 @@ def add_command(commands: Any) -> None:
     frames.add_argument(
         "--fps", type=arguments.positive, metavar="F", help="at most F frames of a second of video"
     )
-    parser.add_argument("--max-objects", type=arguments.count, metavar="N")
-    arguments.add_min_confidence(parser)
-    arguments.add_sampling_options(parser)
-    arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -86,8 +75,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         what = "videos need PyAV" if extra == "video" else f"drawings need {error.name}"
         raise CommandError(f"{what}: {install.hint(extra)}", ExitCode.USAGE) from None
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise CommandError(f"{where}{error.strerror or error}") from None
+        raise of_file(error) from None
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
@@ -115,8 +103,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def _tasks(args: argparse.Namespace) -> dict[str, Task]:
     try:
-        sampling, least = arguments.sampling_of(args), args.min_confidence
-        return tasks.parse_all(args.task, sampling, args.max_objects, least)
+        return arguments.tasks_of(args)
     except ValueError as error:
         raise RunRefused(f"--task: {error}") from None
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from legato_client import LegatoError
-from legato_client.batch import tasks
 from legato_client.cli import arguments, install, signals
-from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.exits import CommandError, ExitCode, of_file
 from legato_client.cli.terminal import Terminal
 from legato_client.live.feed import Asked, Feed
 from legato_client.live.figures import Figures, summary
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from legato_client.live.camera import Camera
     from legato_client.live.outputs import Receiver
 
-_PATIENCE = 60.0
+_PATIENCE = 60.0  # seconds
 _REFRESH = 0.1  # seconds
 
 
@@ -39,8 +38,7 @@ def add_command(commands: Any) -> None:
     add(
         "source", metavar="FILE|/dev/videoN|URL", help="a URL of RTSP, or another that FFmpeg opens"
     )
-    add("--task", action="append", required=True, type=arguments.task_name, metavar="TASK",
-        help=arguments.TASK_HELP)  # fmt: skip
+    arguments.add_task_options(parser)
     add("--output", action="append", default=[], metavar="FILE.mp4|FILE.jsonl|-",
         help="also a video of drawings, or lines of JSON; - is standard output; may be "
         "repeated")  # fmt: skip
@@ -62,10 +60,6 @@ def add_command(commands: Any) -> None:
                        help="send JPEG, 1 to 95, default: pixels without loss")  # fmt: skip
     parser.add_argument("--track", action="store_true",
                         help="follow detected objects from picture to picture")  # fmt: skip
-    parser.add_argument("--max-objects", type=arguments.count, metavar="N")
-    arguments.add_min_confidence(parser)
-    arguments.add_sampling_options(parser)
-    arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,8 +73,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     except BrokenPipeError:
         raise  # the reader of standard output left
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise CommandError(f"{where}{error.strerror or error}") from None
+        raise of_file(error) from None
     except ValueError as error:
         raise CommandError(str(error), ExitCode.USAGE) from None
 
@@ -89,8 +82,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     from legato_client.cli.watch_view import View  # needs Pillow
     from legato_client.live import camera, outputs
 
-    sampling, least = arguments.sampling_of(args), args.min_confidence
-    asked = tasks.parse_all(args.task, sampling, args.max_objects, least)
+    asked = arguments.tasks_of(args)
     source = camera.source_of(args.source, size=args.size, fps=args.fps)
     if "-" in args.output:
         terminal = terminal.on_standard_error()

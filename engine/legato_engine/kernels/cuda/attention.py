@@ -23,7 +23,10 @@ TILE = 16
 MAX_CONTEXT = 32768
 """The most positions that have been tested."""
 MAX_TOKENS = 32
-"""The most tokens of a launch, each counted once for every query head of a key head."""
+"""The most tokens of a launch, each counted once for every query head of a key head.
+
+A decoder's pass over its weights has as many.
+"""
 SPLITS = (1, 2, 4)
 """Numbers of thread blocks per head of a group that the kernel is compiled for."""
 

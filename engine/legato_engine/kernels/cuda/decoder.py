@@ -20,6 +20,7 @@ from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
+    MAX_TOKENS,
     TILE,
     Attention,
     StepPositions,
@@ -34,9 +35,6 @@ from legato_engine.kernels.cuda.decoder_sizes import (
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
 from legato_engine.kernels.cuda.module import Kernel, Module
-
-MAX_TOKENS = 32
-"""The most tokens of one pass over the weights."""
 
 _ROTARY_DIM = 32
 _MIN_CAPABILITY = (9, 0)

@@ -12,7 +12,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes
 from legato_engine.kernels.low_rank import ExpertMap, ExpertSlots

@@ -16,10 +16,9 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import StepAdapters
-from legato_engine.kernels.cuda.attention import StepPositions
+from legato_engine.kernels.cuda.attention import MAX_TOKENS, StepPositions
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
-    MAX_TOKENS,
     Decoder,
     Part,
     Stages,

@@ -92,19 +92,26 @@ def gate(both_T2F: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tensor) -> bool:
-    """Whether `RowAttention` takes such rows."""
+def can_read(page_table_BM: torch.Tensor, cache: LayerCache) -> bool:
+    """Whether `RowAttention` reads such pages."""
     k_NHSE = cache.k_NHSE
-    num_kv, page_size, head_dim = k_NHSE.shape[1:]
+    page_size, head_dim = k_NHSE.shape[2:]
     return (
-        is_plain(q_BHE[0])
-        and q_BHE.stride(0) % _VALUES_PER_LOAD == 0
-        and is_plain(k_NHSE)
+        is_plain(k_NHSE)
         and head_dim == HEAD_DIM
         and page_size % TILE == 0
         and page_table_BM.shape[1] * page_size <= MAX_CONTEXT
-        and q_BHE.shape[1] // num_kv <= MAX_TOKENS
-        and torch.cuda.get_device_capability(q_BHE.device) >= _MIN_CAPABILITY
+        and torch.cuda.get_device_capability(k_NHSE.device) >= _MIN_CAPABILITY
+    )
+
+
+def can_attend(page_table_BM: torch.Tensor, cache: LayerCache, q_BHE: torch.Tensor) -> bool:
+    """Whether `RowAttention` takes such rows."""
+    return (
+        is_plain(q_BHE[0])
+        and q_BHE.stride(0) % _VALUES_PER_LOAD == 0
+        and q_BHE.shape[1] // cache.k_NHSE.shape[1] <= MAX_TOKENS
+        and can_read(page_table_BM, cache)
     )
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.cuda.head import Head, HeadWeights
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cuda.sampling import RowTensors, SampledTokens

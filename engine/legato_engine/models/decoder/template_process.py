@@ -48,6 +48,12 @@ class TemplateProcess:
         with self._lock:
             self._started()
 
+    def close_unused(self) -> None:
+        """End the process if it was started and nothing has been rendered."""
+        with self._lock:
+            if not self._is_ready:
+                self._end()
+
     def render(
         self, template: str, variables: Mapping[str, str], messages: Sequence[Message]
     ) -> str:

@@ -145,6 +145,20 @@ def test_a_start_does_not_wait():
     made.close()
 
 
+def test_a_process_that_nothing_needed_ends():
+    """A start of a model without a template leaves none; one that has rendered stays."""
+    made = TemplateProcess()
+    made.start()
+    child = made._child
+    made.close_unused()
+    assert made._child is None
+    assert child.returncode is not None
+    assert made.render(GOOD, {"eos": "</s>"}, HELLO) == "<user>hello</s>"
+    made.close_unused()
+    assert made._child.poll() is None
+    made.close()
+
+
 def test_a_killed_process_is_replaced(process):
     """The loss of either process costs at most one request."""
     process.render(GOOD, {}, HELLO)

@@ -51,7 +51,7 @@ startTheme();
 startAsk(picture);
 const tabs = {
   chat: () => startChat(picture),
-  session: () => startSession(),
+  session: () => startSession(server),
   timeline: () => startTimeline(),
 };
 startTabs(tabs);

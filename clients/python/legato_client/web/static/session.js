@@ -13,14 +13,17 @@ const WIDTH = 480; // pixels of a frame that is sent
 const QUALITY = 0.8; // of its JPEG file
 const OLD = 150; // milliseconds from which a label tells its age, as the clip has moved on
 
-export function startSession() {
-  new SessionTab();
+export function startSession(server) {
+  new SessionTab(server);
 }
 
 class SessionTab {
-  constructor() {
+  constructor(server) {
     this.running = null;
+    this.lacks = ""; // why the server's model can hold no session of this page
     this.build();
+    if (server.facts) this.suit(server.facts);
+    document.addEventListener("server", (event) => this.suit(event.detail));
     document.addEventListener("tab", (event) => {
       if (event.detail !== "session") this.stop();
     });
@@ -71,6 +74,14 @@ class SessionTab {
       this.begin();
     });
     this.halt.addEventListener("click", () => this.stop());
+  }
+
+  /** Say before a start what a start would fail with. */
+  suit({ models: [model] }) {
+    const able = !model?.tasks.length || model.tasks.includes("detect");
+    this.lacks = able ? "" : `${model.name} cannot detect objects in pictures, which a session here asks for`;
+    this.start.disabled = this.running !== null || this.lacks !== "";
+    if (!this.running) this.state.textContent = this.lacks;
   }
 
   async begin() {
@@ -132,7 +143,7 @@ class SessionTab {
   }
 
   toggle(running) {
-    this.start.disabled = running;
+    this.start.disabled = running || this.lacks !== "";
     this.halt.disabled = !running;
     if (running) this.state.textContent = "opening";
   }

@@ -1,0 +1,132 @@
+"""Requests that come while others decode: one that waits, callers that ask again when they have an
+answer, and answers that are aborted at random.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+from legato_engine.bench.workload import Workload
+from legato_engine.core import RequestKey
+from legato_engine.engine.assembly import Assembly
+from legato_engine.sequence import Sequence as EngineSequence
+
+from benchmarks.loops.decodes import Decodes, recorded, values_of
+from benchmarks.loops.requests import NUM_SKILLS, picture, question, skilled
+from benchmarks.speculation.run import RecordedTask
+
+MAX_LIVE = 6
+"""Requests of `randomly` at once."""
+
+_KINDS = 10  # of its questions, and of its other requests
+_MS = 1e3
+
+
+def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[float]:
+    """Milliseconds from a request's arrival to its first token, while `streams` others decode."""
+    draw = random.Random(7)
+    waits = []
+    for _ in range(count):
+        workload = Workload(assembly, kind="query", count=streams, length=120, context=context)
+        sequences = [*workload.sequences(), question(assembly, streams, 2)]
+        *tasks, late = recorded(sequences)
+        run = Decodes(assembly, at_once=streams)
+        for sequence in sequences[:-1]:
+            run.scheduler.submit(sequence)
+        have = draw.randint(20, 80)
+        while len(tasks[0].tokens) < have:
+            run.scheduler.step()
+        arrival = time.perf_counter()
+        run.scheduler.submit(sequences[-1])
+        while not late.tokens:
+            run.scheduler.step()
+        waits.append((late.times[0] - arrival) * _MS)
+        run.scheduler.drain()
+    return waits
+
+
+def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
+    """Tokens a second when each of `callers` asks again as soon as it has an answer.
+
+    Questions, or `lists` of objects and points about a known image; as in a server, prompts share
+    launches with decodes.
+    """
+    draw, image = random.Random(3), picture(assembly)
+    run = Decodes(assembly, at_once=1, shares=True)
+    live: list[tuple[EngineSequence, RecordedTask]] = []
+    count = committed = 0
+    begin = time.perf_counter()
+    while committed < num_tokens:
+        while len(live) < callers:
+            length = draw.randint(8, 64)
+            if lists:
+                kind = NUM_SKILLS * (count // 2) + count % 2  # detections and points in turn
+                sequence = skilled(assembly, image, kind, length)
+            else:
+                sequence = question(assembly, count, length)
+            (task,) = recorded([sequence])
+            sequence.seq_id = count
+            count += 1
+            run.scheduler.submit(sequence)
+            live.append((sequence, task))
+        run.scheduler.step()
+        for each in [each for each in live if each[0].finalized]:
+            live.remove(each)
+            committed += len(each[1].tokens)
+    seconds = time.perf_counter() - begin
+    run.scheduler.drain()
+    return committed / seconds
+
+
+def randomly(
+    assembly: Assembly, num_steps: int, seed: int, *, skills: bool = True
+) -> dict[str, int]:
+    """Answers of random lengths that come and are aborted at random, against each one alone.
+
+    Without `skills` all are questions.
+    """
+    draw = random.Random(seed)
+    run = Decodes(assembly, at_once=1, shares=True)
+    live: list[tuple[int, int, EngineSequence, RecordedTask]] = []
+    taken: dict[int, list[tuple[object, ...]]] = {}
+    totals = dict.fromkeys(("answers", "aborted", "different"), 0)
+    count = 0
+    image = picture(assembly)
+
+    def make(kind: int, length: int) -> EngineSequence:
+        if kind % 2 or not skills:
+            return question(assembly, kind, length)
+        return skilled(assembly, image, kind // 2, length, logprobs=kind // 2 % 3 == 0)
+
+    def check(kind: int, sequence: EngineSequence, task: RecordedTask) -> None:
+        """Tokens depend on the question alone, so a longer answer begins with a shorter one."""
+        longest, tokens = taken.setdefault(kind, []), values_of(sequence, task)
+        both = min(len(longest), len(tokens))
+        totals["different"] += longest[:both] != tokens[:both]
+        if len(tokens) > len(longest):
+            taken[kind] = tokens
+
+    while run.steps < num_steps:
+        if len(live) < MAX_LIVE and draw.random() < 0.2:
+            kind, length = draw.randint(0, 2 * _KINDS - 1), draw.randint(2, 60)
+            sequence = make(kind, length)
+            sequence.request = msgspec.structs.replace(
+                sequence.request, request_id=RequestKey(f"{count}")
+            )
+            (task,) = recorded([sequence])
+            sequence.seq_id = count
+            count += 1
+            run.scheduler.submit(sequence)
+            live.append((kind, length, sequence, task))
+        if live and draw.random() < 0.02:
+            run.scheduler.abort(draw.choice(live)[2].request.request_id)
+            totals["aborted"] += 1
+        run.scheduler.step()
+        for each in [each for each in live if each[2].finalized]:
+            live.remove(each)
+            check(each[0], each[2], each[3])
+            totals["answers"] += 1
+    run.scheduler.drain()
+    return totals | {"steps": run.steps, "launches": run.launches}

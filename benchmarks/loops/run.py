@@ -1,0 +1,205 @@
+"""Decode loops, by a WHILE node and in the resident kernel, beside a launch for every step.
+
+One model, one run.
+
+    python -m benchmarks loops --device cuda --model moondream2 --random-weights
+
+`step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
+to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
+`launches`, `waits`: decodes of one answer, and waits of the host for one to end. `blocking` is the
+graph with one launch at a time. `join`: how long a request that arrives while others decode waits
+for its first token. `--steps` of short answers of every skill, with random lengths, arrivals and
+aborts, are compared with each other: tokens, values and log-probabilities depend on the question
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from legato_engine.bench.command import model_config
+from legato_engine.bench.options import add_model_arguments
+from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+
+from benchmarks import record
+from benchmarks.loops.arrivals import MAX_LIVE, joins, load, randomly
+from benchmarks.loops.steps import lists_of, steps_of
+
+PATHS = ("graph", "loop", "resident")
+"""The last one only where the kernel runs."""
+STEPS = {
+    "blocking": ("graph", 1),
+    "graph": ("graph", 2),
+    "loop": ("loop", 2),
+    "resident": ("resident", 2),
+}
+"""Decode path and launches in flight by the names of steps."""
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    most = max(arguments.streams) + 1
+    config = msgspec.structs.replace(
+        model_config(arguments),
+        max_running=most,
+        max_waiting=2 * most + MAX_LIVE,
+        crops_per_launch=0,
+    )
+    graph = assemble(config)
+    assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
+    if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
+        del assemblies["resident"]
+    assemblies = {"graph": graph, **assemblies}
+    context, objects = arguments.context, arguments.length // 3
+
+    def answers(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
+        return steps_of(assembly, streams, arguments.length, context, depth)
+
+    def lists(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
+        return lists_of(assembly, streams, objects, depth)
+
+    rows, list_rows = (
+        [_row(assemblies, streams, arguments.repeats, run) for streams in arguments.streams]
+        for run in (answers, lists)
+    )
+    waits = {
+        path: joins(assembly, 1, arguments.joins, arguments.context)
+        for path, assembly in assemblies.items()
+    }
+    loads = [
+        _loads(assemblies, callers, arguments.load, lists=lists)
+        for lists in (False, True)
+        for callers in arguments.streams
+    ]
+    totals = {
+        path: randomly(assembly, arguments.steps, seed=1)
+        for path, assembly in assemblies.items()
+        if path != "graph"
+    }
+    graph.device.close()
+    figures = {
+        "model": msgspec.to_builtins(graph.info),
+        "rows": rows,
+        "lists": list_rows,
+        "join_ms": waits,
+        "loads": loads,
+        "random": totals,
+    }
+    heads = (
+        *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
+        "same tokens",
+    )
+    lines = [
+        (what, *_cells(row, name))
+        for what, of in (("answers", rows), ("lists", list_rows))
+        for row in of
+        for name in STEPS
+        if name in row
+    ]
+    join = [
+        (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
+        for path, taken in waits.items()
+    ]
+    tables = [
+        record.table(heads, lines),
+        "",
+        record.table(("path", "join P50 ms", "slowest ms"), join),
+        "",
+        record.table(
+            ("callers", "ask for", "path", "tokens/s", "of graph"),
+            [_load_cells(row, path) for row in loads for path in assemblies],
+        ),
+        "",
+        record.table(
+            ("path", *totals["loop"]), [(path, *each.values()) for path, each in totals.items()]
+        ),
+    ]
+    record.write(arguments.name, "Decode loops", figures, tables)
+    different = any(each["different"] for each in totals.values())
+    return 1 if different or not all(row["identical"] for row in (*rows, *list_rows)) else 0
+
+
+def _row(
+    assemblies: dict[str, Assembly],
+    streams: int,
+    repeats: int,
+    run_once: Callable[[Assembly, int, int], dict[str, Any]],
+) -> dict[str, Any]:
+    """Medians over runs in turns."""
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: []
+        for name, (path, _) in STEPS.items()
+        if path in assemblies
+        and (path != "resident" or streams <= assemblies[path].runner.resident_rows)
+    }
+    for repeat in range(repeats + 1):
+        for name in list(runs) if repeat % 2 else reversed(runs):
+            path, depth = STEPS[name]
+            runs[name].append(run_once(assemblies[path], streams, depth))
+    tokens = runs["graph"][0]["tokens"]
+    own = {
+        name: taken[0]["tokens"] if name == "resident" else tokens for name, taken in runs.items()
+    }
+    row: dict[str, Any] = {
+        "streams": streams,
+        "identical": all(
+            run["tokens"] == own[name] for name, taken in runs.items() for run in taken
+        ),
+    }
+    for path, all_runs in runs.items():
+        kept = all_runs[1:]
+        row[path] = {
+            what: statistics.median(run[what] for run in kept)
+            for what in ("ms", "host_us", "launches", "waits")
+        }
+        row[path]["all_ms"] = [run["ms"] for run in kept]
+    return row
+
+
+def _loads(
+    assemblies: dict[str, Assembly], callers: int, num_tokens: int, *, lists: bool
+) -> dict[str, Any]:
+    """Tokens a second of each path, in turns."""
+    taken: dict[str, list[float]] = {path: [] for path in assemblies}
+    for path in (*assemblies, *reversed(assemblies)):
+        taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
+    return {"callers": callers, "lists": lists, **taken}
+
+
+def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
+    graph, own = (statistics.mean(row[each]) for each in ("graph", path))
+    what = "lists" if row["lists"] else "answers"
+    return row["callers"], what, path, f"{own:.0f}", f"{own / graph:.3f}"
+
+
+def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
+    of = row[path]
+    times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
+    return row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loops", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="loops", help="of the record")
+    parser.add_argument("--streams", default=[1, 8, 32], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--length", default=256, type=int, help="tokens of an answer")
+    parser.add_argument(
+        "--context",
+        default=722,
+        type=int,
+        help="position of the first token; on a GPU above 448 tokens differ with what is cached",
+    )
+    parser.add_argument("--repeats", default=3, type=int, help="timed runs of each path")
+    parser.add_argument("--joins", default=30, type=int, help="requests that join")
+    parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
+    parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

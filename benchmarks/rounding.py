@@ -1,0 +1,158 @@
+"""What rounded weights cost on a CPU: F1 of legato-tiny's Detect in each of four forms.
+
+    python -m benchmarks rounding
+
+Scenes of coloured shapes are drawn by `legato_training.labelled`, so their truth is exact. Every
+form is served in turn and asked for all that each picture shows and for one thing that it does not.
+A box is right at an IoU of 0.5. All forms answer the same questions, so a difference from float32
+is taken picture by picture; its 95 % interval is a bootstrap over pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from legato_client import Client
+from legato_client.calibration.labelled import ANNOTATIONS, LabelledPicture, read_labels
+from legato_client.calibration.scored import Scored, score
+from legato_client.cli.local_server import LocalServer
+
+from benchmarks import record
+from benchmarks.provenance import ROOT
+
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("--dtype", "bf16"),
+    "int8": ("--weight-dtype", "int8"),
+    "int4": ("--weight-dtype", "int4"),
+}
+"""Options of `legato serve`; the first form is what the others are compared with."""
+
+_SKILL = "detect"
+_ABSENT = 1  # things asked for that a picture does not show
+_RESAMPLES = 4000
+_START_SECONDS = 600.0
+_HITS, _FOUND, _TRUE = range(3)
+
+Counts = npt.NDArray[np.int64]
+"""Right boxes, found ones and true ones of each picture, [P, 3]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Of two F1, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure all forms and write a record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks rounding", description=__doc__)
+    parser.add_argument("--scenes", type=int, default=320)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument(
+        "--folder", type=Path, help="keep the drawn scenes there, or take those that it has"
+    )
+    parser.add_argument("--parallel", type=int, default=4, help="pictures asked about at a time")
+    parser.add_argument("--name", default="rounding")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        pictures = scenes(folder, arguments.scenes, arguments.seed)
+        counts = {
+            name: counted(pictures, answers(options, pictures, arguments.parallel))
+            for name, options in FORMS.items()
+        }
+    reference = counts[next(iter(FORMS))]
+    differences = {
+        name: difference(each, reference, arguments.seed)
+        for name, each in counts.items()
+        if each is not reference
+    }
+    num_true = int(reference[:, _TRUE].sum())
+    questions = sum(len(picture.boxes) for picture in pictures)
+    figures = {
+        "pictures": len(pictures),
+        "questions": questions,
+        "objects": num_true,
+        "f1": {name: f1(each) for name, each in counts.items()},
+        "differences": {name: dataclasses.asdict(each) for name, each in differences.items()},
+        "counts": {name: each.sum(0).tolist() for name, each in counts.items()},
+    }
+    told = f"{len(pictures)} pictures, {questions} questions, {num_true} objects."
+    record.write(
+        arguments.name,
+        "F1 of legato-tiny's Detect with rounded weights",
+        figures,
+        [table(counts, differences), "", told],
+    )
+    return 0
+
+
+def scenes(folder: Path, count: int, seed: int) -> Sequence[LabelledPicture]:
+    """At most so many pictures of a folder, which are drawn if it has none.
+
+    Those without an object are left out.
+    """
+    if not (folder / ANNOTATIONS).exists():
+        program = [sys.executable, "-m", "legato_training.labelled", "--shapes"]
+        options = ["--out", str(folder), "--scenes", str(count), "--seed", str(seed)]
+        subprocess.run([*program, *options], cwd=ROOT / "training", check=True)
+    return read_labels(folder, folder / ANNOTATIONS, absent=_ABSENT, seed=seed).pictures[:count]
+
+
+def answers(
+    options: Sequence[str], pictures: Sequence[LabelledPicture], parallel: int
+) -> Sequence[Scored]:
+    """What a server with these options finds."""
+    with LocalServer(["--device", "cpu", *options]) as server:
+        server.wait_until_serving(_START_SECONDS, lambda _: None)
+        with Client(server.target) as client:
+            return score(client, pictures, [_SKILL], parallel=parallel, tell=lambda: None)
+
+
+def counted(pictures: Sequence[LabelledPicture], found: Sequence[Scored]) -> Counts:
+    """Counts in the order of the pictures."""
+    counts = {picture.number: [0, 0, sum(map(len, picture.boxes.values()))] for picture in pictures}
+    for each in found:
+        counts[each.picture][_HITS] += each.right
+        counts[each.picture][_FOUND] += 1
+    return np.array([counts[picture.number] for picture in pictures], np.int64)
+
+
+def f1(counts_P3: Counts) -> float:
+    """Of all pictures together."""
+    hits, found, true = counts_P3.sum(0)
+    return float(2 * hits / (found + true))
+
+
+def difference(counts_P3: Counts, reference_P3: Counts, seed: int) -> Difference:
+    """How much better a form is than the reference; negative: worse."""
+    choice = np.random.default_rng(seed)
+    size = _RESAMPLES, len(counts_P3)
+    chosen_RP = choice.integers(len(counts_P3), size=size)
+    values = [f1(counts_P3[chosen]) - f1(reference_P3[chosen]) for chosen in chosen_RP]
+    low, high = np.quantile(values, (0.025, 0.975))
+    return Difference(f1(counts_P3) - f1(reference_P3), float(low), float(high))
+
+
+def table(counts: Mapping[str, Counts], differences: Mapping[str, Difference]) -> str:
+    """A row for each form."""
+    rows = []
+    for name, each in counts.items():
+        hits, found, true = each.sum(0)
+        more = differences.get(name)
+        told = "-" if more is None else f"{more.value:+.4f} ({more.low:+.4f} to {more.high:+.4f})"
+        rows.append((name, f"{f1(each):.4f}", told, f"{hits / true:.4f}", f"{hits / found:.4f}"))
+    heads = ("weights", "F1", "more than float32 (95 %)", "recall", "precision")
+    return record.table(heads, rows)
