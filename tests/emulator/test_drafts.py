@@ -54,7 +54,7 @@ def test_many_orders_of_threads_change_no_bit(world: World) -> None:
 
 def test_more_tokens_than_attention_takes_at_once_change_no_bit() -> None:
     """A row with 12 tokens in a step is two units of attention."""
-    drafts.drafts_change_no_bit(World(SMALL, LONG_BLOCKS, emulated()), "fixed", 1, (0.7, 1.0))
+    drafts.drafts_change_no_bit(World(NARROW, LONG_BLOCKS, emulated()), "fixed", 1, (0.7, 1.0))
 
 
 def test_pages_and_last_tokens_end_a_launch(world: World) -> None:

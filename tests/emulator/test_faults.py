@@ -70,17 +70,16 @@ FAULTS = {
     ),
     "attention's stages released before they are read": Planted(
         (
+            *_without("attention.cuh", "    ring.release(a, __float_as_uint(track.out[0].x));\n"),
             (
                 "attention.cuh",
-                "    const float base = raise(track, top);\n",
-                "    const float base = raise(track, top);\n"
-                "    for (int i = 0; i < stages; i++) ring.release(a, 0);\n",
-            ),
-            *_without(
-                "attention.cuh",
-                "    for (int i = 0; i < stages; i++) ring.release(a, __float_as_uint(track.out.x));\n",
+                "stage = ring.get(a, at);\n",
+                "stage = ring.get(a, at);\n    ring.release(a, 0);\n",
             ),
         )
+    ),
+    "the newest position left out of its page": Planted(
+        (("attention.cuh", "if (which == written.page &&", "if (which < 0 &&"),)
     ),
     "moments read before all warps have stored theirs": Planted(
         (
@@ -92,7 +91,7 @@ FAULTS = {
         )
     ),
     "parts of a softmax merged before all are there": Planted(
-        (("attention.cuh", "  }\n" + _SYNC + "  const int whole", "  }\n  const int whole"),)
+        (("attention.cuh", _SYNC + "  const auto* parts", "  const auto* parts"),)
     ),
     "a stage read before its copy has landed": Planted(
         _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, phase, 1, slot);\n")
@@ -127,15 +126,6 @@ FAULTS = {
     "an index beyond shared memory": Planted(
         (("output.cuh", "shared.best[i][threadIdx.x]", "shared.best[i + 1][threadIdx.x]"),),
         "undefined|outside of its memory",
-    ),
-    "heads read by other lanes before they are there": Planted(
-        (
-            (
-                "residual.cuh",
-                "merge_heads(a, merged[token - whole], token);\n  __syncwarp();\n",
-                "merge_heads(a, merged[token - whole], token);\n",
-            ),
-        )
     ),
 }
 SOON = ("a signal before what it tells of", "a wait for one more than there are")
