@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
-from legato_engine.kernels.cuda import sampling, value_heads
+from legato_engine.kernels.cuda import attention, drafting, sampling, skinny_gemm, value_heads
 
+from tests.emulator.build import compiler
 from tests.emulator.module import EmulatedModule
+
+
+PROCESSORS = 12
 
 
 @pytest.fixture(autouse=True)
 def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of single steps that results are compared with are emulated too."""
-    for module in (sampling, value_heads):
+    """Those that the engine compiles itself are emulated, on a GPU of a few multiprocessors."""
+    for module in (attention, drafting, sampling, value_heads):
         monkeypatch.setattr(module, "Module", EmulatedModule)
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a compiler there is nothing to emulate."""
-    if shutil.which("g++"):
+    if compiler():
         return
     for item in items:
         if "tests/emulator/" in item.nodeid:
-            item.add_marker(pytest.mark.skip(reason="needs g++"))
+            item.add_marker(pytest.mark.skip(reason="needs a C++ compiler"))

@@ -8,7 +8,8 @@ import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.resident.sizes import ModelSizes
 
-from tests.emulator.module import EmulatedModule, Patch, Schedule
+from tests.emulator.build import Patch
+from tests.emulator.module import EmulatedModule, Schedule
 from tests.resident.machine import Machine
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.resident_model import forward
-from tests.emulator.module import EmulatedFault, Patch
+from tests.emulator.build import Patch
+from tests.emulator.module import EmulatedFault
 from tests.emulator.small import SMALL, emulated
 from tests.resident.words import Rows, World
 
@@ -61,7 +62,8 @@ FAULTS = {
         (
             (
                 "matrix.cuh",
-                "      if (active()) next.load(stage);\n    }\n    if (active()) sums.add(mine, in);\n"
+                "      if (active()) next.load(stage);\n    }\n"
+                "    if (active()) sums.add(mine, in);\n"
                 "    if (more) ring.release(a, next.read());",
                 "      ring.release(a, 0);\n      if (active()) next.load(stage);\n    }\n"
                 "    if (active()) sums.add(mine, in);",

@@ -122,7 +122,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "index", "says"), FAULTS, ids=lambda of: str(of))
+@pytest.mark.parametrize(("fault", "index", "says"), FAULTS, ids=str)
 def test_what_no_gpu_allows_is_a_fault(
     module: EmulatedModule, fault: Fault, index: int, says: str
 ) -> None:

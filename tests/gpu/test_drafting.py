@@ -63,8 +63,8 @@ class Scripted:
         self.says_RK = says_RK
 
     def propose(self, history, draft_RK):
-        """Copy them."""
-        draft_RK.copy_(self.says_RK)
+        """Copy those of the rows."""
+        draft_RK.copy_(self.says_RK.index_select(0, history.row_R))
 
 
 def costs():

@@ -1,0 +1,206 @@
+"""Kernels of single steps on the emulated machine: what the GPU's tests ask of them, of small sizes.
+
+Shape legend: B tokens, H heads, E head dim, D = H * E, R rows of the page table, M pages of a row,
+N pages, S positions of a page, P positions of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from legato_engine.device.cpu import CpuDevice
+from legato_engine.kernels import pages
+from legato_engine.kernels.cuda.attention import (
+    HEAD_DIM,
+    SPLITS,
+    Attention,
+    AttentionSizes,
+    StepPositions,
+    splits_for,
+)
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
+from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import UNKNOWN
+
+from tests.emulator.small import CPU
+from tests.engine.speculative.histories import row_history
+from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side
+from tests.gpu.test_sampling import tokens_are_those_of_the_definition
+
+HEADS, CONTEXT, TABLES = 2, 192, 6
+GROUPS = (1, 2, 8)
+"""Numbers of groups that make for each number of splits on the emulated machine."""
+
+
+@pytest.mark.parametrize(
+    ("vocab", "batch", "offsets"),
+    [
+        (256, 3, range(0, 8, 4)),
+        pytest.param(1536, 4, range(0, 20, 5), marks=pytest.mark.slow),
+        pytest.param(9000, 2, range(0, 8, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_sampled_tokens_are_those_of_the_definition(vocab: int, batch: int, offsets: range) -> None:
+    """By one thread block, and by a cluster of up to four."""
+    tokens_are_those_of_the_definition(vocab, batch, offsets, CPU)
+
+
+@pytest.mark.parametrize(
+    "name", ["budget", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fixed", "seed"))]
+)
+def test_drafting_launches_are_what_the_policies_do(name: str) -> None:
+    """Random rows, rooms, gaps, ends and outcomes: the same blocks, positions and states."""
+    device, sides = CpuDevice(1), []
+    for by_kernels in (True, False):
+        policy, draw = POLICIES[name](), random.Random(name)
+        side = Side(device, 5, policy, by_kernels=False)
+        if by_kernels:
+            kernels = DraftKernels(policy, num_rows=ROWS, vocab_size=VOCABULARY, device=CPU)
+            side.drafts.operations = kernels
+            if name == "budget":
+                side.drafts.set_costs(policy)
+        said = []
+        for launch in range(2):
+            rows = draw.sample(range(ROWS), draw.randint(2, ROWS))
+            rooms = [(row, draw.choice((BLOCK, draw.randint(-1, BLOCK)))) for row in rows]
+            said.append(side.run(rooms, pressed=launch == 1))
+        sides.append(said)
+    device.close()
+    assert sides[0] == sides[1]
+    counts = [count for _, (counts, *_), *_ in sides[0] for count in counts]
+    assert 0 in counts
+    assert max(counts) > 1, "nothing was accepted"
+
+
+def test_lookup_is_what_torch_does() -> None:
+    """Random tokens of a few kinds, gaps and newest positions: the same drafts."""
+    draw = torch.Generator().manual_seed(3)
+    shape = (8, 300)
+    tokens_RC = torch.randint(0, 5, shape, generator=draw)
+    newest_R = torch.randint(0, shape[1], (shape[0],), generator=draw)
+    tokens_RC[torch.arange(shape[1]) > newest_R[:, None]] = UNKNOWN
+    tokens_RC[:2] = torch.randint(0, 1000, (2, shape[1]), generator=draw)  # nothing comes again
+    history, said = row_history(tokens_RC, newest_R), []
+    for lookup in (LookupProposer(), LookupKernel()):
+        draft_RK = torch.full((shape[0], 8), 7)
+        lookup.propose(history, draft_RK[:, :6])
+        said.append(draft_RK.tolist())
+    assert said[0] == said[1]
+    assert any(UNKNOWN in row for row in said[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """Random keys and values in pages of a caches' dtype, in random order; and the kernel."""
+
+    attention: Attention
+    k_NHSE: torch.Tensor
+    v_NHSE: torch.Tensor
+    table_RM: torch.Tensor
+    scale_2: torch.Tensor | None
+
+    @classmethod
+    def random(cls, size: int, dtype: torch.dtype) -> Cached:
+        torch.manual_seed(size)
+        count = CONTEXT // size
+        scale_2 = torch.tensor([0.0125, 0.007]) if dtype is pages.E4M3 else None
+        caches = []
+        for scale in pages.units(scale_2):
+            random_NHSE = torch.randn(TABLES * count + 1, HEADS, size, HEAD_DIM).bfloat16()
+            caches.append(pages.indexable(pages.quantise(random_NHSE, scale)).view(dtype))
+        sizes = AttentionSizes(
+            num_heads=HEADS,
+            page_size=size,
+            max_pages=count,
+            out_stride=HEADS * HEAD_DIM + 24,
+            kv_bytes=dtype.itemsize,
+        )
+        attention = Attention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
+        k_NHSE, v_NHSE = caches
+        table_RM = (torch.randperm(TABLES * count) + 1).view(TABLES, count)
+        return cls(attention, k_NHSE, v_NHSE, table_RM, scale_2)
+
+    def positions(self, tokens: Sequence[int]) -> StepPositions:
+        """So many tokens of each of some rows."""
+        draw, row, position, fresh = random.Random(sum(tokens)), list[int](), list[int](), list[int]()
+        for name, count in zip(draw.sample(range(TABLES), len(tokens)), tokens, strict=True):
+            start = draw.choice((0, 1, 15, 16, 17, 127, CONTEXT - count))
+            position += range(start, start + count)
+            row += [name] * count
+            fresh += [start] * count
+        row_B, position_B, fresh_B = torch.tensor([row, position, fresh])
+        return StepPositions(row_B, position_B, fresh_B, self.table_RM, num_groups=1)
+
+    def attend(self, q_BD: torch.Tensor, positions: StepPositions) -> torch.Tensor:
+        """The kernel's [B, D]; nothing else may be written."""
+        batch, width = q_BD.shape
+        out_BF = torch.full((MAX_TOKENS + 1, width + 24), torch.nan).bfloat16()
+        self.attention.launch(q_BD, self.k_NHSE, self.v_NHSE, positions, out_BF, self.scale_2)
+        assert out_BF[batch:].isnan().all()
+        assert out_BF[:, width:].isnan().all()
+        return out_BF[:batch, :width].clone()
+
+    def expected(self, q_BD: torch.Tensor, positions: StepPositions) -> torch.Tensor:
+        """[B, D] by torch in float64."""
+        out = []
+        for q_D, row, position in zip(
+            q_BD, positions.row_B.tolist(), positions.position_B.tolist(), strict=True
+        ):
+            k_HPE, v_HPE = (
+                pages.dequantise(
+                    pages.gather_pages(cache, self.table_RM[row], position + 1), scale, torch.float64
+                )
+                .double()
+                .transpose(0, 1)
+                for cache, scale in zip(
+                    (self.k_NHSE, self.v_NHSE), pages.units(self.scale_2), strict=True
+                )
+            )
+            q_H1E = q_D.view(HEADS, 1, HEAD_DIM).double()
+            out.append(((q_H1E @ k_HPE.mT / HEAD_DIM**0.5).softmax(-1) @ v_HPE).flatten())
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (16, torch.bfloat16),
+        pytest.param(32, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(16, pages.E4M3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_attention_is_exact_and_a_token_has_the_same_bits_in_any_group(
+    size: int, dtype: torch.dtype
+) -> None:
+    """Alone or with others of its row, by one thread block or by clusters of two and four."""
+    assert {splits_for(groups * HEADS) for groups in GROUPS} == set(SPLITS)
+    cached = Cached.random(size, dtype)
+    for tokens in ((1,), (3, 1), (1, 9, 2)):
+        positions = cached.positions(tokens)
+        q_BD = torch.randn(sum(tokens), HEADS * HEAD_DIM).bfloat16()
+        alone_BD = torch.cat(
+            [
+                cached.attend(
+                    q_BD[i : i + 1],
+                    dataclasses.replace(
+                        positions,
+                        row_B=positions.row_B[i : i + 1],
+                        position_B=positions.position_B[i : i + 1],
+                        fresh_B=positions.fresh_B[i : i + 1],
+                        num_groups=GROUPS[i % len(GROUPS)],
+                    ),
+                )
+                for i in range(sum(tokens))
+            ]
+        )
+        truth_BD = cached.expected(q_BD, positions)
+        assert (alone_BD.double() - truth_BD).norm() < 5e-3 * truth_BD.norm()
+        for groups in GROUPS:
+            together_BD = cached.attend(q_BD, dataclasses.replace(positions, num_groups=groups))
+            assert torch.equal(together_BD, alone_BD), (tokens, groups)
