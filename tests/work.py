@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -13,7 +14,7 @@ def lines_run() -> Iterator[Callable[[], int]]:
     """Yield what tells how many lines of Python this thread has run in the block."""
     count = 0
 
-    def trace(_frame: FrameType, event: str, _argument: object) -> object:
+    def trace(_frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal count
         count += event == "line"
         return trace

@@ -102,7 +102,7 @@ class Server:
         self.channel.close()
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(PATIENCE)
         finally:
             self.process.kill()
 

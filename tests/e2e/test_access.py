@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import admin_pb2, admin_pb2_grpc, server_pb2, server_pb2_grpc
 from legato_client import Client, PermissionDenied
 
-from tests.e2e.server import ENVIRONMENT, children, until
+from tests.e2e.server import ENVIRONMENT, PATIENCE, children, until
 from tests.service.access.certificates import HOST, Authority, Files
 from tests.service.access.tokens import Token, write
 
@@ -59,7 +59,7 @@ class SecuredServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(PATIENCE)
         finally:
             self.process.kill()
 

@@ -57,7 +57,7 @@ def test_an_image_gives_an_array_with_its_stamp(server, fresh, tmp_path):
         until(lambda: fresh.listen() or value(fresh, "engine") == "serving")
         until(lambda: fresh.listen() or told(fresh, "no images"))
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait() == 0
 
 
 def drain(server):

@@ -45,7 +45,7 @@ def test_an_engine_that_cannot_start_is_refused_as_unavailable(tmp_path):
     server = Server(tmp_path, environment=fault)
     with pytest.raises(AssertionError, match="engine_never_ready"):
         server.__enter__()
-    assert server.process.wait(30) != 0
+    assert server.process.wait() != 0
     until(lambda: server.events("engine_never_ready"))
 
 
