@@ -39,7 +39,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 _SKILL = "detect"
 _ABSENT = 1  # things asked for that a picture does not show
 _RESAMPLES = 4000
-_START_SECONDS = 600.0
+_START_SECONDS = _CALL_SECONDS = 600.0
 _HITS, _FOUND, _TRUE = range(3)
 
 Counts = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ def answers(
     """What a server with these options finds."""
     with LocalServer(["--device", "cpu", *options]) as server:
         server.wait_until_serving(_START_SECONDS, lambda _: None)
-        with Client(server.target) as client:
+        with Client(server.target, timeout=_CALL_SECONDS) as client:
             return score(client, pictures, [_SKILL], parallel=parallel, tell=lambda: None)
 
 

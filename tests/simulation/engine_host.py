@@ -11,8 +11,8 @@ from typing import Any
 from legato_engine.core import CachedImage, ImageInfo, ImageSource, Request
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.engine.lease_handler import LeaseHandler
+from legato_engine.engine.loaded_image import PreprocessedImage
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.preprocessor import PreprocessedImage
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_table import RequestTable

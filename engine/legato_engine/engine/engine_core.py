@@ -15,8 +15,9 @@ from legato_engine.core import CachedImage, Request, RequestKey, TokenInfo
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler
+from legato_engine.engine.loaded_image import PendingImage, PreprocessedImage
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage, Preprocessor
+from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_stages import (
     PendingLease,

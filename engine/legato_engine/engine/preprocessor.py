@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import queue
 import threading
 import time
@@ -17,10 +16,11 @@ import msgspec
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.engine.lane import Lane
 from legato_engine.engine.lazy import Lazy
-from legato_engine.errors import ImageNotFound, InvalidField, LegatoError
+from legato_engine.engine.loaded_image import LoadedImage, PendingImage, PreprocessedImage
+from legato_engine.errors import ImageNotFound, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey
-from legato_engine.images.decoding import content_key, decode_baseline, image_id
-from legato_engine.images.headers import ImageHeader, inspect
+from legato_engine.images.decoding import content_key, decode_baseline
+from legato_engine.images.headers import inspect
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
@@ -31,60 +31,6 @@ from legato_engine.shm.blob_reader import BlobReader
 _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
 _LIGHT_COST = 4 * 1024 * 1024  # pixels of a baseline JPEG: some 30 ms
 _HEAVY_NICE = 10  # heavy images take what other work leaves of the cores
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreprocessedImage:
-    """A prepared image and the seconds that took."""
-
-    image: PreparedImage
-    seconds: float
-
-
-PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
-"""An image that is prepared already, or its future."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedImage:
-    """The bytes of an image, their content key and, for a file, the header.
-
-    The service has checked it too, but here the limit on pixels bounds allocations.
-    """
-
-    tenant: str
-    source: EncodedImage | RawImage
-    view: memoryview
-    key: Lazy[str]
-    header: Lazy[ImageHeader]  # raises for `RawImage`
-
-    @property
-    def image_id(self) -> str:
-        return image_id(self.key.get())
-
-    @property
-    def cache_key(self) -> ImageKey:
-        return ImageKey(self.tenant, self.image_id)
-
-    @property
-    def cost(self) -> int:
-        """As `ImageHeader.cost`; raises as `inspect`."""
-        if isinstance(self.source, RawImage):
-            return self.source.width * self.source.height
-        return self.header.get().cost
-
-    def check_sha256(self, expected: str) -> None:
-        """Check the hash of the bytes.
-
-        Raises:
-            InvalidField: it is another.
-        """
-        raw = isinstance(self.source, RawImage)  # the key of a file is the hash of its bytes
-        actual = hashlib.sha256(self.view).hexdigest() if raw else self.key.get()
-        if actual != expected:
-            raise InvalidField(
-                "sha256 does not match the image bytes", field="sha256", actual=actual
-            )
 
 
 class _Job:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from legato_engine.core import ImageInfo, Outline, Request, RequestKey, TokenInfo
-from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
+from legato_engine.engine.loaded_image import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import PreparedImage

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import structlog
 import torch
 
@@ -31,10 +27,10 @@ from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.refine_step import RefineStep
-from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table, successor_table
+from legato_engine.runtime.sampler import constraint_table, successor_table
+from legato_engine.runtime.slot_outputs import Outputs, drafted_tokens, needs_of, sampled_tokens
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.runtime.torch_backend import TorchBackend
@@ -45,7 +41,6 @@ from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
-from legato_engine.tasks import SampledToken
 
 _log = structlog.get_logger()
 
@@ -234,7 +229,7 @@ class ModelRunner:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
         if rows and not launch.plan.loops:
-            needs = events.needs = _needs(rows)
+            needs = events.needs = needs_of(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
             if needs.logprobs:
@@ -255,7 +250,7 @@ class ModelRunner:
         rows, events = launch.plan.rows, self._events[launch.slot]
         num_tokens = sum(1 + row.num_drafts for row in rows)
         bucket, rank = self._staging.bucket(num_tokens), self._rank(rows)
-        events.needs = _needs(rows)
+        events.needs = needs_of(rows)
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
         self._loops.start(launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs)
@@ -270,13 +265,13 @@ class ModelRunner:
             return []
         return self._sampled(self._slots[launch.slot].outputs.host, launch)
 
-    def _sampled(self, outputs: Mapping[str, np.ndarray], launch: Launch) -> list[RowTokens]:
+    def _sampled(self, outputs: Outputs, launch: Launch) -> list[RowTokens]:
         """One token of each row, with speculation the accepted ones, too."""
         slot, needs = self._slots[launch.slot], self._events[launch.slot].needs
         num_rows = len(launch.plan.sampled_rows)
         if self._drafts is not None:
-            return _drafted(outputs, slot, num_rows, needs)
-        tokens = _sampled_tokens(outputs, slot, num_rows, needs)
+            return drafted_tokens(outputs, slot, num_rows, needs)
+        tokens = sampled_tokens(outputs, slot, num_rows, needs)
         return [RowTokens((token,)) for token in tokens]
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
@@ -315,57 +310,6 @@ class ModelRunner:
 
 def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
-
-
-def _needs(rows: Sequence[ScheduledSequence]) -> Needs:
-    sampled = payload = logprobs = alternatives = False
-    for row in rows:
-        task, request = row.sequence.task, row.sequence.request
-        sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
-        payload = payload or task.has_payload
-        logprobs = logprobs or request.logprobs
-        alternatives = alternatives or request.top_logprobs > 0
-    return Needs(sampled, payload, logprobs, alternatives)
-
-
-def _sampled_tokens(
-    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, count: int, needs: Needs
-) -> list[SampledToken]:
-    fields: list[Iterable[Any]] = [
-        outputs["token"][:count].tolist(),
-        map(tuple, outputs["payload"][:count].tolist()),
-        outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
-        map(tuple, outputs["certainty"][:count].tolist()) if needs.payload else repeat(None),
-        _alternatives(slot, count) if needs.alternatives else repeat(()),
-    ]
-    return list(map(SampledToken._make, zip(*fields, strict=False)))
-
-
-def _drafted(
-    outputs: Mapping[str, np.ndarray], slot: DecodeSlot, num_rows: int, needs: Needs
-) -> list[RowTokens]:
-    """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
-    counts = outputs["count"][:num_rows].tolist()
-    proposed = outputs["proposed"][:num_rows].tolist()
-    tokens = _sampled_tokens(outputs, slot, sum(proposed) + num_rows, needs)
-    rows, first = [], 0
-    learnt_S = outputs["descriptor"][:num_rows].view(DESCRIPTOR)[:, 0]
-    descriptors = map(Descriptor._make, learnt_S.tolist())
-    for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
-        accepted = tuple(tokens[first : first + count])
-        rows.append(RowTokens(accepted, drafted, learnt))
-        first += 1 + drafted if count else 0
-    return rows
-
-
-def _alternatives(slot: DecodeSlot, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Without the tokens that a constraint forbids."""
-    host = slot.alternatives.host
-    tokens, logprobs = (host[name][:count].tolist() for name in ("token", "logprob"))
-    return [
-        tuple((token, likely) for token, likely in zip(*row, strict=True) if likely > -math.inf)
-        for row in zip(tokens, logprobs, strict=True)
-    ]
 
 
 def _draft_state(

@@ -120,6 +120,6 @@ def _principal(record: Record, quotas: Quotas) -> Principal:
 
 
 def _names(peer: Peer) -> list[str]:
-    """URIs, then DNS names, else the common name: what a name without them was once used for."""
+    """URIs, then DNS names; else the common name, the only one of old certificates."""
     found = [*peer.get("peer_uri", ()), *peer.get("peer_dns", ())]
     return [name.decode("utf-8", "replace") for name in found or peer.get("x509_common_name", ())]

@@ -1,4 +1,4 @@
-"""What a caller needs for each method. A method without an entry is refused to everyone."""
+"""What a caller needs for each method. A method without an entry is refused to all callers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Need(enum.StrEnum):
 
 
 SHARED_IMAGES = "shared_images"
-"""The scope to name regions of shared memory, which says nothing of who wrote them."""
+"""The scope to name regions of shared memory, whichever client wrote them."""
 
 UNKNOWN_METHOD = "(unknown)"
 """Stands for all methods that this server lacks: their callers learn so with any credential."""

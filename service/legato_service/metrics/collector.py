@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +19,7 @@ from legato_service.metrics.snapshot import Histogram, Snapshot
 from legato_service.requests.registry import RequestRegistry
 from legato_service.rpc.call_log import CallLog
 from legato_service.session.registry import SessionRegistry
+from legato_service.version import version
 
 
 class Collector:
@@ -118,11 +118,4 @@ class Collector:
 
     def _write_build(self, snapshot: Snapshot) -> None:
         processes = str(self._config.processes)
-        snapshot.add("legato_build", 1, _version(), platform.python_version(), processes)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("legato")
-    except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
-        return "0"
+        snapshot.add("legato_build", 1, version(), platform.python_version(), processes)

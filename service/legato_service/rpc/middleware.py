@@ -10,15 +10,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 from legato_engine.errors import (
     ClientTooSlow,
     InternalError,
-    InvalidRequest,
     LegatoError,
     NumericError,
     Poisoned,
@@ -26,12 +24,13 @@ from legato_engine.errors import (
 
 from legato_service.access.control import AccessControl
 from legato_service.access.method_scopes import NEEDS, UNKNOWN_METHOD, Need
-from legato_service.errors import Failure, MethodUnknown, failure
+from legato_service.errors import Failure, failure
 from legato_service.rpc import metadata
 from legato_service.rpc.call import CURRENT, Call
 from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.context import Context
 from legato_service.rpc.gate import Gate
+from legato_service.rpc.handlers import UNKNOWN, Handler, behaviour, reader
 from legato_service.rpc.metadata import REQUEST_ID
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
@@ -39,8 +38,6 @@ log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
 _NO_BUG_HERE = (NumericError, Poisoned)  # their traceback says nothing
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RpcMiddleware(grpc.GenericRpcHandler):
@@ -64,7 +61,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._expect = expect
         self._access = access
         self._gate = gate
-        self._unknown = self._wrap(_UNKNOWN)
+        self._unknown = self._wrap(UNKNOWN)
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._starts, self._on_done = call_log.starts, call_log.on_done
@@ -92,7 +89,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
                 return None
             # Which methods there are is for callers with a credential.
             wrapped, method = self._unknown, UNKNOWN_METHOD
-        given = _metadata_of(handler_call_details)
+        given = handler_call_details.invocation_metadata or ()
         call = Call(method, metadata=given, on_done=self._on_done)
         # gRPC looks up a handler and runs it in one task, so the handler finds its call there. The
         # context would convert all metadata a second time.
@@ -135,7 +132,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_gate(self, wrapped: Handler, gate: Gate) -> Handler:
         """Decide before the message is received; a handler of a stream reads it when it asks."""
-        handle, streams = _behaviour(wrapped), wrapped.response_streaming
+        handle, streams = behaviour(wrapped), wrapped.response_streaming
         assert not wrapped.request_streaming, "the gate reads one message"
 
         async def at_gate(received: Any, context: Context) -> None:
@@ -201,7 +198,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
         """Serialize here, so that a failure is handled like any other."""
-        inner, read = _behaviour(handler), _reader(handler)
+        inner, read = behaviour(handler), reader(handler)
         streams, serialize = handler.request_streaming, handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
@@ -226,7 +223,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return one
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        inner, read = _behaviour(handler), _reader(handler)
+        inner, read = behaviour(handler), reader(handler)
 
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
@@ -299,44 +296,6 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
     """
     trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
     return context.abort(outcome.code, outcome.message, trailers)
-
-
-async def _unimplemented(received: Any, context: Context) -> NoReturn:
-    raise MethodUnknown("this server does not have the method")
-
-
-_UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
-
-
-def _metadata_of(details: grpc.HandlerCallDetails) -> Iterable[tuple[str, str | bytes]]:
-    return details.invocation_metadata or ()
-
-
-def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
-    behaviour: Any = (  # grpc types it for synchronous servers only
-        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-    )
-    return cast("Callable[[Any, Context], Any]", behaviour)
-
-
-def _reader(handler: Handler) -> Callable[[Any], Any]:
-    """With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text."""
-    parse = handler.request_deserializer
-
-    def message(data: bytes) -> Any:
-        try:
-            return parse(data) if parse else data
-        except DecodeError:
-            raise InvalidRequest("the request is not a valid protobuf message") from None
-
-    async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        principal = CURRENT.get().principal
-        async for data in received:
-            if principal is not None:
-                principal.check()
-            yield message(data)
-
-    return messages if handler.request_streaming else message
 
 
 def _code_name(context: Context) -> str:

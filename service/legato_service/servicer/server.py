@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import uuid
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from legato_service.convert.response_info import duration
 from legato_service.engines.group import EngineGroup
 from legato_service.images.shared_memory import shm_namespace
 from legato_service.rpc.context import Context
+from legato_service.version import version
 
 CONTRACT_REVISION = 1  # grows by one with each released addition
 MINIMUM_CLIENT_REVISION = 1
@@ -52,7 +52,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         """The model's limits are 0 until it is loaded."""
         return pb.GetServerInfoResponse(
             name="legato",
-            version=_version(),
+            version=version(),
             instance_id=self._instance_id,
             contract_revision=CONTRACT_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
@@ -114,13 +114,6 @@ def _confidence(info: core.ConfidenceInfo | None) -> pb.Confidence | None:
     if info.fitted_at:
         message.fitted_at.FromSeconds(info.fitted_at)
     return message
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("legato")
-    except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
-        return "0"
 
 
 def _offset(token: str, count: int) -> int:

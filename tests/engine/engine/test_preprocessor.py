@@ -9,7 +9,8 @@ import pytest
 from legato_engine.core import EncodedImage
 from legato_engine.engine import preprocessor
 from legato_engine.engine.lazy import Lazy
-from legato_engine.engine.preprocessor import LoadedImage, PreprocessedImage, Preprocessor
+from legato_engine.engine.loaded_image import LoadedImage, PreprocessedImage
+from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import content_key, decode_baseline, image_id
 from legato_engine.images.headers import inspect

@@ -31,7 +31,8 @@ _LOOK = duration(milliseconds=200)  # how soon a thread sees that it should end
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """Names of topics, and what is told.
+    """Names of topics, and what is told: an object without a confidence has `absent_score`, and
+    diagnostics come every `period` seconds.
 
     `by_arrival`: ages count from an image's arrival, not from its stamp, as with simulated time.
     """

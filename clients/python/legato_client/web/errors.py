@@ -24,7 +24,7 @@ from legato_client._errors import (
 )
 
 CLIENT_CLOSED_REQUEST = 499
-"""As nginx calls it: nobody reads this answer."""
+"""As nginx calls it: the client does not read the answer."""
 
 STATUSES: Mapping[str, int] = {
     "CANCELLED": CLIENT_CLOSED_REQUEST,
@@ -149,7 +149,7 @@ async def on_http_exception(_request: Request, error: Exception) -> Response:
 
 
 async def on_reader_left(_request: Request, _error: Exception) -> Response:
-    """For the log of a proxy: nobody reads it."""
+    """For the log of a proxy: the client is gone."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

@@ -1,4 +1,4 @@
-"""Where a web process listens, and who may reach it."""
+"""Where a web process listens, and what protects it."""
 
 from __future__ import annotations
 

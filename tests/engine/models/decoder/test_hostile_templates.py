@@ -149,13 +149,15 @@ def test_a_process_that_nothing_needed_ends():
     """A start of a model without a template leaves none; one that has rendered stays."""
     made = TemplateProcess()
     made.start()
-    child = made._child
+    unused = made._child
     made.close_unused()
-    assert made._child is None
-    assert child.returncode is not None
+    assert unused is not None
+    assert unused.returncode is not None
     assert made.render(GOOD, {"eos": "</s>"}, HELLO) == "<user>hello</s>"
     made.close_unused()
-    assert made._child.poll() is None
+    used = made._child
+    assert used is not None
+    assert used.poll() is None
     made.close()
 
 

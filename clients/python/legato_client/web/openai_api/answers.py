@@ -176,7 +176,7 @@ def logprobs_of(tokens: Iterable[results.Token]) -> Logprobs:
 def completion(
     result: results.QueryResult, tokens: Iterable[results.Token] | None, created: int
 ) -> ChatCompletion:
-    """`tokens` are those of the answer, None where nobody asked."""
+    """`tokens` are those of the answer, None where the request does not ask."""
     said = ChatAnswer(content=result.answer)
     if result.reasoning is not None:
         said.reasoning = result.reasoning.text

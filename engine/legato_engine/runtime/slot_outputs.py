@@ -1,0 +1,73 @@
+"""What rows need of a launch's sampling, and the tokens that it left in its slot's outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.request_descriptors import DESCRIPTOR, Descriptor
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
+from legato_engine.scheduler.launch import ScheduledSequence
+from legato_engine.scheduler.runner import RowTokens
+from legato_engine.tasks import SampledToken
+
+Outputs = Mapping[str, np.ndarray]
+"""A slot's outputs by field, on the host."""
+
+
+def needs_of(rows: Sequence[ScheduledSequence]) -> Needs:
+    sampled = payload = logprobs = alternatives = False
+    for row in rows:
+        task, request = row.sequence.task, row.sequence.request
+        sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
+        payload = payload or task.has_payload
+        logprobs = logprobs or request.logprobs
+        alternatives = alternatives or request.top_logprobs > 0
+    return Needs(sampled, payload, logprobs, alternatives)
+
+
+def sampled_tokens(
+    outputs: Outputs, slot: DecodeSlot, count: int, needs: Needs
+) -> list[SampledToken]:
+    """One for each of `count` rows."""
+    fields: list[Iterable[Any]] = [
+        outputs["token"][:count].tolist(),
+        map(tuple, outputs["payload"][:count].tolist()),
+        outputs["logprob"][:count].tolist() if needs.logprobs else repeat(None),
+        map(tuple, outputs["certainty"][:count].tolist()) if needs.payload else repeat(None),
+        _alternatives(slot, count) if needs.alternatives else repeat(()),
+    ]
+    return list(map(SampledToken._make, zip(*fields, strict=False)))
+
+
+def drafted_tokens(
+    outputs: Outputs, slot: DecodeSlot, num_rows: int, needs: Needs
+) -> list[RowTokens]:
+    """The accepted tokens; those of a row are adjacent, and one without tokens has none."""
+    counts = outputs["count"][:num_rows].tolist()
+    proposed = outputs["proposed"][:num_rows].tolist()
+    tokens = sampled_tokens(outputs, slot, sum(proposed) + num_rows, needs)
+    rows, first = [], 0
+    learnt_S = outputs["descriptor"][:num_rows].view(DESCRIPTOR)[:, 0]
+    descriptors = map(Descriptor._make, learnt_S.tolist())
+    for count, drafted, learnt in zip(counts, proposed, descriptors, strict=True):
+        accepted = tuple(tokens[first : first + count])
+        rows.append(RowTokens(accepted, drafted, learnt))
+        first += 1 + drafted if count else 0
+    return rows
+
+
+def _alternatives(slot: DecodeSlot, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Without the tokens that a constraint forbids."""
+    host = slot.alternatives.host
+    tokens, logprobs = (host[name][:count].tolist() for name in ("token", "logprob"))
+    return [
+        tuple((token, likely) for token, likely in zip(*row, strict=True) if likely > -math.inf)
+        for row in zip(tokens, logprobs, strict=True)
+    ]

@@ -1,0 +1,55 @@
+"""Parts of gRPC's handlers of methods."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from legato_engine.errors import InvalidRequest
+
+from legato_service.errors import MethodUnknown
+from legato_service.rpc.call import CURRENT
+from legato_service.rpc.context import Context
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
+    """What the handler runs: an async function or generator."""
+    found: Any = (  # grpc types it for synchronous servers only
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    )
+    return cast("Callable[[Any, Context], Any]", found)
+
+
+def reader(handler: Handler) -> Callable[[Any], Any]:
+    """Returns what parses a message, or each of a stream, before the handler has it.
+
+    With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text.
+    """
+    parse = handler.request_deserializer
+
+    def message(data: bytes) -> Any:
+        try:
+            return parse(data) if parse else data
+        except DecodeError:
+            raise InvalidRequest("the request is not a valid protobuf message") from None
+
+    async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        principal = CURRENT.get().principal
+        async for data in received:
+            if principal is not None:
+                principal.check()
+            yield message(data)
+
+    return messages if handler.request_streaming else message
+
+
+async def _unimplemented(received: Any, context: Context) -> NoReturn:
+    raise MethodUnknown("this server does not have the method")
+
+
+UNKNOWN: Handler = grpc.stream_unary_rpc_method_handler(_unimplemented)
+"""Of methods that the server lacks."""
