@@ -25,9 +25,7 @@ _CHECKS = (
     "-fsanitize-undefined-trap-on-error",
 )
 _NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_KERNEL = re.compile(
-    rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\('
-)
+_KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\(')
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
 
 Patch = tuple[str, str, str]

@@ -120,6 +120,9 @@ FAULTS = {
     "fewer bytes than a copy has": Planted(
         (("producer.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
     ),
+    "a block that ends before its copies have landed": Planted(
+        (("producer.cuh", "  finish_copies(shared);\n}", "}"),), "copies are under way"
+    ),
     "a barrier for too few warps": Planted(
         (("worker.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
     ),
@@ -164,9 +167,17 @@ def found(patches: tuple[Patch, ...]) -> str | None:
                 if not (seen - expected).norm() < 1e-2 * expected.norm():
                     return WRONG
                 fed = seen.argmax(-1)
+        end_early(world)
     except EmulatedFault as fault:
         return str(fault)
     return None
+
+
+def end_early(world: World) -> None:
+    """A launch whose producers are ahead, in steps that do not follow."""
+    rows = Rows(world, 3)
+    rows.cache.values.fill_(torch.nan)
+    world.kernel(3).run(rows.cache, rows.tokens, rows.positions, 9)
 
 
 @pytest.mark.slow
