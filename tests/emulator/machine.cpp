@@ -118,6 +118,7 @@ struct LateArrival {
 // What the scheduler prefers for a while. Chances are of 256.
 struct Mood {
   unsigned stays, aside, copies;  // with a warp; at a chance to step aside; to land a copy before a turn
+  unsigned looks;                 // to have a thread that polls look again, where only copies could go on
   int favourite;                  // block that runs while it can, or -1
   int starved_block, starved_warp;  // warp that runs only when no other can; blocks -1: of all of them
   unsigned late_lane;             // runs when no other of its warp can; 32: none
@@ -161,6 +162,7 @@ void change_mood() {
   mood.aside = below(3) == 0 ? 8 : below(2) ? 64 : 200;
   const unsigned landing[] = {0, 1, 8, 128};
   mood.copies = landing[below(4)];
+  mood.looks = below(2) ? 0 : 200;
   mood.favourite = below(3) ? -1 : (int)below(blocks.size());
   mood.starved_warp = below(3) == 0 ? (int)below(warps.size() / blocks.size()) : -1;
   mood.starved_block = below(2) ? -1 : (int)below(blocks.size());
@@ -190,6 +192,19 @@ void wake(Thread& thread) {
   polling.pop_back();
   thread.polls = false;
   set_runnable(thread);
+}
+
+// One that polls looks again although nothing has told it to.
+void wake_some_poll() {
+  Thread& thread = *polling[below(polling.size())];
+  auto& bucket = watching[bucket_of(thread.where)];
+  for (std::size_t i = 0; i < bucket.size(); i++)
+    if (bucket[i] == &thread) {
+      bucket[i] = bucket.back();
+      bucket.pop_back();
+      break;
+    }
+  wake(thread);
 }
 
 void wake_all_polls() {
@@ -337,6 +352,8 @@ Thread* choose() {
   while (ready.empty()) {
     if (copies.empty())
       be_quiet();
+    else if (!polling.empty() && chance(mood.looks))
+      wake_some_poll();
     else
       land(below(copies.size()));
   }
