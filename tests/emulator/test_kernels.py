@@ -1,4 +1,4 @@
-"""Kernels of single steps on the emulated machine: what the GPU's tests ask of them, of small sizes.
+"""Kernels of single steps on the emulated machine: what GPU tests ask of them, of small sizes.
 
 Shape legend: B tokens, H heads, E head dim, D = H * E, R rows of the page table, M pages of a row,
 N pages, S positions of a page, P positions of a row.
@@ -174,13 +174,10 @@ class Cached:
         return torch.stack(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [
-        (16, torch.bfloat16),
-        pytest.param(32, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(16, pages.E4M3, marks=pytest.mark.slow),
-    ],
+    [(16, torch.bfloat16), (32, torch.bfloat16), (16, pages.E4M3)],
     ids=str,
 )
 def test_attention_is_exact_and_a_token_has_the_same_bits_in_any_group(
