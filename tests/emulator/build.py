@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 _HERE = pathlib.Path(__file__).parent
-_HOST_FILES = ("machine.h", "machine.cpp", "cuda_host.h", "ptx.cuh")
+_HOST_FILES = ("machine.h", "machine.cpp", "switch.h", "cuda_host.h", "ptx.cuh")
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-g1", "-w", "-fvisibility=hidden"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as nvcc reads casts; bits by any compiler
