@@ -16,7 +16,7 @@ from legato_engine.kernels.cuda.resident import (
 )
 from legato_engine.kernels.cuda.resident_values import value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
-from legato_engine.kernels.decode_loop import ANY
+from legato_engine.kernels.decode_loop import ANY, DONE, STOP
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.kernels.resident import ResidentRows
 from legato_engine.kernels.step import StepCache
@@ -166,10 +166,18 @@ class ResidentKernel:
             )
         return self._builds[key]
 
+    def stop(self) -> None:
+        """The launch ends after the step that it is in."""
+        self._words[STOP] = 1
+
+    @property
+    def steps(self) -> int:
+        """How many steps of the launch are over."""
+        return int(self._words[DONE])
+
     def tokens(self, steps: int, rows: int) -> torch.Tensor:
         """[S, B] of a launch that has ended."""
-        done = int(self._words[0])
-        assert done == steps, f"{done} steps of {steps}"
+        assert self.steps == steps, f"{self.steps} steps of {steps}"
         return self._ring[:steps, :rows].to(self._device, copy=True)
 
     def allow_only(self, token: int) -> None:

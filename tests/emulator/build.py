@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 _HERE = pathlib.Path(__file__).parent
-_HOST_FILES = ("machine.h", "machine.cpp", "cuda_host.h", "ptx.cuh")
+_HOST_FILES = ("machine.h", "machine.cpp", "switch.h", "cuda_host.h", "ptx.cuh")
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-g1", "-w", "-fvisibility=hidden"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as nvcc reads casts; bits by any compiler
@@ -25,9 +25,7 @@ _CHECKS = (
     "-fsanitize-undefined-trap-on-error",
 )
 _NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_KERNEL = re.compile(
-    rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\('
-)
+_KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\(')
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
 
 Patch = tuple[str, str, str]

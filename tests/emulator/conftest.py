@@ -8,7 +8,6 @@ from legato_engine.kernels.cuda import attention, drafting, sampling, skinny_gem
 from tests.emulator.build import compiler
 from tests.emulator.module import EmulatedModule
 
-
 PROCESSORS = 12
 
 

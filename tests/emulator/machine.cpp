@@ -1,5 +1,6 @@
 // The scheduler; see machine.h.
 #include "machine.h"
+#include "switch.h"
 
 #include <csetjmp>
 #include <csignal>
@@ -21,73 +22,6 @@ namespace emulator {
 Thread* running;
 Dim block_dim, grid_dim;
 unsigned cluster_size;
-
-// Saves the registers that a call preserves, and the stack; goes on with another's.
-extern "C" void emulator_switch(void** save, void* load);
-#if defined(__x86_64__)
-asm(R"(
-.text
-.globl emulator_switch
-.hidden emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulator_switch, .-emulator_switch
-)");
-constexpr int FRAME_WORDS = 8, RETURN_WORD = 6;  // the return leaves the stack as a call would
-#elif defined(__aarch64__)
-asm(R"(
-.text
-.globl emulator_switch
-.hidden emulator_switch
-.type emulator_switch, %function
-emulator_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-.size emulator_switch, .-emulator_switch
-)");
-constexpr int FRAME_WORDS = 20, RETURN_WORD = 11;
-#else
-#error "no switch of fibers for this architecture"
-#endif
 
 struct Block {
   unsigned char *mapping, *memory;
@@ -118,6 +52,7 @@ struct LateArrival {
 // What the scheduler prefers for a while. Chances are of 256.
 struct Mood {
   unsigned stays, aside, copies;  // with a warp; at a chance to step aside; to land a copy before a turn
+  unsigned looks;                 // to have a thread that polls look again, where only copies could go on
   int favourite;                  // block that runs while it can, or -1
   int starved_block, starved_warp;  // warp that runs only when no other can; blocks -1: of all of them
   unsigned late_lane;             // runs when no other of its warp can; 32: none
@@ -161,6 +96,7 @@ void change_mood() {
   mood.aside = below(3) == 0 ? 8 : below(2) ? 64 : 200;
   const unsigned landing[] = {0, 1, 8, 128};
   mood.copies = landing[below(4)];
+  mood.looks = below(2) ? 0 : 200;
   mood.favourite = below(3) ? -1 : (int)below(blocks.size());
   mood.starved_warp = below(3) == 0 ? (int)below(warps.size() / blocks.size()) : -1;
   mood.starved_block = below(2) ? -1 : (int)below(blocks.size());
@@ -190,6 +126,19 @@ void wake(Thread& thread) {
   polling.pop_back();
   thread.polls = false;
   set_runnable(thread);
+}
+
+// One that polls looks again although nothing has told it to.
+void wake_some_poll() {
+  Thread& thread = *polling[below(polling.size())];
+  auto& bucket = watching[bucket_of(thread.where)];
+  for (std::size_t i = 0; i < bucket.size(); i++)
+    if (bucket[i] == &thread) {
+      bucket[i] = bucket.back();
+      bucket.pop_back();
+      break;
+    }
+  wake(thread);
 }
 
 void wake_all_polls() {
@@ -337,6 +286,8 @@ Thread* choose() {
   while (ready.empty()) {
     if (copies.empty())
       be_quiet();
+    else if (!polling.empty() && chance(mood.looks))
+      wake_some_poll();
     else
       land(below(copies.size()));
   }

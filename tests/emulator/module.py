@@ -153,7 +153,7 @@ def _with_line(text: str, library: ctypes.CDLL) -> str:
     return text.replace(code[0], " < ".join(pathlib.PurePath(line).name for line in lines))
 
 
-def _parameter(argument: Argument) -> ctypes._SimpleCData[object]:
+def _parameter(argument: Argument) -> ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float:
     if argument is None:
         return ctypes.c_void_p(0)
     if isinstance(argument, torch.Tensor):

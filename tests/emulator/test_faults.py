@@ -15,7 +15,7 @@ from tests.emulator.module import EmulatedFault
 from tests.emulator.small import SMALL, emulated
 from tests.resident.words import Rows, World
 
-LAUNCHES = 6
+LAUNCHES, EARLY_ENDS = 6, 40
 WRONG = "wrong logits"
 ANYTHING = ""
 
@@ -118,6 +118,9 @@ FAULTS = {
     "fewer bytes than a copy has": Planted(
         (("producer.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
     ),
+    "a block that ends before its copies have landed": Planted(
+        (("producer.cuh", "  finish_copies(shared);\n}", "}"),), "copies are under way"
+    ),
     "a barrier for too few warps": Planted(
         (("worker.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
     ),
@@ -153,9 +156,18 @@ def found(patches: tuple[Patch, ...]) -> str | None:
                 if not (seen - expected).norm() < 1e-2 * expected.norm():
                     return WRONG
                 fed = seen.argmax(-1)
+        for _ in range(EARLY_ENDS):
+            end_early(world)
     except EmulatedFault as fault:
         return str(fault)
     return None
+
+
+def end_early(world: World) -> None:
+    """A launch whose producers are ahead, in steps that do not follow."""
+    rows = Rows(world, 3)
+    rows.cache.values.fill_(torch.nan)
+    world.kernel(3).run(rows.cache, rows.tokens, rows.positions, 9)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Kernels of single steps on the emulated machine: what the GPU's tests ask of them, of small sizes.
+"""Kernels of single steps on the emulated machine: what GPU tests ask of them, of small sizes.
 
 Shape legend: B tokens, H heads, E head dim, D = H * E, R rows of the page table, M pages of a row,
 N pages, S positions of a page, P positions of a row.
@@ -24,6 +24,7 @@ from legato_engine.kernels.cuda.attention import (
 )
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
 
@@ -62,13 +63,13 @@ def test_drafting_launches_are_what_the_policies_do(name: str) -> None:
         if by_kernels:
             kernels = DraftKernels(policy, num_rows=ROWS, vocab_size=VOCABULARY, device=CPU)
             side.drafts.operations = kernels
-            if name == "budget":
+            if isinstance(policy, TokenBudgetPolicy):
                 side.drafts.set_costs(policy)
         said = []
-        for launch in range(2):
+        for launch in range(4):
             rows = draw.sample(range(ROWS), draw.randint(2, ROWS))
             rooms = [(row, draw.choice((BLOCK, draw.randint(-1, BLOCK)))) for row in rows]
-            said.append(side.run(rooms, pressed=launch == 1))
+            said.append(side.run(rooms, pressed=launch == 2))
         sides.append(said)
     device.close()
     assert sides[0] == sides[1]
@@ -127,7 +128,12 @@ class Cached:
 
     def positions(self, tokens: Sequence[int]) -> StepPositions:
         """So many tokens of each of some rows."""
-        draw, row, position, fresh = random.Random(sum(tokens)), list[int](), list[int](), list[int]()
+        draw, row, position, fresh = (
+            random.Random(sum(tokens)),
+            list[int](),
+            list[int](),
+            list[int](),
+        )
         for name, count in zip(draw.sample(range(TABLES), len(tokens)), tokens, strict=True):
             start = draw.choice((0, 1, 15, 16, 17, 127, CONTEXT - count))
             position += range(start, start + count)
@@ -153,7 +159,9 @@ class Cached:
         ):
             k_HPE, v_HPE = (
                 pages.dequantise(
-                    pages.gather_pages(cache, self.table_RM[row], position + 1), scale, torch.float64
+                    pages.gather_pages(cache, self.table_RM[row], position + 1),
+                    scale,
+                    torch.float64,
                 )
                 .double()
                 .transpose(0, 1)
@@ -166,13 +174,10 @@ class Cached:
         return torch.stack(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [
-        (16, torch.bfloat16),
-        pytest.param(32, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(16, pages.E4M3, marks=pytest.mark.slow),
-    ],
+    [(16, torch.bfloat16), (32, torch.bfloat16), (16, pages.E4M3)],
     ids=str,
 )
 def test_attention_is_exact_and_a_token_has_the_same_bits_in_any_group(

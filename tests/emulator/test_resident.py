@@ -5,16 +5,22 @@ here, in whatever order threads run.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.emulator.module import Schedule
 from tests.emulator.small import SMALL, emulated
 from tests.resident import words
-from tests.resident.words import World
+from tests.resident.words import Rows, World
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return World(SMALL, emulated())
+def schedule() -> Schedule:
+    return Schedule()
+
+
+@pytest.fixture(scope="module")
+def world(schedule: Schedule) -> World:
+    return World(SMALL, emulated(schedule))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13, pytest.param(32, marks=pytest.mark.slow)])
@@ -68,6 +74,23 @@ def test_tokens_are_those_of_the_sampling_kernel(world: World) -> None:
     words.tokens_are_those_of_the_sampling_kernel(
         world, num_rows=5, steps=2, rules=[(0.7, 1.0, 0), (1.5, 0.8, 20)]
     )
+
+
+def test_the_host_ends_a_launch_after_any_step(world: World, schedule: Schedule) -> None:
+    """What there is of the steps is what there would have been, and the next launch is whole."""
+    rows, kernel = Rows(world, 2), world.kernel(2)
+    expected, _ = rows.run(kernel, 4)
+    ends = set()
+    for turns in (1_000, 900_000, 1_400_000):
+        schedule.host, schedule.host_every = kernel.stop, turns
+        kernel.run(rows.cache, rows.tokens, rows.positions, 4)
+        schedule.host = None
+        assert kernel.ended("stopped")
+        ends.add(kernel.steps)
+        assert torch.equal(kernel.tokens(kernel.steps, 2), expected[: kernel.steps])
+        assert torch.equal(rows.run(kernel, 4)[0], expected)
+    assert 1 in ends
+    assert len(ends) > 1
 
 
 def test_a_row_that_is_not_finite_ends_the_launch(world: World) -> None:
