@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from legato_client import LegatoError
-from legato_client.cli import commands, forward, settings, timeline
+from legato_client.cli import forward, settings
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
@@ -30,30 +30,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str], terminal: Terminal) -> None:
-    tree = commands.make_parser()
-    command, parser = commands.find(tree, words)
-    rest = words[len(command) :]
-    if not command or command[-1] not in forward.MODULES:
-        _run_here(tree, command, parser, rest, terminal)
-    elif command == ("trace",) and timeline.is_remote(rest):
+    """The server's commands are carried out without importing the others, which takes time."""
+    if not words or words[0] not in forward.MODULES:
+        from legato_client.cli import commands
+
+        command, parser = commands.find(commands.make_parser(), words)
+        if commands.has_commands(parser):
+            parser.parse_args(words[len(command) :])  # help, the version, or an error
+        else:
+            _run_here(command, parser, words[len(command) :], terminal)
+    elif words[0] == "trace" and _is_remote(words[1:]):
+        from legato_client.cli import timeline
+
         parser = timeline.make_parser()
         settings.add_options(parser)
-        _run_here(tree, command, parser, rest, terminal)
+        _run_here(("trace",), parser, words[1:], terminal)
     else:
-        _run_forward(tree, command, rest, terminal)
+        _run_forward(words[0], words[1:], terminal)
+
+
+def _is_remote(words: Sequence[str]) -> bool:
+    from legato_client.cli import timeline
+
+    return timeline.is_remote(words)
 
 
 def _run_here(
-    tree: argparse.ArgumentParser,
     command: tuple[str, ...],
     parser: argparse.ArgumentParser,
     words: Sequence[str],
     terminal: Terminal,
 ) -> None:
-    if commands.has_commands(parser):
-        parser.parse_args(words)  # help, the version, or an error
-        return
-    resolved = settings.resolve(command, parser, words, commands.tables(tree))
+    resolved = settings.resolve(command, parser, words, _tables)
     args = parser.parse_args(resolved.words)
     terminal.json_output = getattr(args, "json", False)
     if args.print_config:
@@ -62,23 +70,24 @@ def _run_here(
         args.run(args, terminal)
 
 
-def _run_forward(
-    tree: argparse.ArgumentParser,
-    command: tuple[str, ...],
-    words: Sequence[str],
-    terminal: Terminal,
-) -> None:
+def _run_forward(name: str, words: Sequence[str], terminal: Terminal) -> None:
     """Wrong options end here, before the program and its libraries are loaded."""
-    name = command[-1]
     parser = forward.parser_of(name)
     settings.add_options(parser)
-    resolved = settings.resolve(command, parser, words, commands.tables(tree))
+    resolved = settings.resolve((name,), parser, words, _tables)
     own, theirs = _own_options(resolved.words)
     args = parser.parse_args(resolved.words)
     if own.print_config:
-        _print_config(command, parser, args, resolved, terminal)
+        _print_config((name,), parser, args, resolved, terminal)
     else:
         forward.run(name, theirs)
+
+
+def _tables() -> frozenset[str]:
+    """The tables that a file of settings may have: one for each command."""
+    from legato_client.cli import commands
+
+    return commands.tables(commands.make_parser())
 
 
 def _own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

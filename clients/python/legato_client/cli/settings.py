@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,11 @@ def resolve(
     command: Sequence[str],
     parser: argparse.ArgumentParser,
     words: Sequence[str],
-    tables: frozenset[str],
+    tables: Callable[[], frozenset[str]],
 ) -> Resolved:
     """Add what the environment and the file say to the `words` typed after the command's name.
 
-    `tables` are those that a file may have.
+    `tables` returns those that a file may have.
 
     Raises:
         CommandError: a value or a key is wrong, with its source; or the file cannot be read.
@@ -201,12 +201,12 @@ def _file(
     command: Sequence[str],
     options: Mapping[str, argparse.Action],
     path: Path | None,
-    tables: frozenset[str],
+    tables: Callable[[], frozenset[str]],
 ) -> Layer:
     if path is None:
         return {}
     content = _read(path)
-    if unknown := content.keys() - tables - {CLIENT_TABLE}:
+    if unknown := content.keys() - tables() - {CLIENT_TABLE}:
         _refuse(path, f"no command is called {min(unknown)!r}")
     client = content.get(CLIENT_TABLE, {})
     own: Any = content

@@ -153,3 +153,19 @@ def test_the_client_is_imported_without_what_only_linux_has():
         "assert not {'torch', 'legato_engine', 'legato_service'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_server_starts_without_the_other_commands():
+    """Their libraries would be imported for nothing before each start."""
+    program = (
+        "import os, sys\n"
+        "from legato_client.cli import main\n"
+        "os.execv = lambda *_: None\n"
+        "main(['serve', '--model', 'null'])\n"
+        "print(*(name for name in ('commands', 'watch', 'ros2') "
+        "if f'legato_client.cli.{name}' in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
