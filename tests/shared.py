@@ -14,7 +14,7 @@ _FOLDER = "LEGATO_TESTS_SHARED"
 
 def begin() -> None:
     """Make the folder, in the process that starts the others."""
-    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="legato-tests-")
+    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="tests-of-legato-")
 
 
 def end() -> None:

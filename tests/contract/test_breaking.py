@@ -77,7 +77,7 @@ def check(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

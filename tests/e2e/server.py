@@ -134,7 +134,12 @@ class Server:
 
     def load(self) -> admin_pb2.GetLoadResponse:
         """What the engine held at its last heartbeat."""
-        load: admin_pb2.GetLoadResponse = self._admin.GetLoad(admin_pb2.GetLoadRequest())
+        request = admin_pb2.GetLoadRequest()
+        load: admin_pb2.GetLoadResponse
+        try:
+            load = self._admin.GetLoad(request)
+        except grpc.RpcError:  # a connection that was idle for long may break at its first call
+            load = self._admin.GetLoad(request)
         return load
 
     def holds(self, *, running: int, waiting: int) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import os
-import struct
 from collections.abc import Callable
 
 import grpc
@@ -46,8 +45,8 @@ def half(kind: str) -> bytes:
 
 
 def broken(kind: str, number: int) -> bytes:
-    """A file with a good header that is cut off; each number has other bytes."""
-    return half(kind) + struct.pack(">Q", number)
+    """A file with a good header that is cut off; each number has other bytes, of no marker."""
+    return half(kind) + f"{number:08}".encode()
 
 
 class Growth:

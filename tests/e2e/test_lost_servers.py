@@ -61,6 +61,7 @@ def end(server: Server) -> None:
     for pid in engines:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    server.process.wait()
 
 
 def ending(read: Iterator[Any], is_lost: Callable[[list[Any]], bool], server: Server) -> list[Any]:

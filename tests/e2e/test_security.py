@@ -288,7 +288,7 @@ def test_the_node_recipe(secured, tmp_path):
     path.write_text(program.replace("robots.example:50051", secured.address))
     done = subprocess.run(
         ["node", str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        check=False, timeout=60,
+        check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     label, *box = done.stdout.splitlines()[0].split()

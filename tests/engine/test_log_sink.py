@@ -154,7 +154,7 @@ def run(configure, **streams):
     environment = {"PYTHONPATH": ":".join(sys.path)}
     program = PROGRAM.format(configure=configure)
     return subprocess.run(
-        [sys.executable, "-c", program], env=environment, check=True, timeout=60, **streams
+        [sys.executable, "-c", program], env=environment, check=True, timeout=200, **streams
     )
 
 

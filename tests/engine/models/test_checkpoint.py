@@ -361,7 +361,7 @@ def test_peak_memory_is_what_is_kept(tmp_path, child_python_path, write, dtype):
             weights[f"{i}.bias"] = torch.rand(size).bfloat16()
         paths.append(str(write(weights, folder)))
     command = [sys.executable, "-c", CHILD, paths[0], dtype, paths[1]]
-    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
     peak, kept = map(int, done.stdout.split())
     assert kept > 300e6 * (2 if dtype == "float32" else 1)
     assert kept <= peak < 1.2 * kept

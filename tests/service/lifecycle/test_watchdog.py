@@ -23,7 +23,7 @@ def run(seconds: float, timeout: float) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(seconds=seconds, timeout=timeout)
     command = [sys.executable, "-c", program]
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False
     )
 
 
