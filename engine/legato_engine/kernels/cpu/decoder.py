@@ -22,11 +22,8 @@ from legato_engine.kernels.low_rank import AdapterRows
 _CHUNK = 512
 """Rows of a sequence in a call, which bounds the memory between layers."""
 
-_TILE = 8
-"""Adjacent rows of a sequence that read a position together."""
-
-_WHOLE_TILE = 24
-"""The same of a sequence that sees all of itself."""
+_QUERIES = 24
+"""Queries of adjacent rows of a sequence that read a head of keys and values together."""
 
 LANES = 8
 """Dims of a head come in multiples of so many."""
@@ -114,6 +111,7 @@ class Decoder:
         """`angles`: cosines and sines [P, R/2] float32; R may be 0."""
         self._library = library
         self._head_dim = sizes.head_dim
+        self._tile = max(1, _QUERIES * sizes.key_heads // sizes.heads)
         self._fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
         self._kept: list[object] = [layers]
         table = (native.Layer * len(layers))(*map(self._layer, layers))
@@ -162,7 +160,7 @@ class Decoder:
             lengths_T = positions_T + 1
             if bidirectional:
                 lengths_T = torch.full_like(lengths_T, start + count)
-            self._run(part_TD, positions_T, lengths_T, pages_M[None], rows, _TILE, caches_only)
+            self._run(part_TD, positions_T, lengths_T, pages_M[None], rows, self._tile, caches_only)
         return x32_TD.to(x_TD.dtype)
 
     def whole(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -174,7 +172,7 @@ class Decoder:
         pages = native.Pages(None, None, 0, self._head_dim, fused, 0, len(x_TD), self._head_dim)
         step = native.Step(
             *(x32_TD.data_ptr(), positions_T.data_ptr(), lengths_T.data_ptr(), pages_1.data_ptr()),
-            *(len(x_TD), 0, _WHOLE_TILE, pages, 0, False, _adapters(None)),
+            *(len(x_TD), 0, self._tile, pages, 0, False, _adapters(None)),
         )
         self._call(step)
         return x32_TD.to(x_TD.dtype)

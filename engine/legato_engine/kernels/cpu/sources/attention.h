@@ -21,6 +21,18 @@ struct Pages {
     long at(const int64_t* table, long position, int head) const {
         return table[position / slots] * page_stride + head * head_stride + position % slots * slot_stride;
     }
+
+    // The same of `count` positions from `first` on, with one division.
+    void at(const int64_t* table, long first, long count, int head, long* to) const {
+        long page = first / slots, slot = first % slots;
+        for (long i = 0; i < count; ++i) {
+            to[i] = table[page] * page_stride + head * head_stride + slot * slot_stride;
+            if (++slot == slots) {
+                slot = 0;
+                ++page;
+            }
+        }
+    }
 };
 
 inline Floats wide(const void* from, bool bf16, long at) {
@@ -31,7 +43,9 @@ inline Floats wide(const void* from, bool bf16, long at) {
 // Keys of PANEL positions from `first` on as [dims, PANEL]; the last of `end` stands for later ones.
 inline void panel_of(const Pages& pages, const int64_t* table, int head, long first, long end, float* to) {
     long at[PANEL];
-    for (int i = 0; i < PANEL; ++i) at[i] = pages.at(table, std::min(first + i, end - 1), head);
+    long count = std::min<long>(PANEL, end - first);
+    pages.at(table, first, count, head, at);
+    std::fill(at + count, at + PANEL, at[count - 1]);
     for (int half = 0; half < PANEL; half += LANES) {
         for (int dim = 0; dim < pages.dims; dim += LANES) {
             Floats block[LANES];
@@ -44,17 +58,19 @@ inline void panel_of(const Pages& pages, const int64_t* table, int head, long fi
     }
 }
 
-// Pointers to the values of `count` positions from `first` on, as floats.
+// Pointers to the values of `count` positions, at most SPAN, from `first` on, as floats.
 inline void find(const Pages& pages, const int64_t* table, int head, long first, long count, float* copies,
                  const float** to) {
+    long at[SPAN];
+    pages.at(table, first, count, head, at);
     for (long i = 0; i < count; ++i) {
-        long at = pages.at(table, first + i, head);
         if (!pages.bf16) {
-            to[i] = static_cast<const float*>(pages.values) + at;
+            to[i] = static_cast<const float*>(pages.values) + at[i];
             continue;
         }
         float* copy = copies + i * pages.dims;
-        for (int dim = 0; dim < pages.dims; dim += LANES) store(copy + dim, wide(pages.values, true, at + dim));
+        for (int dim = 0; dim < pages.dims; dim += LANES)
+            store(copy + dim, wide(pages.values, true, at[i] + dim));
         to[i] = copy;
     }
 }

@@ -12,7 +12,7 @@
 namespace legato {
 
 constexpr int MOST = 6;         // rows that share one pass over a panel in registers
-constexpr int DEPTH = 256;      // inputs of a part of a panel that stays in the first cache
+constexpr int DEPTH = 320;      // inputs of a part of a panel that stays in the first cache, at most
 constexpr int TALL = 126;       // rows whose parts stay in the second cache
 constexpr int PANELS = 4;       // panels of a task of many rows
 
@@ -152,8 +152,8 @@ struct Slab {
     long first, count;  // inputs, or blocks
 };
 
-inline Slab unpack(const Linear& w, const uint8_t* panel, long input, Scratch& scratch) {
-    long count = std::min<long>(DEPTH, w.inputs - input);
+inline Slab unpack(const Linear& w, const uint8_t* panel, long input, long depth, Scratch& scratch) {
+    long count = std::min(depth, w.inputs - input);
     if (w.kind == FLOAT32) return {panel + input * WIDTH * 4, nullptr, input, count};
     if (w.kind == BFLOAT16) {
         float* to = scratch.room<float>(DEPTH * WIDTH);
@@ -236,9 +236,10 @@ inline void many_rows(Thread& thread, const Linear& w, const Inputs& all_rows, l
                       const Outputs& out, long first_panel, long panels) {
     Sums* sums = thread.sums.room<Sums>(PANELS * rows);
     std::memset(sums, 0, sizeof(Sums) * panels * rows);
-    for (long input = 0; input < w.inputs; input += DEPTH) {
+    const long parts = (w.inputs + DEPTH - 1) / DEPTH, blocks = (w.blocks() + parts - 1) / parts;
+    for (long input = 0; input < w.inputs; input += blocks * BLOCK) {
         for (long panel = 0; panel < panels; ++panel) {
-            Slab slab = unpack(w, w.panel(first_panel + panel), input, thread.slab);
+            Slab slab = unpack(w, w.panel(first_panel + panel), input, blocks * BLOCK, thread.slab);
             by_groups(rows, [&](auto count, long row) {
                 add_slab<count>(w, slab, all_rows.from(first + row), sums + panel * rows + row);
             });
