@@ -1,6 +1,7 @@
 """The kernels of arm64, compiled by a cross compiler and run by an emulator.
 
-`apt install g++-aarch64-linux-gnu qemu-user` is all that it needs. An emulator says nothing of speed.
+`apt install g++-aarch64-linux-gnu qemu-user` is all that it needs. An emulator says nothing of
+speed.
 """
 
 from __future__ import annotations
