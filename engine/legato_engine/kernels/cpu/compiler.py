@@ -41,7 +41,7 @@ class _Built:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Architecture:
-    """Options of all libraries and of the machine's own; the best of `built` is first."""
+    """Options of all libraries, and of the machine's own; the best of `built` is first."""
 
     needed: frozenset[str]
     options: tuple[str, ...]

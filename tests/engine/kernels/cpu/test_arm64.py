@@ -68,7 +68,7 @@ def test_results_have_the_bits_of_x86(tmp_path, x86, option, cpu, instructions):
 
 def test_chunks_do_not_change_bits(x86):
     """Each kind of layers gives one hash for a prompt in chunks of any size."""
-    hashes = {}
+    hashes: dict[str, list[str]] = {}
     for line in x86:
         if ", chunks of " in line:
             name, rest = line.split(", chunks of ")

@@ -160,7 +160,9 @@ def test_a_start_names_the_instructions_of_its_layers(library, monkeypatch):
     monkeypatch.setattr(native._log, "info", lambda *event, **fields: logged.append(fields))
     native._library.cache_clear()
     for _ in range(2):
-        assert native.library("auto").instructions == library.instructions
+        found = native.library("auto")
+        assert found is not None
+        assert found.instructions == library.instructions
     assert logged == [{"instructions": library.instructions}]
     assert library.instructions.split()[0] in ("AVX2", "NEON")
 
