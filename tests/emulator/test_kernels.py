@@ -16,13 +16,14 @@ from legato_engine.device.cpu import CpuDevice
 from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
+    MAX_TOKENS,
     SPLITS,
     Attention,
     AttentionSizes,
     StepPositions,
     splits_for,
 )
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
 from legato_engine.kernels.cuda.drafting import DraftKernels, LookupKernel
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.lookup import LookupProposer
