@@ -93,7 +93,7 @@ FAULTS = {
         )
     ),
     "parts of a softmax merged before all are there": Planted(
-        (("attention.cuh", _SYNC + "  const auto* parts", "  const auto* parts"),)
+        (("attention.cuh", _SYNC + "  const Parts* parts", "  const Parts* parts"),)
     ),
     "a stage read before its copy has landed": Planted(
         _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, phase, 1, slot);\n")

@@ -55,6 +55,13 @@ struct Page {
   }
 };
 
+// What each warp's softmax of a token leaves; sums of products lie there at other times.
+using Parts = float2[WARPS][HEAD_DIM / 2];
+__device__ __forceinline__ Parts* parts_of(Shared& shared) {
+  static_assert(sizeof(shared.sums) >= sizeof(Parts) * TOKENS, "the parts of all tokens");
+  return reinterpret_cast<Parts*>(&shared.sums[0][0][0][0]);
+}
+
 // A warp's softmax of the unit's tokens: of token g the highest score, and of the lane's own positions the sum of weights.
 struct Softmax {
   float top = -INFINITY, sum = 0.f;
@@ -100,8 +107,7 @@ struct Softmax {
   // For the merge of the worker's warps.
   __device__ __forceinline__ void store(Shared& shared, const Unit& unit) const {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    auto* parts = reinterpret_cast<float2(*)[WARPS][HEAD_DIM / 2]>(&shared.sums[0][0][0][0]);
-    static_assert(sizeof(shared.sums) >= sizeof(float2) * TOKENS * WARPS * HEAD_DIM / 2, "the parts of all tokens");
+    Parts* parts = parts_of(shared);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (t * 2 < unit.count) parts[unit.token + t * 2][warp][g * 4 + i] = float2{out[i].x, out[i].z};
@@ -201,7 +207,7 @@ __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = num_units(a, shared);
   Queries next;
-  next.load(a, unit_of(a, shared, 0));
+  next.load(a, unit_of(a, shared, 0));  // of rows that are there even if no unit is: a branch costs the other builds registers
   for (int index = 0; index < units; index++) {
     const Queries q = next;
     const Unit unit = unit_of(a, shared, index);
@@ -209,7 +215,7 @@ __device__ __forceinline__ void run_attend(
     attend_unit(a, at, shared, ring, q, it.layer, index, unit);
   }
   workers_sync();
-  const auto* parts = reinterpret_cast<const float2(*)[WARPS][HEAD_DIM / 2]>(&shared.sums[0][0][0][0]);
+  const Parts* parts = parts_of(shared);
   for (int token = warp; token < num_tokens(a, shared); token += WARPS) {
     float2 ends[WARPS], of[WARPS], end;
     float weights[WARPS];

@@ -37,10 +37,6 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   const i64 row = within ? load_fresh_i64(d.placed.row + lane) : d.scratch;
   const bool live = row != d.scratch;
   float temperature = 0.f;
-  if (lane < TOKENS && !live) {  // of no token, but attention looks at the first one
-    shared.row[lane] = (int)d.scratch, shared.position[lane] = shared.first[lane] = 0;
-    shared.token[lane] = shared.constraint[lane] = 0;
-  }
   if (live) {
     const i64 source = load_fresh_i64(d.placed.source + lane), drafted = load_fresh_i64(d.placed.token + lane);
     const i64 index = load_fresh_i64(d.placed.scheduled + lane);
