@@ -41,7 +41,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
+.PHONY: help setup tools warm proto proto-check proto-breaking format format-check lint test test-stalled test-slow test-web recording mesh kill-run soak fuzz simulate soak-service test-gpu go \
 	bench bench-tables pack demo robot docs dist dist-check packages release-prepare release chart-check image-check image-lock ci clean size
 
 help: ## list the targets
@@ -146,9 +146,15 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 
 # Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
 # wait for servers to start, stop and pause. Each of them would collect the folders whose tests are all for other targets.
+TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/browser \
+	-m "not gpu and not slow and not deploy and not browser"
+
+# Of all tests that wait for a clock or another process, three may fail once; their names and failures are printed.
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/browser \
-		-m "not gpu and not slow and not deploy and not browser" $(ARGS)
+	@$(TESTS) --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks $(ARGS)
+
+test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race (LEGATO_TEST_STALLS=seed)
+	@$(TESTS) -p tests.stalls --timeout 900 $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu and not deploy" --timeout 900 $(ARGS)

@@ -12,6 +12,16 @@ from tests.fork_server.popen import ForkingStarts
 WAITING = ("tests/simulation/", "tests/faults/", "tests/e2e/")
 """Folders of long files, most of which wait for servers most of the time."""
 
+DETERMINISTIC = tuple(
+    f"tests/{folder}/"
+    for folder in (
+        "contract", "emulator", "resident", "simulation",
+        *(f"engine/{name}" for name in ("kernels", "kv_cache", "layers", "megakernel", "models",
+                                        "resident", "scheduler", "speculative")),
+    )
+)  # fmt: skip
+"""Folders of tests that wait for no clock and no other process: none runs twice if it fails."""
+
 _starts = ForkingStarts()
 _MAY_FORK = os.environ.get("LEGATO_TEST_STARTS") != "execute"
 
@@ -53,8 +63,14 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Spread files that wait among those that compute, so that cores are busy; none comes last."""
+    """Spread files that wait among those that compute, so that cores are busy; none comes last.
+
+    A test that is deterministic runs once, whatever `--reruns` says.
+    """
     files = list(dict.fromkeys(_file(item) for item in items))
+    for item in items:
+        if item.nodeid.startswith(DETERMINISTIC):
+            item.add_marker(pytest.mark.flaky(reruns=0))
     waiting = [file for file in files if file.startswith(WAITING)]
     computing = [file for file in files if not file.startswith(WAITING)]
     ranks = {file: 0.8 * number / len(waiting) for number, file in enumerate(waiting)}

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from tests.fork_server.client import MAX_MESSAGE, NAME, ForkServer, Start, prctl
+from tests.fork_server.popen import DECODER
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
@@ -133,6 +134,10 @@ def run(start: Start) -> None:
         from tests.fork_server import service  # with what no decoder imports
 
         service.fork_children_of(_own_server())
+    if start.module != DECODER:
+        from tests import stalls
+
+        stalls.begin()
     _end(_run_as_main(start.module))
 
 

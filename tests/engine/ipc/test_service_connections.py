@@ -45,6 +45,13 @@ class Poller:
         return [(0, 0)] if len(self.slept) == self._polls else []
 
 
+@pytest.fixture
+def polls_for_long(monkeypatch):
+    """Busy polling ends by events, however slow the machine is."""
+    for name in ("EXPECTED_REQUEST", "SHORT_REQUEST"):
+        monkeypatch.setattr(f"legato_engine.client.connection.{name}", 3600.0)
+
+
 def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
     """The connection of a service process to the engine."""
     connection = EngineConnection("legato-test", policy)
@@ -379,6 +386,7 @@ async def test_a_shared_engine_sleeps():
         await connection.close()
 
 
+@pytest.mark.usefixtures("polls_for_long")
 async def test_a_loop_polls_until_a_lone_request_ends():
     """From its announcement to its end, unless another one is submitted."""
     with both_ends() as ends:
@@ -398,9 +406,10 @@ async def test_a_loop_polls_until_a_lone_request_ends():
         await connection.close()
 
 
+@pytest.mark.usefixtures("polls_for_long")
 @pytest.mark.parametrize("policy", [LOW_LATENCY, SHARED])
 async def test_a_loop_polls_after_the_end_of_a_request(policy):
-    """With low latency, for a limited time."""
+    """With low latency, until the time for that is over."""
     with both_ends() as ends:
         connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
@@ -418,6 +427,7 @@ async def test_a_loop_polls_after_the_end_of_a_request(policy):
         await connection.close()
 
 
+@pytest.mark.usefixtures("polls_for_long")
 async def test_a_loop_sleeps_while_other_requests_are_open():
     """The end of one of several requests does not start polling."""
     with both_ends() as ends:

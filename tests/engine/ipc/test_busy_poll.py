@@ -1,0 +1,31 @@
+"""An asyncio loop that does not sleep for a while."""
+
+import asyncio
+
+from legato_engine.ipc.busy_poll import BusyPoll
+
+
+async def test_polling_ends_by_itself():
+    """After its time, which a later extension prolongs but does not repeat."""
+    poll = BusyPoll()
+    poll.extend(0.0)
+    poll.extend(0.001)
+    assert poll.active
+    while poll.active:
+        await asyncio.sleep(0)
+    poll.extend(0.0)
+    await asyncio.sleep(0)
+    assert not poll.active
+
+
+async def test_polling_can_be_ended():
+    """At the loop's next turn, and begun again."""
+    poll = BusyPoll()
+    for _ in range(2):
+        poll.extend(3600.0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert poll.active
+        poll.end()
+        await asyncio.sleep(0)
+        assert not poll.active
