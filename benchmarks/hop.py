@@ -26,9 +26,13 @@ from legato_client import AsyncClient, CachedImage, Client, QueryResult, Samplin
 import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client.cli.local_server import LocalServer
-from legato_engine import core as engine_core
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
+from legato_engine.core.images import CachedImage as CachedSource
+from legato_engine.core.images import EncodedImage, ImageSource
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError
@@ -94,11 +98,11 @@ class InProcess:
             LegatoError: The request failed.
         """
         self._serial += 1
-        request = engine_core.Request(
-            request_id=engine_core.RequestKey(f"hop-{self._serial}"),
-            task=engine_core.QueryTask(question=QUESTION),
+        request = Request(
+            request_id=RequestKey(f"hop-{self._serial}"),
+            task=QueryTask(question=QUESTION),
             image=self._source(kind),
-            sampling=engine_core.SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
+            sampling=SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
         )
         self._ended.clear()
         start = time.perf_counter()
@@ -125,11 +129,11 @@ class InProcess:
         self._store.close()
         self._assembly.device.close()
 
-    def _source(self, kind: str) -> engine_core.ImageSource:
+    def _source(self, kind: str) -> ImageSource:
         if kind == "id":
-            return engine_core.CachedImage(image_id=image_id(content_key(self._jpeg)))
+            return CachedSource(image_id=image_id(content_key(self._jpeg)))
         blob = self._store.put(self._jpeg)
-        return engine_core.EncodedImage(blob=blob, mime_type="image/jpeg")
+        return EncodedImage(blob=blob, mime_type="image/jpeg")
 
     def _receive(self, report: EngineMessage) -> None:
         if isinstance(report, Done | Failed):

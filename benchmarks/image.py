@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core import ImageInfo
+from legato_engine.core.images import ImageInfo
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.images.decoding import content_key, decode_encoded, image_id

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig
+from legato_engine.core.images import WITH_BLOB
+from legato_engine.core.requests import Request
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
@@ -73,7 +74,7 @@ class InsideEngine:
         return len(self._streams)
 
     def submit(
-        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+        self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
     ) -> RequestStream:
         """As `EngineConnection.submit`."""
         stream = RequestStream(request, self._on_abort, self._on_stop, restage)
@@ -128,7 +129,7 @@ class InsideEngine:
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request.request_id, None)
         image: Any = stream.request.image
-        if image is not None and isinstance(image, core.WITH_BLOB):
+        if image is not None and isinstance(image, WITH_BLOB):
             self.blobs.discard(image.blob)
 
 

@@ -19,15 +19,11 @@ import numpy as np
 import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.core import (
-    CachedImage,
-    ImageInfo,
-    PromptToken,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence

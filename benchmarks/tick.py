@@ -9,17 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core import (
-    Event,
-    FinishReason,
-    PromptToken,
-    QueryResult,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TextDelta,
-)
+from legato_engine.core.events import Event, TextDelta
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, QueryResult
+from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable

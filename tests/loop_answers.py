@@ -6,7 +6,9 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import msgspec
-from legato_engine.core import Event, FinishReason, RequestKey
+from legato_engine.core.events import Event
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason
 from legato_engine.engine.assembly import Assembly
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence

@@ -7,15 +7,12 @@ from collections.abc import Sequence as Many
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    Event,
-    FinishReason,
-    PromptToken,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import LegatoError

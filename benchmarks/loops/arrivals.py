@@ -9,7 +9,7 @@ import time
 
 import msgspec
 from legato_engine.bench.workload import Workload
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.assembly import Assembly
 from legato_engine.sequence import Sequence as EngineSequence
 

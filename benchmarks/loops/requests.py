@@ -5,18 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 from legato_engine.bench.workload import fixed_length
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
-    PointTask,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    SegmentTask,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import TaskUnsupported

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from legato_engine.core import (
-    Box,
+from legato_engine.core.geometry import Box, Point, SpatialRef
+from legato_engine.core.task_specs import (
     CaptionLength,
     CaptionTask,
     DetectTask,
-    Point,
     PointTask,
     QueryTask,
-    SpatialRef,
     TaskSpec,
 )
 

@@ -11,16 +11,11 @@ from pathlib import Path
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    Event,
-    FinishReason,
-    ImageInfo,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskResult,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.frontend import PreparedImage

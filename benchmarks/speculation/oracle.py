@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from legato_engine.config import MAX_BLOCK_SIZE
-from legato_engine.core import PromptToken
+from legato_engine.core.tokens import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 Rate = float | Sequence[float]

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from legato_engine.core import Event, FinishReason, RequestKey, TaskResult
+from legato_engine.core.events import Event
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason, TaskResult
 from legato_engine.engine.assembly import Assembly
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.runner import LaunchTimes

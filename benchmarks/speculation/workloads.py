@@ -16,17 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from legato_engine.bench.workload import fixed_length
-from legato_engine.core import (
-    CachedImage,
-    CaptionLength,
-    CaptionTask,
-    ImageInfo,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskSpec,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import CaptionLength, CaptionTask, QueryTask, TaskSpec
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.frontend import PreparedImage

@@ -6,7 +6,8 @@ import dataclasses
 import enum
 from typing import Any, Protocol
 
-from legato_engine.core import Certainty, PromptToken, Request
+from legato_engine.core.requests import Request
+from legato_engine.core.tokens import Certainty, PromptToken
 from legato_engine.tasks import SampledToken, Task
 
 TokenKey = tuple[int, tuple[float, float]]

@@ -7,18 +7,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from legato_engine.core import (
-    Certainty,
-    Event,
-    FinishReason,
-    PromptToken,
-    ReasoningDelta,
-    SamplingParams,
-    TaskResult,
-    TextDelta,
-    TokenInfo,
-    TokensDelta,
-)
+from legato_engine.core.events import Event, ReasoningDelta, TextDelta, TokensDelta
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
+from legato_engine.core.tokens import Certainty, PromptToken, TokenInfo
 
 
 class SampledToken(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
+from legato_engine.core.requests import Request
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import (
     Done,
@@ -136,7 +136,7 @@ class Engine(Protocol):
         ...
 
     def submit(
-        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+        self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
     ) -> Stream:
         """`restage` stages the image again; with `may_wait` the request waits for an engine."""
         ...

@@ -11,15 +11,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from hypothesis import strategies as st
-from legato_engine.core import (
-    CachedImage,
-    DetectTask,
-    EncodedImage,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.images import CachedImage, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
     Done,

@@ -15,7 +15,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["legato_engine.images", "legato_service"]):
-    from legato_engine.core import RequestKey
+    from legato_engine.core.request_key import RequestKey
     from legato_engine.errors import LegatoError
     from legato_engine.images.decoding import decode_file
     from legato_engine.images.headers import check_scans, inspect

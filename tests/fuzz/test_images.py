@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 from legato.v1 import media_pb2
-from legato_engine.core import EncodedImage
+from legato_engine.core.images import EncodedImage
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey

@@ -9,17 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    FinishReason,
-    ImageInfo,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskResult,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
+from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.kernels import ops, reference

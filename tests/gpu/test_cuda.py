@@ -9,22 +9,13 @@ from collections.abc import Sequence as Many
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectResult,
-    DetectTask,
-    Event,
-    FinishReason,
-    ImageInfo,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskResult,
-    TaskSpec,
-    TokenInfo,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import DetectResult, FinishReason, TaskResult
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.device.select import open_device
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence

@@ -10,7 +10,9 @@ import pytest
 import torch
 from legato_engine.bench.workload import fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.moondream.outlines.crop import Crop

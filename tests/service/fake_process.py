@@ -11,7 +11,10 @@ import os
 import signal
 import threading
 
-from legato_engine import core
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason, QueryResult
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.ipc.messages import (
     Abort,
     Command,
@@ -42,7 +45,7 @@ def main() -> None:
     connections = ServiceConnections(arguments.listeners[0], os.eventfd(0))
     connections.broadcast(Loading(stage="weights", fraction=0.5))
     connections.broadcast(Ready(model=MODEL, pid=os.getpid()))
-    running: dict[core.RequestKey, core.Request] = {}
+    running: dict[RequestKey, Request] = {}
     threading.Thread(target=_beat, args=(arguments.listeners[1], running), daemon=True).start()
     while os.getppid() == int(arguments.parent):
         connections.flush()
@@ -55,32 +58,32 @@ def main() -> None:
 
 
 def _apply(
-    connections: ServiceConnections, running: dict[core.RequestKey, core.Request], command: Command
+    connections: ServiceConnections, running: dict[RequestKey, Request], command: Command
 ) -> None:
     match command:
-        case Submit(request=request) if isinstance(request.task, core.QueryTask):
+        case Submit(request=request) if isinstance(request.task, QueryTask):
             connections.post(started(request))
             if request.task.question == "wait" or request.task.question.startswith(UNTIL):
                 running[request.request_id] = request
             else:
-                connections.post(done(request, core.QueryResult(answer=request.task.question)))
+                connections.post(done(request, QueryResult(answer=request.task.question)))
         case Abort(request_id=request_id):
             running.pop(request_id, None)
         case Stop(request_id=request_id) if request_id in running:
-            reason = core.FinishReason.CANCELLED
-            connections.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
+            reason = FinishReason.CANCELLED
+            connections.post(done(running.pop(request_id), QueryResult(answer=""), reason))
 
 
-def _look(connections: ServiceConnections, running: dict[core.RequestKey, core.Request]) -> None:
+def _look(connections: ServiceConnections, running: dict[RequestKey, Request]) -> None:
     for request in list(running.values()):
-        assert isinstance(request.task, core.QueryTask)
+        assert isinstance(request.task, QueryTask)
         path = request.task.question.removeprefix(UNTIL)
         if os.path.exists(path):
             del running[request.request_id]
-            connections.post(done(request, core.QueryResult(answer=path)))
+            connections.post(done(request, QueryResult(answer=path)))
 
 
-def _beat(listener_fd: int, running: dict[core.RequestKey, core.Request]) -> None:
+def _beat(listener_fd: int, running: dict[RequestKey, Request]) -> None:
     subscribers, pause = Subscribers(listener_fd), threading.Event()
     step = 0
     while not pause.wait(0.1):

@@ -7,11 +7,43 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
+from legato_engine.core.events import (
+    Event,
+    Grounding,
+    ObjectEvent,
+    OutlineEvent,
+    PointEvent,
+    ReasoningDelta,
+    TextDelta,
+)
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.images import CachedImage, EncodedImage, ImageInfo, RawImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import (
+    CaptionResult,
+    DetectResult,
+    FinishReason,
+    Outline,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+    TaskResult,
+    Timings,
+    Usage,
+)
+from legato_engine.core.task_specs import (
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+    TaskSpec,
+)
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -40,13 +72,13 @@ MODEL = ModelInfo(
     num_parameters=1_000_000,
     dtype="f32",
 )
-BOX = core.Box(x_min=0.1, y_min=0.2, x_max=0.5, y_max=0.75)
-POINT = core.Point(x=0.25, y=0.5)
-USAGE = core.Usage(input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729)
-TIMINGS = core.Timings(
+BOX = Box(x_min=0.1, y_min=0.2, x_max=0.5, y_max=0.75)
+POINT = Point(x=0.25, y=0.5)
+USAGE = Usage(input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729)
+TIMINGS = Timings(
     queue=0.001, image=0.002, prefill=0.003, first_token=0.006, decode=0.5, total=0.506
 )
-IMAGE = core.ImageInfo(image_id="img_0", width=640, height=480, cache_hit=False)
+IMAGE = ImageInfo(image_id="img_0", width=640, height=480, cache_hit=False)
 
 Script = Callable[["FakeEngine", RequestStream], None]
 
@@ -72,12 +104,12 @@ class FakeEngine:
         self.step = 0
         self.estimated_wait = 0.0
         self.blobs = BlobStore(new_namespace())
-        self.requests: list[core.Request] = []
+        self.requests: list[Request] = []
         self.expected = 0
-        self.streams: dict[core.RequestKey, RequestStream] = {}
-        self.aborted: list[core.RequestKey] = []  # as the engine process would get them
-        self.stopped: list[core.RequestKey] = []
-        self.started: set[core.RequestKey] = set()
+        self.streams: dict[RequestKey, RequestStream] = {}
+        self.aborted: list[RequestKey] = []  # as the engine process would get them
+        self.stopped: list[RequestKey] = []
+        self.started: set[RequestKey] = set()
         self.held: dict[tuple[str, str], float] = {}  # (owner, image id): until when
         self.holds: list[HoldImage] = []
         self.refuses_holds: LegatoError | None = None
@@ -122,7 +154,7 @@ class FakeEngine:
         self.expected += 1
 
     def submit(
-        self, request: core.Request, restage: Restage | None = None, *, may_wait: bool = False
+        self, request: Request, restage: Restage | None = None, *, may_wait: bool = False
     ) -> RequestStream:
         """Register at once and discard the blob in any case, as the real one does."""
         refusals: dict[EngineState, LegatoError] = {
@@ -160,14 +192,14 @@ class FakeEngine:
             await self.may_answer.wait()
             if self.refuses_holds is not None:
                 raise self.refuses_holds
-            raw = command.image if isinstance(command.image, core.RawImage) else None
+            raw = command.image if isinstance(command.image, RawImage) else None
             data = bytes(BlobReader(self.blobs.namespace).take(command.image.blob))
         finally:
             self.blobs.discard(command.image.blob)
         name = image_id(content_key(data, raw))
         known = any(name == held for _, held in self.held)
         until = self.held[command.owner, name] = time.monotonic() + command.ttl
-        info = core.ImageInfo(image_id=name, width=640, height=480, cache_hit=known)
+        info = ImageInfo(image_id=name, width=640, height=480, cache_hit=known)
         return ImageHeld(request_id=command.request_id, image=info, until=until)
 
     async def drop(self, command: DropImage) -> None:
@@ -201,15 +233,15 @@ class FakeEngine:
         if stream.request_id not in self.started:
             self.feed(stream, started(stream.request))
         result = empty(stream.request.task)
-        self.feed(stream, done(stream.request, result, core.FinishReason.CANCELLED))
+        self.feed(stream, done(stream.request, result, FinishReason.CANCELLED))
 
     def _forget(self, stream: RequestStream) -> None:
         self.streams.pop(stream.request_id, None)
-        if isinstance(stream.request.image, core.EncodedImage | core.RawImage):
+        if isinstance(stream.request.image, EncodedImage | RawImage):
             self.blobs.discard(stream.request.image.blob)
 
 
-def started(request: core.Request) -> Started:
+def started(request: Request) -> Started:
     """Return the output of a launched prefill."""
     return Started(
         request_id=request.request_id,
@@ -221,15 +253,15 @@ def started(request: core.Request) -> Started:
     )
 
 
-def delta(request: core.Request, *events: core.Event) -> Delta:
+def delta(request: Request, *events: Event) -> Delta:
     """Return what one step added."""
     return Delta(request_id=request.request_id, events=events)
 
 
 def done(
-    request: core.Request,
-    result: core.TaskResult,
-    reason: core.FinishReason = core.FinishReason.STOP,
+    request: Request,
+    result: TaskResult,
+    reason: FinishReason = FinishReason.STOP,
 ) -> Done:
     """Return the end of a request."""
     return Done(
@@ -242,66 +274,64 @@ def done(
     )
 
 
-def image_of(request: core.Request) -> core.ImageInfo | None:
+def image_of(request: Request) -> ImageInfo | None:
     """Return the image of a result; one named by its id was seen before."""
     if request.image is None:
         return None
-    if isinstance(request.image, core.CachedImage):
-        return core.ImageInfo(
-            image_id=request.image.image_id, width=640, height=480, cache_hit=True
-        )
+    if isinstance(request.image, CachedImage):
+        return ImageInfo(image_id=request.image.image_id, width=640, height=480, cache_hit=True)
     return IMAGE
 
 
-def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult]:
+def solution(task: TaskSpec) -> tuple[Sequence[Event], TaskResult]:
     """Return the events and the result of a task."""
     match task:
-        case core.QueryTask(reasoning=True):
-            spans = (core.Grounding(start_index=0, end_index=2, points=(POINT,)),)
+        case QueryTask(reasoning=True):
+            spans = (Grounding(start_index=0, end_index=2, points=(POINT,)),)
             events = (
-                core.ReasoningDelta(text="Hm. "),
-                core.ReasoningDelta(text="", grounding=spans),
-                core.TextDelta(text="Four."),
+                ReasoningDelta(text="Hm. "),
+                ReasoningDelta(text="", grounding=spans),
+                TextDelta(text="Four."),
             )
-            return events, core.QueryResult(answer="Four.", reasoning="Hm. ", grounding=spans)
-        case core.QueryTask():
-            return words("Three", " red", " cups."), core.QueryResult(answer="Three red cups.")
-        case core.CaptionTask():
-            return words("A", " shelf."), core.CaptionResult(caption="A shelf.")
-        case core.DetectTask(object=label):
-            found = core.ObjectEvent(box=BOX, label=label)
-            return (found, found), core.DetectResult(objects=(found, found))
-        case core.PointTask(object=label):
-            spot = core.PointEvent(point=POINT, label=label)
-            return (spot,), core.PointResult(points=(spot,))
-        case core.SegmentTask(object=label):
+            return events, QueryResult(answer="Four.", reasoning="Hm. ", grounding=spans)
+        case QueryTask():
+            return words("Three", " red", " cups."), QueryResult(answer="Three red cups.")
+        case CaptionTask():
+            return words("A", " shelf."), CaptionResult(caption="A shelf.")
+        case DetectTask(object=label):
+            found = ObjectEvent(box=BOX, label=label)
+            return (found, found), DetectResult(objects=(found, found))
+        case PointTask(object=label):
+            spot = PointEvent(point=POINT, label=label)
+            return (spot,), PointResult(points=(spot,))
+        case SegmentTask(object=label):
             pieces = (
-                core.OutlineEvent(index=0, box=BOX),
-                core.OutlineEvent(index=0, path_delta="M 0 0 "),
-                core.OutlineEvent(index=0, path_delta="L 1 1 Z"),
+                OutlineEvent(index=0, box=BOX),
+                OutlineEvent(index=0, path_delta="M 0 0 "),
+                OutlineEvent(index=0, path_delta="L 1 1 Z"),
             )
-            outline = core.Outline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
-            return pieces, core.SegmentResult(segments=(outline,))
+            outline = Outline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
+            return pieces, SegmentResult(segments=(outline,))
 
 
-def empty(task: core.TaskSpec) -> core.TaskResult:
+def empty(task: TaskSpec) -> TaskResult:
     """Return the empty result of a stopped task."""
     match task:
-        case core.QueryTask():
-            return core.QueryResult(answer="")
-        case core.CaptionTask():
-            return core.CaptionResult(caption="")
-        case core.DetectTask():
-            return core.DetectResult()
-        case core.PointTask():
-            return core.PointResult()
-        case core.SegmentTask():
-            return core.SegmentResult()
+        case QueryTask():
+            return QueryResult(answer="")
+        case CaptionTask():
+            return CaptionResult(caption="")
+        case DetectTask():
+            return DetectResult()
+        case PointTask():
+            return PointResult()
+        case SegmentTask():
+            return SegmentResult()
 
 
-def words(*texts: str) -> tuple[core.TextDelta, ...]:
+def words(*texts: str) -> tuple[TextDelta, ...]:
     """Return text in pieces."""
-    return tuple(core.TextDelta(text=text) for text in texts)
+    return tuple(TextDelta(text=text) for text in texts)
 
 
 def answer(engine: FakeEngine, stream: RequestStream) -> None:

@@ -9,16 +9,12 @@ import random
 
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import (
-    CachedImage,
-    FinishReason,
-    QueryResult,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TextDelta,
-)
+from legato_engine.core.events import TextDelta
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, QueryResult
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import (
     DeadlineExceeded,
     EngineLost,

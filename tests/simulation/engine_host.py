@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from legato_engine.core import CachedImage, ImageInfo, ImageSource, Request
+from legato_engine.core.images import CachedImage, ImageInfo, ImageSource
+from legato_engine.core.requests import Request
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.loaded_image import PreprocessedImage

@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.ipc.messages import (
     FINAL,
     Abort,

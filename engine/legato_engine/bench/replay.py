@@ -23,15 +23,10 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import replay_parser
 from legato_engine.bench.workload import endless, fixed_length
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    SKILL_OF_TASK,
-    CachedImage,
-    ImageInfo,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskSpec,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import SKILL_OF_TASK, TaskSpec
 from legato_engine.crash import bundle as bundles
 from legato_engine.crash.bundle import Bundle
 from legato_engine.crash.recording import RequestShape

@@ -9,21 +9,13 @@ from collections.abc import Sequence as Many
 import numpy as np
 from PIL import Image
 
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    Event,
-    FinishReason,
-    ImageInfo,
-    PromptToken,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskResult,
-    TaskSpec,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
+from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField

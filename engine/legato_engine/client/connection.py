@@ -13,7 +13,9 @@ from legato_engine.client.refused_requests import RefusedRequests
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
-from legato_engine.core import WITH_BLOB, CachedImage, Request, RequestKey
+from legato_engine.core.images import WITH_BLOB, CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
 from legato_engine.errors import (
     Draining,
     EngineLost,

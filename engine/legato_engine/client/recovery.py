@@ -9,7 +9,8 @@ import structlog
 
 from legato_engine.client.refused_requests import RefusedRequests, fingerprint, poisoned
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import WITH_BLOB, Request
+from legato_engine.core.images import WITH_BLOB
+from legato_engine.core.requests import Request
 from legato_engine.errors import EngineLost, LegatoError
 from legato_engine.ipc.messages import RunningAlone
 from legato_engine.shm.blob_store import BlobStore

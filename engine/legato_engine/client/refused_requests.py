@@ -7,7 +7,8 @@ import time
 
 import msgspec
 
-from legato_engine.core import CachedImage, RawImage, Request
+from legato_engine.core.images import CachedImage, RawImage
+from legato_engine.core.requests import Request
 from legato_engine.errors import Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.shm.blob_store import BlobStore

@@ -9,20 +9,19 @@ from typing import Self
 
 import msgspec
 
-from legato_engine.core import (
-    Certainty,
+from legato_engine.core.events import (
     Event,
-    ImageSource,
     ObjectEvent,
     OutlineEvent,
     PointEvent,
     ReasoningDelta,
-    Request,
-    RequestKey,
-    Resumed,
     TextDelta,
     TokensDelta,
 )
+from legato_engine.core.images import ImageSource
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, Resumed
+from legato_engine.core.tokens import Certainty
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
 from legato_engine.shm.blob_store import BlobStore

@@ -11,7 +11,10 @@ import time
 import msgspec
 import structlog
 
-from legato_engine.core import CachedImage, Request, RequestKey, TokenInfo
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler

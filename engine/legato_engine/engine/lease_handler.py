@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
 from legato_engine.errors import InternalError, LegatoError, to_value

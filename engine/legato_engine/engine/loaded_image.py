@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 
-from legato_engine.core import EncodedImage, RawImage
+from legato_engine.core.images import EncodedImage, RawImage
 from legato_engine.engine.lazy import Lazy
 from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageKey

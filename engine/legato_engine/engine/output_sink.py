@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from legato_engine.core import Certainty, Event, FinishReason, RequestKey, Timings, Usage
+from legato_engine.core.events import Event
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason, Timings, Usage
+from legato_engine.core.tokens import Certainty
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import LegatoError, to_value

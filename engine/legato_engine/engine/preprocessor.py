@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.core.images import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.engine.lane import Lane
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.loaded_image import LoadedImage, PendingImage, PreprocessedImage

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.ipc.messages import Abort, Command, HoldImage, RunningAlone, Stop, Submit
 
 
@@ -18,7 +18,7 @@ class _Core(Protocol):
 class Quarantine:
     """Passes commands on to the engine and holds back those that must wait for a suspect.
 
-    While there are suspects (`core.Resumed.alone`), nothing else begins. A suspect begins when the
+    While there are suspects (`Resumed.alone`), nothing else begins. A suspect begins when the
     engine is idle and `announce` has told all service processes, so that they know whom to blame
     for the engine's end. What is held back begins in the order of its arrival when the last suspect
     has ended.

@@ -11,14 +11,10 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from legato_engine.core import (
-    FinishReason,
-    Outline,
-    Request,
-    RequestKey,
-    SegmentResult,
-    SegmentTask,
-)
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason, Outline, SegmentResult
+from legato_engine.core.task_specs import SegmentTask
 from legato_engine.engine.request_stages import PendingRefinement, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import Done, EngineOutput

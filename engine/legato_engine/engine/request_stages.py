@@ -8,7 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from legato_engine.core import ImageInfo, Outline, Request, RequestKey, TokenInfo
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import Outline
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.engine.loaded_image import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.capabilities import Adapter

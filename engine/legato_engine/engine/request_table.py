@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.request_stages import Stage
 
 _Future = concurrent.futures.Future[Any]

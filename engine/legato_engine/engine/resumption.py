@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 from itertools import repeat
 
-from legato_engine.core import FinishReason, Resumed, TokenInfo
+from legato_engine.core.requests import Resumed
+from legato_engine.core.results import FinishReason
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.errors import InvalidField
 from legato_engine.models.frontend import ModelFrontend
 from legato_engine.sequence import NO_PAYLOAD, Sequence

@@ -18,7 +18,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from legato_engine.core import RawImage
+from legato_engine.core.images import RawImage
 from legato_engine.errors import ImageUndecodable, LegatoError
 from legato_engine.images.headers import ImageHeader, check_scans, inspect
 from legato_engine.images.orientation import orientation

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from legato_engine.core import PixelFormat, RawImage
+from legato_engine.core.images import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
 from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 

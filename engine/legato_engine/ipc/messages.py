@@ -11,22 +11,13 @@ from __future__ import annotations
 
 import msgspec
 
-from legato_engine.core import (
-    Certainty,
-    ConfidenceInfo,
-    EncodedImage,
-    Event,
-    FinishReason,
-    ImageInfo,
-    RawImage,
-    Request,
-    RequestKey,
-    TaskResult,
-    Timings,
-    TokenInfo,
-    Usage,
-    Value,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.images import EncodedImage, ImageInfo, RawImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import ConfidenceInfo, FinishReason, TaskResult, Timings, Usage
+from legato_engine.core.tokens import Certainty, TokenInfo
+from legato_engine.core.value import Value
 from legato_engine.errors import ErrorValue
 
 
@@ -299,7 +290,7 @@ class Started(Value, frozen=True):
 
 
 class Delta(Value, frozen=True):
-    """Events of one commit, and all tokens since the last delta as columns of `core.Resumed`."""
+    """Events of one commit, and all tokens since the last delta as columns of `Resumed`."""
 
     request_id: RequestKey
     events: tuple[Event, ...]

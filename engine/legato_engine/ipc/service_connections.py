@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from legato_engine import failpoints
-from legato_engine.core import WITH_BLOB, RequestKey
+from legato_engine.core.images import WITH_BLOB
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.ipc.busy_poll import EXPECTED_REQUEST
 from legato_engine.ipc.framing import FrameReader, FrameWriter

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from legato_engine.core import Request, SamplingParams
+from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.errors import InvalidField, PromptTooLong
 
 

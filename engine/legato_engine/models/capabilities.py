@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from legato_engine.core import Outline
+from legato_engine.core.results import Outline
 from legato_engine.layers.lora import AdapterBank, AdapterWeights
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_cache import Chunk, KVCache
@@ -29,7 +29,7 @@ class ValueHeads(Protocol):
     def values(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Payloads, zero for plain tokens, and certainties (`core.Certainty`), one for them.
+        """Payloads, zero for plain tokens, and certainties (`Certainty`), one for them.
 
         Both [B, 2] float32; `logits_BV` are constrained.
         """

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from legato_engine.core import SKILL_OF_RESULT, Certainty, ConfidenceInfo
+from legato_engine.core.results import SKILL_OF_RESULT, ConfidenceInfo
+from legato_engine.core.tokens import Certainty
 from legato_engine.errors import InvalidField
 
 FILE_NAME = "confidence.json"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from legato_engine.core import ConfidenceInfo, ImageInfo, Request
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.requests import Request
+from legato_engine.core.results import ConfidenceInfo
 from legato_engine.tasks import Constraint, Task
 
 

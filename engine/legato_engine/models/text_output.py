@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, TextDelta
+from legato_engine.core.events import Event, TextDelta
 from legato_engine.models.detokenizer import Detokenizer, Pieces
 
 

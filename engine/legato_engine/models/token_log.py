@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from legato_engine.core import Alternative, TokenInfo
+from legato_engine.core.tokens import Alternative, TokenInfo
 from legato_engine.models.detokenizer import Pieces
 from legato_engine.tasks import SampledToken
 

@@ -10,17 +10,10 @@ from collections.abc import Callable
 import msgspec
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    SKILLS,
-    DetectTask,
-    FinishReason,
-    PointTask,
-    Request,
-    RequestKey,
-    Resumed,
-    SamplingParams,
-    TaskSpec,
-)
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, Resumed, SamplingParams
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import SKILLS, DetectTask, PointTask, TaskSpec
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,

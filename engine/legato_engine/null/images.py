@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.core.images import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.decoding import content_key, image_id

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from legato_engine.core import ImageInfo, Request, Timings, Usage
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.requests import Request
+from legato_engine.core.results import Timings, Usage
 from legato_engine.null.scripted_output import ScriptedOutput
 
 IMAGE_TOKENS = 729

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from legato_engine.core import FinishReason
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import InternalError, LegatoError, NumericError
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission

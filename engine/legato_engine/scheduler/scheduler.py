@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Collection
 
 from legato_engine import failpoints
-from legato_engine.core import FinishReason, Request, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager

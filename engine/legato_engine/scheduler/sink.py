@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.core import Event, FinishReason
+from legato_engine.core.events import Event
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
 

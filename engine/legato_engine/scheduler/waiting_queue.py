@@ -12,7 +12,7 @@ from itertools import accumulate, count
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from legato_engine.core import Request
+from legato_engine.core.requests import Request
 
 
 class Waiting(Protocol):

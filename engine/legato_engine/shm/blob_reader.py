@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from legato_engine.core import BlobRef
+from legato_engine.core.images import BlobRef
 from legato_engine.errors import InternalError
 from legato_engine.shm.blob_store import blob_folder, mapped, namespace_of
 from legato_engine.shm.segment_pool import (

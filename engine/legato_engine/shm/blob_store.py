@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
-from legato_engine.core import BlobRef
+from legato_engine.core.images import BlobRef
 from legato_engine.errors import QueueFull
 from legato_engine.shm.owner_lock import OwnerLock, sweep_files
 from legato_engine.shm.segment_pool import SegmentPool

@@ -16,7 +16,7 @@ import mmap
 import os
 import pathlib
 
-from legato_engine.core import BlobRef
+from legato_engine.core.images import BlobRef
 
 HEADER_SIZE = 64
 GENERATION, SIZE, RELEASED, RETIRED = range(4)  # words of the header

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from legato.v1 import task_pb2
-from legato_engine import core
+from legato_engine.core.task_specs import Turn
 from legato_engine.errors import InvalidField, PromptTooLong
 
 MAX_MESSAGES = 256
@@ -23,7 +23,7 @@ class Conversation(NamedTuple):
     """A question and the messages before it."""
 
     system: str
-    history: tuple[core.Turn, ...]
+    history: tuple[Turn, ...]
     question: str
     shows_image: bool
 
@@ -53,7 +53,7 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
     return Conversation(
         system="".join(texts[:num_system]),
         history=tuple(
-            core.Turn(question=question, answer=answer)
+            Turn(question=question, answer=answer)
             for question, answer in zip(turns[:-1:2], turns[1::2], strict=True)
         ),
         question=turns[-1],

@@ -7,7 +7,7 @@ import time
 
 import msgspec
 from legato.v1 import inference_pb2
-from legato_engine import core
+from legato_engine.core.requests import Request, Resumed
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Delta, ModelInfo
 
@@ -42,15 +42,13 @@ class Checkpoints:
             message.certainties.extend([share for pair in delta.certainties for share in pair])
 
 
-def of(request: core.Request, resumptions: int) -> Checkpoints:
+def of(request: Request, resumptions: int) -> Checkpoints:
     """With the seed that the engine takes."""
     seed = request.sampling.seed
     return Checkpoints(request.request_id.seed if seed is None else seed, resumptions)
 
 
-def resuming(
-    message: inference_pb2.Checkpoint, request: core.Request, model: ModelInfo
-) -> core.Request:
+def resuming(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> Request:
     """The request from its checkpoint on; the engine checks the tokens against the task.
 
     Raises:
@@ -62,7 +60,7 @@ def resuming(
     return msgspec.structs.replace(request, sampling=sampling, resumed=resumed)
 
 
-def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -> core.Resumed:
+def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -> Resumed:
     token_ids, values, count = message.token_ids, message.values, len(message.token_ids)
     if count > limit:
         raise InvalidField(
@@ -86,7 +84,7 @@ def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -
         if not 0 <= value <= 1:
             raise InvalidField("must be in [0, 1]", field=f"{_FIELD}.certainties[{index}]")
     now = time.monotonic()
-    return core.Resumed(
+    return Resumed(
         arrival=now,
         first_token=now if count else 0.0,
         token_ids=tuple(token_ids),
@@ -97,9 +95,7 @@ def _resumed(message: inference_pb2.Checkpoint, limit: int, *, logprobs: bool) -
     )
 
 
-def _check_origin(
-    message: inference_pb2.Checkpoint, request: core.Request, model: ModelInfo
-) -> None:
+def _check_origin(message: inference_pb2.Checkpoint, request: Request, model: ModelInfo) -> None:
     if message.model != model.name:
         raise InvalidField(f"this server answers with {model.name}", field=f"{_FIELD}.model")
     if not message.HasField("seed"):

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.geometry import Box, Point, SpatialRef
+from legato_engine.core.task_specs import ObjectOrder
 from legato_engine.errors import InvalidField, PromptTooLong
 
 MAX_REFS = 64
@@ -20,9 +21,9 @@ Listing: TypeAlias = (
 )
 
 _ORDERS = {
-    task_pb2.OBJECT_ORDER_UNSPECIFIED: core.ObjectOrder.MODEL,
-    task_pb2.OBJECT_ORDER_MODEL: core.ObjectOrder.MODEL,
-    task_pb2.OBJECT_ORDER_CONFIDENCE: core.ObjectOrder.CONFIDENCE,
+    task_pb2.OBJECT_ORDER_UNSPECIFIED: ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_MODEL: ObjectOrder.MODEL,
+    task_pb2.OBJECT_ORDER_CONFIDENCE: ObjectOrder.CONFIDENCE,
 }
 
 
@@ -58,13 +59,13 @@ def min_confidence(message: Listing, path: str) -> float:
     return message.min_confidence
 
 
-def order(message: Listing, path: str) -> core.ObjectOrder:
+def order(message: Listing, path: str) -> ObjectOrder:
     if message.order not in _ORDERS:
         raise InvalidField(f"{message.order} is not an order of objects", field=f"{path}order")
     return _ORDERS[message.order]
 
 
-def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[SpatialRef, ...]:
     if not messages:
         return ()
     if len(messages) > MAX_REFS:
@@ -79,19 +80,19 @@ def refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.S
     )
 
 
-def _ref(message: geometry_pb2.SpatialRef, field: str) -> core.SpatialRef:
+def _ref(message: geometry_pb2.SpatialRef, field: str) -> SpatialRef:
     kind = message.WhichOneof("ref")
     if kind is None:
         raise InvalidField("a spatial reference is a point or a box", field=field)
     if kind == "point":
         x, y = message.point.x, message.point.y
         _check_coordinates((x, y), f"{field}.point")
-        return core.Point(x=x, y=y)
+        return Point(x=x, y=y)
     box = message.box
     _check_coordinates((box.x_min, box.y_min, box.x_max, box.y_max), f"{field}.box")
     if box.x_min > box.x_max or box.y_min > box.y_max:
         raise InvalidField("min is greater than max", field=f"{field}.box")
-    return core.Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
+    return Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
 
 
 def _check_coordinates(values: tuple[float, ...], field: str) -> None:

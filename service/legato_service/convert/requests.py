@@ -10,7 +10,9 @@ import math
 from collections.abc import Sequence
 
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask, TaskSpec
 from legato_engine.errors import InvalidField
 
 from legato_service.convert import fields, skills
@@ -21,7 +23,7 @@ MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds
 DEFAULT_UNSEEN, MAX_UNSEEN = 2.0, 60.0  # seconds
 
-_ALL_DEFAULTS = core.SamplingParams()
+_ALL_DEFAULTS = SamplingParams()
 
 
 def heartbeat(
@@ -38,11 +40,11 @@ def heartbeat(
     return max(seconds, MIN_HEARTBEAT)
 
 
-def check_image(message: media_pb2.Image, task: core.TaskSpec, path: str = "") -> bool:
+def check_image(message: media_pb2.Image, task: TaskSpec, path: str = "") -> bool:
     """Return whether the request has an image; refuse it when the task needs one."""
     if message.WhichOneof("source") is not None:
         return True
-    if not isinstance(task, core.QueryTask):
+    if not isinstance(task, QueryTask):
         raise InvalidField("this task needs an image", field="image")
     if task.spatial_refs:
         raise InvalidField("spatial references need an image", field=f"{path}spatial_refs")
@@ -52,14 +54,14 @@ def check_image(message: media_pb2.Image, task: core.TaskSpec, path: str = "") -
 
 
 def request(
-    key: core.RequestKey,
-    task: core.TaskSpec,
-    sampling: core.SamplingParams,
+    key: RequestKey,
+    task: TaskSpec,
+    sampling: SamplingParams,
     options: inference_pb2.RequestOptions,
     *,
     deltas: bool = True,
     progress: bool = True,
-) -> core.Request:
+) -> Request:
     """The image and the deadline follow later."""
     logprobs = options.HasField("top_logprobs")
     if options.top_logprobs > MAX_TOP_LOGPROBS:
@@ -69,7 +71,7 @@ def request(
             limit=MAX_TOP_LOGPROBS,
             actual=options.top_logprobs,
         )
-    return core.Request(
+    return Request(
         request_id=key,
         task=task,
         sampling=sampling,
@@ -99,7 +101,7 @@ def tracking(message: task_pb2.Tracking, path: str) -> float:
     return seconds
 
 
-def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> core.TaskSpec:
+def task(message: task_pb2.Task, path: str, *, standing: bool = False) -> TaskSpec:
     """`path` has no dot at its end; `standing`: it is done with every frame of a session."""
     kind = message.WhichOneof("kind")
     if kind is None:
@@ -125,7 +127,7 @@ def tasks(
     *,
     least: int = 1,
     standing: bool = False,
-) -> list[core.TaskSpec]:
+) -> list[TaskSpec]:
     """Task ids must differ; `standing` is as in `task`."""
     if not least <= len(messages) <= MAX_TASKS:
         raise InvalidField(
@@ -142,7 +144,7 @@ def tasks(
     ]
 
 
-def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
+def sampling(message: task_pb2.Sampling, path: str = "") -> SamplingParams:
     """Absent fields stay None."""
     if not message.ListFields():
         return _ALL_DEFAULTS
@@ -156,7 +158,7 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
         raise InvalidField("must be in (0, 1]", field=f"{prefix}top_p")
     if max_tokens is not None and max_tokens < 1:
         raise InvalidField("must be at least 1", field=f"{prefix}max_tokens")
-    return core.SamplingParams(
+    return SamplingParams(
         temperature=temperature,
         top_p=top_p,
         top_k=message.top_k if message.HasField("top_k") else None,

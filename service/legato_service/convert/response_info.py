@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from legato.v1 import inference_pb2, media_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.results import FinishReason, Timings, Usage
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.ipc.messages import Done
 
 _NANOSECONDS = 1_000_000_000
 FINISH_REASONS = {
-    core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
-    core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
-    core.FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
-    core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
+    FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
+    FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
 }
 
 
@@ -45,7 +47,7 @@ def fill_info(
         fill_tokens(message.tokens, done.tokens)
 
 
-def fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
+def fill_usage(message: task_pb2.Usage, value: Usage) -> None:
     """Send the last three counts even when they are 0."""
     message.input_tokens = value.input_tokens
     message.output_tokens = value.output_tokens
@@ -54,7 +56,7 @@ def fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
     message.reasoning_tokens = value.reasoning_tokens
 
 
-def fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
+def fill_timings(message: task_pb2.Timings, value: Timings) -> None:
     """Send each duration even when it is 0."""
     fill_duration(message.queue, value.queue)
     fill_duration(message.image, value.image)
@@ -74,7 +76,7 @@ def fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
 
 def fill_tokens(
     messages: RepeatedCompositeFieldContainer[inference_pb2.Token],
-    tokens: Sequence[core.TokenInfo],
+    tokens: Sequence[TokenInfo],
 ) -> None:
     for token in tokens:
         message = messages.add(token_id=token.token_id, text=token.text)
@@ -96,7 +98,7 @@ def duration(seconds: float) -> duration_pb2.Duration:
     return message
 
 
-def image_info(value: core.ImageInfo) -> media_pb2.ImageInfo:
+def image_info(value: ImageInfo) -> media_pb2.ImageInfo:
     return media_pb2.ImageInfo(
         image_id=value.image_id,
         width=value.width,

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, inference_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.events import (
+    Event,
+    ObjectEvent,
+    OutlineEvent,
+    PointEvent,
+    ReasoningDelta,
+    TextDelta,
+    TokensDelta,
+)
 from legato_engine.ipc.messages import (
     Done,
     PipelineStats,
@@ -122,24 +130,24 @@ def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
     )
 
 
-def delta(event: core.Event, index: int) -> inference_pb2.GenerateResponse:
+def delta(event: Event, index: int) -> inference_pb2.GenerateResponse:
     message = inference_pb2.GenerateResponse()
     message.index = index
     match event:
-        case core.TextDelta():
+        case TextDelta():
             message.text.text = event.text
             fill_tokens(message.text.tokens, event.tokens)
-        case core.PointEvent():
+        case PointEvent():
             pieces.fill_pointed(message.point, event)
-        case core.ObjectEvent():
+        case ObjectEvent():
             pieces.fill_object(message.object, event)
-        case core.ReasoningDelta():
+        case ReasoningDelta():
             message.reasoning.text = event.text
             message.reasoning.grounding.extend(map(pieces.grounding, event.grounding))
             fill_tokens(message.reasoning.tokens, event.tokens)
-        case core.TokensDelta():
+        case TokensDelta():
             fill_tokens(message.tokens.tokens, event.tokens)
-        case core.OutlineEvent():
+        case OutlineEvent():
             message.outline.index = event.index
             message.outline.path_delta = event.path_delta
             if event.box is not None:

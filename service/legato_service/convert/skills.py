@@ -8,7 +8,23 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.results import (
+    CaptionResult,
+    DetectResult,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+    TaskResult,
+)
+from legato_engine.core.task_specs import (
+    CaptionLength,
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+    TaskSpec,
+)
 from legato_engine.errors import InvalidField
 
 from legato_service.convert import chat, fields, pieces
@@ -17,13 +33,13 @@ MAX_QUESTION = 32_768  # characters
 MAX_OBJECT = 1_024
 
 _LENGTHS = {
-    task_pb2.CAPTION_LENGTH_UNSPECIFIED: core.CaptionLength.NORMAL,
-    task_pb2.CAPTION_LENGTH_SHORT: core.CaptionLength.SHORT,
-    task_pb2.CAPTION_LENGTH_NORMAL: core.CaptionLength.NORMAL,
-    task_pb2.CAPTION_LENGTH_LONG: core.CaptionLength.LONG,
+    task_pb2.CAPTION_LENGTH_UNSPECIFIED: CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_SHORT: CaptionLength.SHORT,
+    task_pb2.CAPTION_LENGTH_NORMAL: CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_LONG: CaptionLength.LONG,
 }
 
-ResultT = TypeVar("ResultT", bound=core.TaskResult)
+ResultT = TypeVar("ResultT", bound=TaskResult)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
@@ -37,7 +53,7 @@ class Skill(Generic[ResultT, ResponseT]):
     """
 
     name: str
-    task: Callable[[Any, str], core.TaskSpec]
+    task: Callable[[Any, str], TaskSpec]
     result: type[ResultT]
     response: Callable[[], ResponseT]
     fill: Callable[[Any, ResultT], None]
@@ -54,15 +70,15 @@ class Skill(Generic[ResultT, ResponseT]):
 Query: TypeAlias = task_pb2.QueryTask | inference_pb2.QueryRequest
 
 
-def _query(message: Query, path: str) -> core.QueryTask:
+def _query(message: Query, path: str) -> QueryTask:
     refs = fields.refs(message.spatial_refs, path)
     if not message.messages:
         question = fields.text(message.question, f"{path}question", MAX_QUESTION)
-        return core.QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
+        return QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
     if message.question:
         raise InvalidField("a question or messages, not both", field=f"{path}question")
     conversation = chat.conversation(message.messages, f"{path}messages")
-    return core.QueryTask(
+    return QueryTask(
         question=conversation.question,
         reasoning=message.reasoning,
         spatial_refs=refs,
@@ -73,7 +89,7 @@ def _query(message: Query, path: str) -> core.QueryTask:
 
 
 def _fill_query(
-    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: core.QueryResult
+    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: QueryResult
 ) -> None:
     message.answer = result.answer
     if result.reasoning is not None:
@@ -81,7 +97,7 @@ def _fill_query(
         message.reasoning.grounding.extend(map(pieces.grounding, result.grounding))
 
 
-QUERY = Skill("query", _query, core.QueryResult, inference_pb2.QueryResponse, _fill_query)
+QUERY = Skill("query", _query, QueryResult, inference_pb2.QueryResponse, _fill_query)
 
 
 # ---------------------------------------------------------------- caption
@@ -89,21 +105,19 @@ QUERY = Skill("query", _query, core.QueryResult, inference_pb2.QueryResponse, _f
 Caption: TypeAlias = task_pb2.CaptionTask | inference_pb2.CaptionRequest
 
 
-def _caption(message: Caption, path: str) -> core.CaptionTask:
+def _caption(message: Caption, path: str) -> CaptionTask:
     if message.length not in _LENGTHS:
         raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
-    return core.CaptionTask(length=_LENGTHS[message.length])
+    return CaptionTask(length=_LENGTHS[message.length])
 
 
 def _fill_caption(
-    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: core.CaptionResult
+    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: CaptionResult
 ) -> None:
     message.caption = result.caption
 
 
-CAPTION = Skill(
-    "caption", _caption, core.CaptionResult, inference_pb2.CaptionResponse, _fill_caption
-)
+CAPTION = Skill("caption", _caption, CaptionResult, inference_pb2.CaptionResponse, _fill_caption)
 
 
 # ---------------------------------------------------------------- detect
@@ -111,8 +125,8 @@ CAPTION = Skill(
 Detect: TypeAlias = task_pb2.DetectTask | inference_pb2.DetectRequest
 
 
-def _detect(message: Detect, path: str) -> core.DetectTask:
-    return core.DetectTask(
+def _detect(message: Detect, path: str) -> DetectTask:
+    return DetectTask(
         object=fields.text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=fields.max_objects(message, path),
         min_confidence=fields.min_confidence(message, path),
@@ -121,14 +135,14 @@ def _detect(message: Detect, path: str) -> core.DetectTask:
 
 
 def _fill_detect(
-    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: core.DetectResult
+    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: DetectResult
 ) -> None:
     objects = message.objects
     for value in result.objects:
         pieces.fill_object(objects.add(), value)
 
 
-DETECT = Skill("detect", _detect, core.DetectResult, inference_pb2.DetectResponse, _fill_detect)
+DETECT = Skill("detect", _detect, DetectResult, inference_pb2.DetectResponse, _fill_detect)
 
 
 # ---------------------------------------------------------------- point
@@ -136,8 +150,8 @@ DETECT = Skill("detect", _detect, core.DetectResult, inference_pb2.DetectRespons
 Point: TypeAlias = task_pb2.PointTask | inference_pb2.PointRequest
 
 
-def _point(message: Point, path: str) -> core.PointTask:
-    return core.PointTask(
+def _point(message: Point, path: str) -> PointTask:
+    return PointTask(
         object=fields.text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=fields.max_objects(message, path),
         spatial_refs=fields.refs(message.spatial_refs, path),
@@ -147,14 +161,14 @@ def _point(message: Point, path: str) -> core.PointTask:
 
 
 def _fill_point(
-    message: task_pb2.PointResult | inference_pb2.PointResponse, result: core.PointResult
+    message: task_pb2.PointResult | inference_pb2.PointResponse, result: PointResult
 ) -> None:
     points = message.points
     for value in result.points:
         pieces.fill_pointed(points.add(), value)
 
 
-POINT = Skill("point", _point, core.PointResult, inference_pb2.PointResponse, _fill_point)
+POINT = Skill("point", _point, PointResult, inference_pb2.PointResponse, _fill_point)
 
 
 # ---------------------------------------------------------------- segment
@@ -162,22 +176,20 @@ POINT = Skill("point", _point, core.PointResult, inference_pb2.PointResponse, _f
 Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
 
 
-def _segment(message: Segment, path: str) -> core.SegmentTask:
-    return core.SegmentTask(
+def _segment(message: Segment, path: str) -> SegmentTask:
+    return SegmentTask(
         object=fields.text(message.object, f"{path}object", MAX_OBJECT),
         spatial_refs=fields.refs(message.spatial_refs, path),
     )
 
 
 def _fill_segment(
-    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: core.SegmentResult
+    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: SegmentResult
 ) -> None:
     message.segments.extend(map(pieces.outline, result.segments))
 
 
-SEGMENT = Skill(
-    "segment", _segment, core.SegmentResult, inference_pb2.SegmentResponse, _fill_segment
-)
+SEGMENT = Skill("segment", _segment, SegmentResult, inference_pb2.SegmentResponse, _fill_segment)
 
 
 # ---------------------------------------------------------------- the table

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from legato_engine.client import monitor
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import CachedImage
+from legato_engine.core.images import CachedImage
 from legato_engine.errors import EngineLost, ImageNotFound
 from legato_engine.ipc.messages import (
     Done,

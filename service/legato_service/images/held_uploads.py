@@ -8,8 +8,9 @@ import functools
 import secrets
 
 import structlog
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core.images import ImageSource
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ImageNotFound, LegatoError, Unavailable
 from legato_engine.images.quota import ByteQuota
 from legato_engine.ipc.messages import HoldImage
@@ -99,7 +100,7 @@ class HeldUploads:
         if (asked := self._being_held.get(key)) is not None:
             await asked.wait()
 
-    def restage(self, tenant: str, image_id: str) -> functools.partial[core.ImageSource] | None:
+    def restage(self, tenant: str, image_id: str) -> functools.partial[ImageSource] | None:
         """Return a function that stages the bytes of an image for an engine without it.
 
         It raises `ImageNotFound` while the engine that held the image runs: then the hold has
@@ -115,7 +116,7 @@ class HeldUploads:
             self.drop(key)
 
     @staticmethod
-    def _stage(held: _HeldUpload, image_id: str, blobs: BlobStore) -> core.ImageSource:
+    def _stage(held: _HeldUpload, image_id: str, blobs: BlobStore) -> ImageSource:
         if not held.is_lost or held.blob.closed:
             raise ImageNotFound("no image with this id is held", resource=image_id)
         return as_source(held.format, held.blob.publish(blobs))
@@ -152,7 +153,7 @@ class HeldUploads:
         tenant, _, owner = key
         left = held.end.when() - asyncio.get_running_loop().time()
         return HoldImage(
-            request_id=core.RequestKey(f"!{secrets.token_hex(8)}", tenant),  # no caller's id
+            request_id=RequestKey(f"!{secrets.token_hex(8)}", tenant),  # no caller's id
             image=as_source(held.format, held.blob.publish(blobs)),
             owner=owner,
             ttl=max(left, 0.0),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from legato.v1 import media_pb2
-from legato_engine import core
+from legato_engine.core.images import BlobRef, CachedImage, EncodedImage, ImageSource, RawImage
 from legato_engine.errors import InvalidField
 from legato_engine.shm.blob_store import BlobStore, BlobWriter
 
@@ -45,7 +45,7 @@ class StagedImage:
 NewImage = InlineImage | StagedImage
 """An image that the engine may not have."""
 
-CheckedImage = NewImage | core.CachedImage | None
+CheckedImage = NewImage | CachedImage | None
 """The image of a request, if any, within the limits."""
 
 
@@ -53,7 +53,7 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
 """The type of `shared_memory.SharedMemory.read`."""
 
 
-def stage(image: CheckedImage, blobs: BlobStore) -> core.ImageSource | None:
+def stage(image: CheckedImage, blobs: BlobStore) -> ImageSource | None:
     """Stage the bytes in the store of an engine; its `submit` discards the blob."""
     match image:
         case InlineImage():
@@ -63,10 +63,10 @@ def stage(image: CheckedImage, blobs: BlobStore) -> core.ImageSource | None:
     return image
 
 
-def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
+def as_source(image_format: ImageFormat, blob: BlobRef) -> EncodedImage | RawImage:
     if isinstance(image_format, str):
-        return core.EncodedImage(blob=blob, mime_type=image_format)
-    return core.RawImage(
+        return EncodedImage(blob=blob, mime_type=image_format)
+    return RawImage(
         blob=blob,
         width=image_format.width,
         height=image_format.height,
@@ -109,7 +109,7 @@ class ImageIntake:
             case "image_id":
                 if not image.image_id:
                     raise InvalidField("must not be empty", field="image.image_id")
-                return core.CachedImage(image_id=image.image_id)
+                return CachedImage(image_id=image.image_id)
             case "shared":
                 if self._read_shared is None:
                     raise SharedMemoryRefused(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 from legato.v1 import media_pb2
-from legato_engine import core
+from legato_engine.core.images import PixelFormat
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
 from legato_engine.images import raw
 
 _FORMATS = {
-    media_pb2.PIXEL_FORMAT_RGB8: core.PixelFormat.RGB8,
-    media_pb2.PIXEL_FORMAT_BGR8: core.PixelFormat.BGR8,
-    media_pb2.PIXEL_FORMAT_RGBA8: core.PixelFormat.RGBA8,
-    media_pb2.PIXEL_FORMAT_BGRA8: core.PixelFormat.BGRA8,
-    media_pb2.PIXEL_FORMAT_MONO8: core.PixelFormat.MONO8,
-    media_pb2.PIXEL_FORMAT_NV12: core.PixelFormat.NV12,
-    media_pb2.PIXEL_FORMAT_YUYV: core.PixelFormat.YUYV,
+    media_pb2.PIXEL_FORMAT_RGB8: PixelFormat.RGB8,
+    media_pb2.PIXEL_FORMAT_BGR8: PixelFormat.BGR8,
+    media_pb2.PIXEL_FORMAT_RGBA8: PixelFormat.RGBA8,
+    media_pb2.PIXEL_FORMAT_BGRA8: PixelFormat.BGRA8,
+    media_pb2.PIXEL_FORMAT_MONO8: PixelFormat.MONO8,
+    media_pb2.PIXEL_FORMAT_NV12: PixelFormat.NV12,
+    media_pb2.PIXEL_FORMAT_YUYV: PixelFormat.YUYV,
 }
 
 
@@ -27,7 +27,7 @@ class Layout:
     width: int
     height: int
     row_stride: int
-    format: core.PixelFormat
+    format: PixelFormat
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +36,7 @@ class Layout:
 
 def read_layout(message: media_pb2.PixelLayout, field: str) -> Layout:
     if message.format not in _FORMATS:
-        known = ", ".join(pixel_format.name for pixel_format in core.PixelFormat)
+        known = ", ".join(pixel_format.name for pixel_format in PixelFormat)
         raise InvalidField(f"must be one of {known}", field=f"{field}.format")
     pixel_format = _FORMATS[message.format]
     stride = message.row_stride_bytes or raw.row_bytes(pixel_format, message.width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legato_engine.core import FinishReason
+from legato_engine.core.results import FinishReason
 
 from legato_service.metrics import catalogue
 from legato_service.metrics.snapshot import Bins, Labels, Snapshot, regrouped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_engine import core
+from legato_engine.core.results import SKILL_OF_RESULT
 from legato_engine.ipc.messages import SECONDS_BOUNDS
 
 from legato_service.metrics.catalogue import CALL_BOUNDS, TOKEN_BOUNDS
@@ -142,5 +142,5 @@ class CallMetrics:
         for reason, count in rejections.items():
             snapshot.add("legato_admission_rejections", count, reason)
         for (result, tenant), requests in self._requests.items():
-            requests.write(snapshot, core.SKILL_OF_RESULT.get(result, OTHER), tenant)
+            requests.write(snapshot, SKILL_OF_RESULT.get(result, OTHER), tenant)
         snapshot.add_histogram("legato_wait_estimate_error_seconds", self._wait_error)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legato_engine import core
+from legato_engine.core.images import CachedImage
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import QueryTask, TaskSpec
 
 from legato_service.engines.directory import Key, image_key
 from legato_service.images.intake import CheckedImage, InlineImage, StagedImage
@@ -15,7 +17,7 @@ PREFIX = 256
 _PART = 512  # bytes of an image, of its beginning, middle and end
 
 
-def keys_of(request: core.Request, image: CheckedImage) -> tuple[Key, ...]:
+def keys_of(request: Request, image: CheckedImage) -> tuple[Key, ...]:
     """The most valuable first: image or prefix, the other parts of its call or session, adapter."""
     return tuple(_keys(request, image))
 
@@ -27,10 +29,10 @@ def bytes_key(tenant: str, data: bytes | memoryview) -> Key:
     return "bytes", tenant, len(data), hash(tuple(map(bytes, parts)))
 
 
-def _keys(request: core.Request, image: CheckedImage) -> Iterator[Key]:
+def _keys(request: Request, image: CheckedImage) -> Iterator[Key]:
     tenant = request.tenant
     match image:
-        case core.CachedImage():
+        case CachedImage():
             yield image_key(tenant, image.image_id)
         case InlineImage() if request.cache_image:
             yield bytes_key(tenant, image.data)
@@ -44,9 +46,9 @@ def _keys(request: core.Request, image: CheckedImage) -> Iterator[Key]:
         yield "adapter", request.adapter
 
 
-def _prefix(task: core.TaskSpec) -> str:
+def _prefix(task: TaskSpec) -> str:
     """The beginning of a prompt without an image."""
-    if not isinstance(task, core.QueryTask):
+    if not isinstance(task, QueryTask):
         return ""
     first = task.history[0].question if task.history else task.question
     return f"{task.system}\n{first}"[:PREFIX]

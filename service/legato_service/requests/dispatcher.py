@@ -10,9 +10,11 @@ from contextlib import aclosing, closing
 from typing import Protocol
 
 import msgspec
-from legato_engine import core
 from legato_engine.client.request_stream import Restage, StreamOutput
-from legato_engine.core import RequestKey
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -123,7 +125,7 @@ class Dispatcher:
             raise AdapterNotFound("this server holds no adapters", resource=adapter)
         return model
 
-    def check(self, request: core.Request, path: str = "") -> ModelInfo:
+    def check(self, request: Request, path: str = "") -> ModelInfo:
         """Return the model that serves the request; `path` leads to the field `sampling`.
 
         Raises:
@@ -143,7 +145,7 @@ class Dispatcher:
 
     def submit(
         self,
-        request: core.Request,
+        request: Request,
         image: CheckedImage,
         active: ActiveRequest,
         *,
@@ -169,7 +171,7 @@ class Dispatcher:
         restage: Restage | None = None
         if isinstance(new, NewImage):
             restage = functools.partial(stage, new)
-        elif isinstance(image, core.CachedImage):
+        elif isinstance(image, CachedImage):
             restage = self._held.restage(request.tenant, image.image_id)
         has_bytes = image is None or isinstance(new, NewImage)
         engine = self._engine_for(request, image, has_bytes=has_bytes)
@@ -187,7 +189,7 @@ class Dispatcher:
         active.own(stream, self._deadlines, field)
         return stream
 
-    def _engine_for(self, request: core.Request, image: CheckedImage, *, has_bytes: bool) -> Engine:
+    def _engine_for(self, request: Request, image: CheckedImage, *, has_bytes: bool) -> Engine:
         if len(self._engines.members) == 1:
             return self._engines.members[0]
         keys = affinity.keys_of(request, image)
@@ -249,7 +251,7 @@ def completed(done: Done) -> Done:
         Preempted: an operator stopped the request.
     """
     _record(done)
-    if done.finish_reason is core.FinishReason.CANCELLED:
+    if done.finish_reason is FinishReason.CANCELLED:
         raise Preempted("an operator stopped the request")
     return done
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import (
     AdapterUnusable,
     Draining,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 from legato.v1 import task_pb2
-from legato_engine import core
+from legato_engine.core.images import CachedImage
 from legato_engine.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -39,10 +39,10 @@ SHARED_FAILURES = (
 """Errors of server, image or adapter, which fail all tasks; any other fails its own task only."""
 
 
-def cached_image(started: Started) -> core.CachedImage | None:
+def cached_image(started: Started) -> CachedImage | None:
     """The first task to start carries the image's bytes; the later ones refer to this."""
     image = started.image
-    return core.CachedImage(image_id=image.image_id) if image and image.image_id else None
+    return CachedImage(image_id=image.image_id) if image and image.image_id else None
 
 
 def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:

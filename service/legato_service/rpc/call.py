@@ -9,8 +9,8 @@ from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 
 import msgspec
-from legato_engine import core
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import Timings, Usage
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 
@@ -59,8 +59,8 @@ class Call(msgspec.Struct, eq=False):
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
     reply: str = ""  # `joined` or `kept`: the reply of another call
-    usage: core.Usage | None = None
-    timings: core.Timings | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
     estimated_wait: float | None = None  # seconds, when a request of it was admitted
     traceparent: str = ""
     is_traced: bool | None = None  # None until the tracer decides
@@ -109,7 +109,7 @@ current = CURRENT.get
 """Returns the current RPC. Only for code that handles one."""
 
 
-def total(usages: Iterable[core.Usage]) -> core.Usage:
+def total(usages: Iterable[Usage]) -> Usage:
     input_tokens = output_tokens = cached = image = reasoning = 0
     for usage in usages:
         input_tokens += usage.input_tokens
@@ -117,7 +117,7 @@ def total(usages: Iterable[core.Usage]) -> core.Usage:
         cached += usage.cached_tokens
         image += usage.image_tokens
         reasoning += usage.reasoning_tokens
-    return core.Usage(
+    return Usage(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=cached,

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 import structlog
-from legato_engine import core
+from legato_engine.core.results import FinishReason, TaskResult, Timings, Usage
 from legato_engine.ipc.messages import Done
 
 from legato_service.logs import configuration
@@ -30,10 +30,10 @@ class EndedRequest(msgspec.Struct, eq=False):
     """A request of a call that the engine finished; `ended_ns` is in `time.time_ns()`."""
 
     call: Call
-    result: type[core.TaskResult]
-    finish_reason: core.FinishReason
-    usage: core.Usage
-    timings: core.Timings
+    result: type[TaskResult]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
     preemptions: int
     resumptions: int
     ended_ns: int

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,

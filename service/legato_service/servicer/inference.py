@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
-from legato_engine import core
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import TaskResult
 from legato_engine.errors import InternalError
 
 from legato_service.convert import checkpoints, requests, skills
@@ -25,7 +26,7 @@ from legato_service.rpc import call
 from legato_service.rpc.context import Context
 from legato_service.servicer.task_run import TaskRun
 
-ResultT = TypeVar("ResultT", bound=core.TaskResult)
+ResultT = TypeVar("ResultT", bound=TaskResult)
 ResponseT = TypeVar("ResponseT", bound=Message)
 AnyT = TypeVar("AnyT")
 Reply: TypeAlias = Coroutine[Any, Any, AnyT]
@@ -100,8 +101,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield event
 
     async def _checked(
-        self, request: pb.GenerateRequest, converted: core.Request
-    ) -> tuple[core.Request, CheckedImage]:
+        self, request: pb.GenerateRequest, converted: Request
+    ) -> tuple[Request, CheckedImage]:
         """What goes to the engine, from the checkpoint on if there is one."""
         model = self._dispatcher.check(converted, "task.")
         if request.HasField("resume_from"):

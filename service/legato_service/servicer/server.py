@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
-from legato_engine import core
+from legato_engine.core.results import ConfidenceInfo
 from legato_engine.errors import EngineStarting, InvalidField
 from legato_engine.ipc.messages import ModelInfo
 
@@ -105,7 +105,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         )
 
 
-def _confidence(info: core.ConfidenceInfo | None) -> pb.Confidence | None:
+def _confidence(info: ConfidenceInfo | None) -> pb.Confidence | None:
     if info is None:
         return None
     message = pb.Confidence(

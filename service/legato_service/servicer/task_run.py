@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import msgspec
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import task_pb2
-from legato_engine import core
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import TaskSpec
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Done, ModelInfo
 
@@ -43,7 +44,7 @@ class TaskRun:
             )
         ]
 
-    def _request(self, index: int, task: core.TaskSpec, message: task_pb2.Task) -> core.Request:
+    def _request(self, index: int, task: TaskSpec, message: task_pb2.Task) -> Request:
         """The image is cached whatever the options say, so that it is encoded once."""
         sampling = requests.sampling(message.sampling, f"tasks[{index}].")
         key = self._key.with_part(str(index))

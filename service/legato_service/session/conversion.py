@@ -7,7 +7,9 @@ import math
 from google.rpc import status_pb2
 from legato.v1 import inference_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
-from legato_engine import core
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import SKILL_OF_TASK
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 
@@ -125,7 +127,7 @@ class ResponseBuilder:
 
     def _request_id(self, frame: FrameRequest, index: int) -> str:
         """The engine's name for the request of a frame's task, without the tenant."""
-        return core.RequestKey(self._session_id, part=f"{frame.sequence}.{index}").name
+        return RequestKey(self._session_id, part=f"{frame.sequence}.{index}").name
 
     def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:
         frame, index = message.frame, message.index
@@ -170,12 +172,12 @@ def _dropped(message: Dropped) -> pb.FrameDropped:
     )
 
 
-def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.TaskResult:
+def _empty_result(task_id: str, request: Request | Exception) -> task_pb2.TaskResult:
     result = task_pb2.TaskResult(
         task_id=task_id, finish_reason=task_pb2.FINISH_REASON_CANCELLED, usage=task_pb2.Usage()
     )
     skill = "query"
-    if isinstance(request, core.Request):
-        skill = core.SKILL_OF_TASK[type(request.task)]
+    if isinstance(request, Request):
+        skill = SKILL_OF_TASK[type(request.task)]
     getattr(result, skill).SetInParent()
     return result

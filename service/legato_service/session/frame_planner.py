@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import msgspec
 from legato.v1 import inference_pb2, media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
-from legato_engine import core
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import TaskSpec
 from legato_engine.errors import InvalidField, LegatoError, QuotaExceeded, SessionProtocol
 from legato_engine.ipc.messages import ModelInfo
 
@@ -26,7 +28,7 @@ class PlannedTask:
     """A task's request without an id, or the task's error; `tracker` follows its objects."""
 
     task_id: str
-    request: core.Request | LegatoError
+    request: Request | LegatoError
     tracker: Tracker | None = None
 
 
@@ -135,11 +137,11 @@ class FramePlanner:
         except LegatoError as error:
             return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
-    def _request(self, task: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
+    def _request(self, task: TaskSpec, message: task_pb2.Task, path: str) -> Request:
         """The image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
         request = requests.request(
-            core.RequestKey(""), task, sampling, self._options, deltas=self._deltas
+            RequestKey(""), task, sampling, self._options, deltas=self._deltas
         )
         self._dispatcher.check(request, path)
         return msgspec.structs.replace(request, cache_image=True)

@@ -11,7 +11,9 @@ from typing import Protocol
 
 import msgspec
 import structlog
-from legato_engine import core
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
 from legato_engine.errors import InternalError, InvalidField, LegatoError
 from legato_engine.ipc.messages import Done, Started
 
@@ -26,7 +28,7 @@ from legato_service.session.frame_planner import FrameRequest
 
 log = structlog.get_logger("legato.session")
 
-ImageResult = asyncio.Future[core.CachedImage | LegatoError | None]
+ImageResult = asyncio.Future[CachedImage | LegatoError | None]
 """Set by the task with the image's bytes: the cached image, or the failure that tasks share."""
 
 
@@ -67,7 +69,7 @@ class FrameRunner:
         listener = self._listener()
         if self._shut_down or listener is None:
             return
-        key = core.RequestKey(self._session_id, part=str(frame.sequence))
+        key = RequestKey(self._session_id, part=str(frame.sequence))
         deadline = time.monotonic() + self._frame_deadline
         run = FrameRun(self._dispatcher, listener, frame, key, deadline)
         self._runs[frame] = run
@@ -108,7 +110,7 @@ class FrameRun:
         dispatcher: Dispatcher,
         listener: FrameListener,
         frame: FrameRequest,
-        key: core.RequestKey,
+        key: RequestKey,
         deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
@@ -177,7 +179,7 @@ class FrameRun:
     async def _run_task(
         self,
         index: int,
-        request: core.Request,
+        request: Request,
         image: CheckedImage,
         cached: ImageResult,
         original: CheckedImage,
@@ -195,13 +197,13 @@ class FrameRun:
     async def _follow(
         self,
         index: int,
-        request: core.Request,
+        request: Request,
         image: CheckedImage,
         cached: ImageResult,
         original: CheckedImage,
     ) -> Done:
         part = f"{self._key.part}.{index}"
-        key = core.RequestKey(self._key.caller_id, call.current().tenant, part)
+        key = RequestKey(self._key.caller_id, call.current().tenant, part)
         request = msgspec.structs.replace(request, request_id=key)
         with ActiveRequest(self._deadline) as active:
             stream = self._streams[index] = self._dispatcher.submit(

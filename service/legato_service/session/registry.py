@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import Draining, LegatoError, Preempted
 
 from legato_service.errors import SessionsFull

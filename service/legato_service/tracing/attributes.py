@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 import grpc
-from legato_engine import core
+from legato_engine.core.results import SKILL_OF_RESULT, CaptionResult, QueryResult
 
 from legato_service.rpc.call import Call
 from legato_service.rpc.call_log import EndedRequest
@@ -15,10 +15,10 @@ Attributes = dict[str, str | int | float | bool | tuple[str, ...]]
 
 PROVIDER = "legato"
 OPERATIONS: Mapping[type, str] = {
-    **core.SKILL_OF_RESULT,
+    **SKILL_OF_RESULT,
     # OpenTelemetry has names for these two.
-    core.QueryResult: "chat",
-    core.CaptionResult: "generate_content",
+    QueryResult: "chat",
+    CaptionResult: "generate_content",
 }
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _FAULTS = frozenset(

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.client.supervisor import SERVED_AFTER, Backoff, ChildProcess
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig

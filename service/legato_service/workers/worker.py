@@ -15,7 +15,7 @@ import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.refused_requests import RefusedRequests
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import Draining
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.latency_policy import LatencyPolicy

@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from legato_engine.core import PromptToken
+from legato_engine.core.tokens import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN
 
 from benchmarks.speculation.oracle import OracleProposer, known_history

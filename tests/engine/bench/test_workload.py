@@ -4,7 +4,7 @@ import pytest
 from legato_engine.bench.options import KINDS
 from legato_engine.bench.workload import Workload, endless
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectResult, FinishReason
+from legato_engine.core.results import DetectResult, FinishReason
 from legato_engine.engine.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.scheduler.sink import SilentSink

@@ -16,18 +16,12 @@ import time
 
 import msgspec
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    FinishReason,
-    ImageInfo,
-    QueryResult,
-    QueryTask,
-    Request,
-    RequestKey,
-    TextDelta,
-    Timings,
-    Usage,
-)
+from legato_engine.core.events import TextDelta
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason, QueryResult, Timings, Usage
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
 from legato_engine.ipc.messages import (
     Abort,

@@ -20,16 +20,12 @@ from legato_engine.client.monitor import HangLimits
 from legato_engine.client.request_stream import merge_events
 from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    EncodedImage,
-    FinishReason,
-    QueryResult,
-    QueryTask,
-    Request,
-    RequestKey,
-    TextDelta,
-)
+from legato_engine.core.events import TextDelta
+from legato_engine.core.images import CachedImage, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason, QueryResult
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import (
     DeadlineExceeded,
     Draining,

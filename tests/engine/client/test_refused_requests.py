@@ -6,17 +6,10 @@ import msgspec
 import pytest
 from legato_engine.client import refused_requests
 from legato_engine.client.refused_requests import RefusedRequests, fingerprint
-from legato_engine.core import (
-    CachedImage,
-    DetectTask,
-    EncodedImage,
-    PixelFormat,
-    QueryTask,
-    RawImage,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.errors import Poisoned
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.shm.blob_store import BlobStore, new_namespace

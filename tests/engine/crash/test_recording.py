@@ -6,7 +6,11 @@ import sys
 from typing import Any, cast
 
 import pytest
-from legato_engine.core import DetectTask, ImageInfo, PromptToken, QueryTask, Request, RequestKey
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import DetectTask, QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.crash import recording
 from legato_engine.crash.recording import NUM_LAUNCHES, STEP_TIMES, Recorder, RowShape, read
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask, RequestKey
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.engine.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done, Failed, Started

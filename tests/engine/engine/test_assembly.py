@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import ImageInfo
+from legato_engine.core.images import ImageInfo
 from legato_engine.engine import assembly
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.cpu.library import library

@@ -7,19 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    FinishReason,
-    ImageInfo,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    TaskResult,
-    TaskSpec,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.ipc.messages import KVCacheStats

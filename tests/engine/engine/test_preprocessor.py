@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core import EncodedImage
+from legato_engine.core.images import EncodedImage
 from legato_engine.engine import preprocessor
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.loaded_image import LoadedImage, PreprocessedImage

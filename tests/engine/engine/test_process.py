@@ -17,14 +17,10 @@ from legato_engine import failpoints
 from legato_engine.client import engine_client
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    DetectTask,
-    EncodedImage,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.images import EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.errors import ImageUndecodable, Poisoned
 from legato_engine.ipc.messages import Done
 from legato_engine.telemetry.timeline import timeline_path

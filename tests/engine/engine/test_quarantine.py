@@ -1,7 +1,10 @@
 """Suspects run one at a time, and everything else waits."""
 
 import pytest
-from legato_engine.core import BlobRef, EncodedImage, QueryTask, Request, RequestKey, Resumed
+from legato_engine.core.images import BlobRef, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, Resumed
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.ipc.messages import Abort, HoldImage, RunningAlone, Stop, Submit
 

@@ -5,7 +5,10 @@ import math
 from typing import Any
 
 import pytest
-from legato_engine.core import BlobRef, EncodedImage, QueryTask, Request, RequestKey
+from legato_engine.core.images import BlobRef, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.request_stages import PendingLease, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import HoldImage

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
+from legato_engine.core.images import EncodedImage, ImageInfo, PixelFormat, RawImage
+from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease

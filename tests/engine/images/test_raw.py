@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core import BlobRef, PixelFormat, RawImage
+from legato_engine.core.images import BlobRef, PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
 from legato_engine.images.raw import check_raw, decode_raw, num_bytes
 

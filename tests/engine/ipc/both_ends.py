@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import os
 
-from legato_engine.core import CaptionTask, QueryResult, Request, RequestKey, Timings, Usage
-from legato_engine.core import FinishReason as Reason
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason as Reason
+from legato_engine.core.results import QueryResult, Timings, Usage
+from legato_engine.core.task_specs import CaptionTask
 from legato_engine.ipc.messages import Done, Loading, Submit
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers

@@ -9,7 +9,10 @@ import msgspec
 import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import EngineState
-from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, RequestKey
+from legato_engine.core.images import BlobRef, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import CaptionTask
 from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
 from legato_engine.ipc.messages import (
     Abort,

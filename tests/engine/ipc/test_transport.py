@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.ipc import service_connections, transport
 from legato_engine.ipc.messages import Abort, Heartbeat, Load, Queued
 from legato_engine.ipc.transport import EngineTransport

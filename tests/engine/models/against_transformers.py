@@ -6,14 +6,11 @@ import random
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    FinishReason,
-    PromptToken,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.paged_cache import PrefillSpan

@@ -10,24 +10,18 @@ from typing import Any
 import pytest
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
+from legato_engine.core.events import ObjectEvent, TextDelta
+from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, Resumed, SamplingParams
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import (
     CaptionTask,
     DetectTask,
-    EncodedImage,
-    FinishReason,
-    ObjectEvent,
     ObjectOrder,
-    PixelFormat,
     PointTask,
     QueryTask,
-    RawImage,
-    Request,
-    RequestKey,
-    Resumed,
-    SamplingParams,
     SegmentTask,
-    TextDelta,
     Turn,
 )
 from legato_engine.errors import DeadlineExceeded

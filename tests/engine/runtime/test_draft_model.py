@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core import CaptionTask, DetectTask, PixelFormat, QueryTask, RawImage
+from legato_engine.core.images import PixelFormat, RawImage
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config

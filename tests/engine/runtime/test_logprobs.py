@@ -8,18 +8,10 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    ImageInfo,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    SegmentTask,
-    TaskSpec,
-)
+from legato_engine.core.images import CachedImage, ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, SegmentTask, TaskSpec
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.runtime.logprobs import token_logprobs

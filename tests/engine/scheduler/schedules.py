@@ -12,7 +12,9 @@ import random
 from collections.abc import Iterable
 
 import msgspec
-from legato_engine.core import FinishReason, PromptToken, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InternalError, NumericError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager

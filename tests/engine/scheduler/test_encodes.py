@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from legato_engine.core import FinishReason, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.sequence import Sequence, SequenceStatus

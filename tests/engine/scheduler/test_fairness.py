@@ -12,7 +12,9 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legato_engine.core import CaptionTask, Request, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import CaptionTask
 from legato_engine.errors import QueueFull
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.waiting_queue import WaitingQueue

@@ -1,7 +1,8 @@
 """Preemption when pages run out: the victims, and that only their waiting time changes."""
 
 import pytest
-from legato_engine.core import FinishReason, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import FinishReason
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
 from legato_engine.scheduler.waiting_queue import WaitingQueue

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from legato_engine.core import FinishReason
+from legato_engine.core.results import FinishReason
 from legato_engine.errors import (
     Busy,
     DeadlineUnreachable,

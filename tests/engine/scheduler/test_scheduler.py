@@ -1,7 +1,7 @@
 """The step: its order, and what sink and observer receive."""
 
 import pytest
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.sequence import SequenceStatus
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence as Many
 
 import msgspec
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager

@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from legato_engine.core import BlobRef
+from legato_engine.core.images import BlobRef
 from legato_engine.errors import InternalError, QueueFull
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace

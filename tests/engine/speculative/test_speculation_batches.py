@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectTask, QueryTask
+from legato_engine.core.task_specs import DetectTask, QueryTask
 from legato_engine.engine.assembly import assemble, speculating
 from legato_engine.models.moondream.presets import tiny_random_config
 

@@ -10,7 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2
-from legato_engine import core
+from legato_engine.core.events import Grounding, ObjectEvent, PointEvent
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import (
+    CaptionResult,
+    DetectResult,
+    FinishReason,
+    Outline,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+    TaskResult,
+    Timings,
+    Usage,
+)
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.ipc.messages import Done
 from legato_service.convert import skills
 from legato_service.convert.response_info import FINISH_REASONS, fill_info
@@ -18,10 +34,10 @@ from legato_service.convert.response_info import FINISH_REASONS, fill_info
 TEXT = st.text("ab é", max_size=4)
 UNIT = st.floats(0, 1, width=32)
 SMALL = st.integers(0, 3)
-BOX = st.builds(core.Box, x_min=UNIT, y_min=UNIT, x_max=UNIT, y_max=UNIT)
-POINT = st.builds(core.Point, x=UNIT, y=UNIT)
+BOX = st.builds(Box, x_min=UNIT, y_min=UNIT, x_max=UNIT, y_max=UNIT)
+POINT = st.builds(Point, x=UNIT, y=UNIT)
 GROUNDING = st.builds(
-    core.Grounding, start_index=SMALL, end_index=SMALL, points=st.tuples(POINT) | st.just(())
+    Grounding, start_index=SMALL, end_index=SMALL, points=st.tuples(POINT) | st.just(())
 )
 
 
@@ -34,39 +50,35 @@ RESULTS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
     "query": (
         skills.QUERY.answer,
         st.builds(
-            core.QueryResult,
+            QueryResult,
             answer=TEXT,
             reasoning=st.none() | TEXT,
             grounding=several(GROUNDING),
         ),
     ),
-    "caption": (skills.CAPTION.answer, st.builds(core.CaptionResult, caption=TEXT)),
+    "caption": (skills.CAPTION.answer, st.builds(CaptionResult, caption=TEXT)),
     "detect": (
         skills.DETECT.answer,
-        st.builds(
-            core.DetectResult, objects=several(st.builds(core.ObjectEvent, box=BOX, label=TEXT))
-        ),
+        st.builds(DetectResult, objects=several(st.builds(ObjectEvent, box=BOX, label=TEXT))),
     ),
     "point": (
         skills.POINT.answer,
-        st.builds(
-            core.PointResult, points=several(st.builds(core.PointEvent, point=POINT, label=TEXT))
-        ),
+        st.builds(PointResult, points=several(st.builds(PointEvent, point=POINT, label=TEXT))),
     ),
     "segment": (
         skills.SEGMENT.answer,
         st.builds(
-            core.SegmentResult,
+            SegmentResult,
             segments=several(
-                st.builds(core.Outline, path=TEXT, box=BOX, label=TEXT, coarse=st.booleans())
+                st.builds(Outline, path=TEXT, box=BOX, label=TEXT, coarse=st.booleans())
             ),
         ),
     ),
 }
 SECONDS = st.sampled_from([0.0, 0.25, 0.499, 1.0, 61.5])
-IMAGE = st.builds(core.ImageInfo, image_id=TEXT, width=SMALL, height=SMALL, cache_hit=st.booleans())
+IMAGE = st.builds(ImageInfo, image_id=TEXT, width=SMALL, height=SMALL, cache_hit=st.booleans())
 TOKEN = st.builds(
-    core.TokenInfo,
+    TokenInfo,
     token_id=SMALL,
     text=TEXT,
     logprob=st.none() | UNIT,
@@ -76,20 +88,20 @@ TOKEN = st.builds(
 TIMES = st.sampled_from([0.0, 1.5e-6, 0.003, 0.4, 0.999_999_999_9, 1.25, 3600.5])
 PARTS = ("queue", "image", "prefill", "first_token", "decode", "total")
 TIMINGS = st.builds(
-    lambda parts: core.Timings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
+    lambda parts: Timings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
     st.tuples(*[SECONDS] * 5),
 )
 STAMP = st.builds(media_pb2.FrameStamp, frame_id=TEXT, sequence=SMALL)
 
 
-def ends(result: st.SearchStrategy[core.TaskResult]) -> st.SearchStrategy[Done]:
+def ends(result: st.SearchStrategy[TaskResult]) -> st.SearchStrategy[Done]:
     """How requests of one skill may end."""
     return st.builds(
         Done,
-        request_id=st.just(core.RequestKey("engine's own")),
+        request_id=st.just(RequestKey("engine's own")),
         result=result,
-        finish_reason=st.sampled_from(core.FinishReason),
-        usage=st.builds(core.Usage, *[SMALL] * 5),
+        finish_reason=st.sampled_from(FinishReason),
+        usage=st.builds(Usage, *[SMALL] * 5),
         timings=TIMINGS,
         image=st.none() | IMAGE,
         tokens=several(TOKEN),
@@ -105,49 +117,46 @@ def response_of(
     return type(response).FromString(response.SerializeToString())
 
 
-def box_of(message: Any) -> core.Box:
+def box_of(message: Any) -> Box:
     """Read a box."""
-    return core.Box(
-        x_min=message.x_min, y_min=message.y_min, x_max=message.x_max, y_max=message.y_max
-    )
+    return Box(x_min=message.x_min, y_min=message.y_min, x_max=message.x_max, y_max=message.y_max)
 
 
-def result_of(response: Any) -> core.TaskResult:
+def result_of(response: Any) -> TaskResult:
     """Read a result from a response."""
     match response:
         case pb.QueryResponse():
             reasoning = response.reasoning
-            return core.QueryResult(
+            return QueryResult(
                 answer=response.answer,
                 reasoning=reasoning.text if response.HasField("reasoning") else None,
                 grounding=tuple(
-                    core.Grounding(
+                    Grounding(
                         start_index=each.start_index,
                         end_index=each.end_index,
-                        points=tuple(core.Point(x=spot.x, y=spot.y) for spot in each.points),
+                        points=tuple(Point(x=spot.x, y=spot.y) for spot in each.points),
                     )
                     for each in reasoning.grounding
                 ),
             )
         case pb.CaptionResponse():
-            return core.CaptionResult(caption=response.caption)
+            return CaptionResult(caption=response.caption)
         case pb.DetectResponse():
             objects = (
-                core.ObjectEvent(box=box_of(each.box), label=each.label)
-                for each in response.objects
+                ObjectEvent(box=box_of(each.box), label=each.label) for each in response.objects
             )
-            return core.DetectResult(objects=tuple(objects))
+            return DetectResult(objects=tuple(objects))
         case pb.PointResponse():
             points = (
-                core.PointEvent(point=core.Point(x=each.point.x, y=each.point.y), label=each.label)
+                PointEvent(point=Point(x=each.point.x, y=each.point.y), label=each.label)
                 for each in response.points
             )
-            return core.PointResult(points=tuple(points))
+            return PointResult(points=tuple(points))
     segments = (
-        core.Outline(path=each.path, box=box_of(each.box), label=each.label, coarse=each.coarse)
+        Outline(path=each.path, box=box_of(each.box), label=each.label, coarse=each.coarse)
         for each in response.segments
     )
-    return core.SegmentResult(segments=tuple(segments))
+    return SegmentResult(segments=tuple(segments))
 
 
 @pytest.mark.parametrize("skill", RESULTS)
@@ -161,22 +170,22 @@ def test_a_response_says_all_of_its_result_and_nothing_else(
     request_id, model, stamp = data.draw(st.tuples(TEXT, TEXT, st.none() | STAMP))
     response = response_of(convert, request_id, model, done, stamp)
     info, expected = response.info, done.result
-    if isinstance(expected, core.QueryResult) and expected.reasoning is None:
-        expected = core.QueryResult(answer=expected.answer)  # grounding is part of reasoning
+    if isinstance(expected, QueryResult) and expected.reasoning is None:
+        expected = QueryResult(answer=expected.answer)  # grounding is part of reasoning
     assert result_of(response) == expected
     assert (info.request_id, info.model) == (request_id, model)
     assert info.finish_reason == FINISH_REASONS[done.finish_reason]
-    for name in core.Usage.__struct_fields__:
+    for name in Usage.__struct_fields__:
         assert getattr(info.usage, name) == getattr(done.usage, name)
     for name in ("cached_tokens", "image_tokens", "reasoning_tokens"):
         assert info.usage.HasField(name)
     assert info.HasField("stamp") == (stamp is not None)
     assert stamp is None or info.stamp == stamp
     assert info.HasField("image") == (done.image is not None)
-    for name in core.ImageInfo.__struct_fields__ if done.image is not None else ():
+    for name in ImageInfo.__struct_fields__ if done.image is not None else ():
         assert getattr(info.image, name) == getattr(done.image, name)
     tokens = tuple(
-        core.TokenInfo(
+        TokenInfo(
             token_id=each.token_id,
             text=each.text,
             logprob=each.logprob if each.HasField("logprob") else None,
@@ -187,13 +196,13 @@ def test_a_response_says_all_of_its_result_and_nothing_else(
     assert tokens == done.tokens
 
 
-@given(value=st.builds(core.Timings, **dict.fromkeys(PARTS, TIMES)))
-def test_times_are_sent_to_the_nanosecond(value: core.Timings) -> None:
+@given(value=st.builds(Timings, **dict.fromkeys(PARTS, TIMES)))
+def test_times_are_sent_to_the_nanosecond(value: Timings) -> None:
     """Each part is there, rounded, with whole seconds apart."""
-    usage = core.Usage(input_tokens=1, output_tokens=1)
-    result, reason = core.CaptionResult(caption="yes"), core.FinishReason.STOP
+    usage = Usage(input_tokens=1, output_tokens=1)
+    result, reason = CaptionResult(caption="yes"), FinishReason.STOP
     done = Done(
-        request_id=core.RequestKey("r"),
+        request_id=RequestKey("r"),
         result=result,
         finish_reason=reason,
         usage=usage,
@@ -209,15 +218,11 @@ def test_times_are_sent_to_the_nanosecond(value: core.Timings) -> None:
 
 def test_a_response_that_cannot_be_built_leaves_nothing_to_the_next() -> None:
     """An image that is too wide for the contract fails after other fields were set."""
-    usage, timings = core.Usage(1, 1), core.Timings()
-    plain = Done(
-        core.RequestKey("a"), core.CaptionResult("x"), core.FinishReason.STOP, usage, timings
-    )
-    image = core.ImageInfo(image_id="secret", width=1 << 40, height=1, cache_hit=False)
-    token = core.TokenInfo(token_id=7)
-    bad = Done(
-        core.RequestKey("b"), plain.result, core.FinishReason.STOP, usage, timings, image, (token,)
-    )
+    usage, timings = Usage(1, 1), Timings()
+    plain = Done(RequestKey("a"), CaptionResult("x"), FinishReason.STOP, usage, timings)
+    image = ImageInfo(image_id="secret", width=1 << 40, height=1, cache_hit=False)
+    token = TokenInfo(token_id=7)
+    bad = Done(RequestKey("b"), plain.result, FinishReason.STOP, usage, timings, image, (token,))
     expected = response_of(skills.CAPTION.answer, "a", "model", plain, None)
     with pytest.raises(ValueError, match="range"):
         response_of(

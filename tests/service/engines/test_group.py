@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.errors import EngineLost, ImageNotFound
 from legato_engine.ipc.messages import DropImage, HoldImage, Load, TimelineBatch
 from legato_service.engines.group import EngineGroup
@@ -42,7 +45,7 @@ def counts(engines):
 
 def hold_of(blobs, data=b"image"):
     return HoldImage(
-        request_id=core.RequestKey("hold"),
+        request_id=RequestKey("hold"),
         image=as_source("image/png", blobs.put(data)),
         owner="me",
         ttl=60.0,
@@ -71,7 +74,7 @@ async def test_the_engine_that_is_next_is_told_to_expect_a_request(engines, grou
         )
         assert group.route() is woken
     engines[0].script = begin
-    engines[0].submit(core.Request(request_id=core.RequestKey("a"), task=core.CaptionTask()))
+    engines[0].submit(Request(request_id=RequestKey("a"), task=CaptionTask()))
     before = [each.expected for each in engines]
     group.expect()
     assert [each.expected for each in engines] == before
@@ -190,7 +193,7 @@ async def test_a_drop_reaches_every_hold(engines, group):
     for each in engines:
         await each.hold(hold_of(each.blobs))
     name = next(iter(engines[0].held))[1]
-    command = DropImage(request_id=core.RequestKey("drop"), image_id=name, owner="me")
+    command = DropImage(request_id=RequestKey("drop"), image_id=name, owner="me")
     await group.drop(command)
     assert not engines[0].held
     assert not engines[1].held
@@ -218,7 +221,7 @@ async def test_uploads_of_a_lost_engine_are_held_by_another(engines):
         holder.become(EngineState.LOST)
         await until(lambda: bool(other.held))
         await server.inference.Detect(named)
-        assert isinstance(other.requests[0].image, core.CachedImage)
+        assert isinstance(other.requests[0].image, CachedImage)
         await server.images.DeleteImage(image_pb2.DeleteImageRequest(image_id=held.image_id))
         assert not other.held
 
@@ -227,10 +230,10 @@ async def test_an_image_that_one_engine_lacks_is_sought_at_the_others(engines, g
     """Another process may have had it computed there; each engine is asked once."""
     for each in engines:
         each.script = begin
-    request = core.Request(
-        request_id=core.RequestKey("a"),
-        task=core.QueryTask(question="?"),
-        image=core.CachedImage(image_id="img_0"),
+    request = Request(
+        request_id=RequestKey("a"),
+        task=QueryTask(question="?"),
+        image=CachedImage(image_id="img_0"),
     )
     stream = engines[0].submit(request)
     stream.searched = (0,)
@@ -245,7 +248,7 @@ async def test_requests_that_wait_go_on_where_there_is_least_to_do(engines, grou
     for each in engines:
         each.script = begin
     engines[1].estimated_wait = 1.0
-    request = core.Request(request_id=core.RequestKey("a"), task=core.QueryTask(question="?"))
+    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
 
     def restage(blobs):
         return as_source("image/png", blobs.put(b"image"))
@@ -276,14 +279,14 @@ async def test_each_engines_timeline_is_told_apart(engines):
 
 
 def request_for(task, part="", adapter="", **settings):
-    key = core.RequestKey("call", "tenant", part)
-    return core.Request(request_id=key, task=task, adapter=adapter, **settings)
+    key = RequestKey("call", "tenant", part)
+    return Request(request_id=key, task=task, adapter=adapter, **settings)
 
 
 def test_what_a_request_needs():
     """Most valuable first: image or prefix, its call's other parts, its adapter."""
-    short, long = core.QueryTask(question="?"), core.QueryTask(question="?" * 300)
-    named = core.CachedImage(image_id="img_0")
+    short, long = QueryTask(question="?"), QueryTask(question="?" * 300)
+    named = CachedImage(image_id="img_0")
     kinds = [key[0] for key in keys_of(request_for(short, "1", "cups"), named)]
     assert kinds == ["image", "call", "adapter"]
     assert keys_of(request_for(short), None) == ()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from legato.v1 import inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_client._images.shared_frames import HEADER_SIZE, SharedFrames, shm_namespace
-from legato_engine import core
+from legato_engine.core.images import CachedImage, PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
@@ -90,7 +90,7 @@ async def test_pixels_are_read_with_their_layout(reader, ring):
     ring.write(PIXELS * 2)
     assert bytes_of(images[0]) == PIXELS.tobytes()
     assert bytes_of(images[1]) == PIXELS[::-1].tobytes()
-    assert (images[0].format.width, images[0].format.format) == (6, core.PixelFormat.RGB8)
+    assert (images[0].format.width, images[0].format.format) == (6, PixelFormat.RGB8)
 
 
 async def test_a_written_slot_is_torn(reader, ring):
@@ -303,8 +303,8 @@ async def test_several_tasks_on_one_frame(ring):
             )
         assert all(result.HasField("caption") for result in response.results)
         first, *later = [request.image for request in server.engine.requests]
-        assert isinstance(first, core.RawImage)
-        assert all(isinstance(image, core.CachedImage) for image in later)
+        assert isinstance(first, RawImage)
+        assert all(isinstance(image, CachedImage) for image in later)
         assert len(server.engine.blobs) == 0
 
 

@@ -5,7 +5,9 @@ import time
 
 import pytest
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import QueryTask, Request, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import DeadlineExceeded
 from legato_service.requests.deadlines import Deadlines
 

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.engine_client import EngineState
-from legato_engine.core import RequestKey
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.messages import Load, PipelineStats
 

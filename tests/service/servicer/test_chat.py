@@ -2,7 +2,7 @@
 
 import pytest
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.task_specs import QueryTask, Turn
 from legato_service.convert import chat
 from legato_service.convert.chat import MAX_MESSAGES, Conversation
 
@@ -29,7 +29,7 @@ TALK = [
     said(ASSISTANT, "A cup."),
     said(USER, "Of what colour?"),
 ]
-TURNS = (core.Turn(question="What is it?", answer="A cup."),)
+TURNS = (Turn(question="What is it?", answer="A cup."),)
 
 
 def field_of(failed):
@@ -39,7 +39,7 @@ def field_of(failed):
 
 async def test_a_conversation_reaches_the_engine():
     """Query and Generate pass on the system message, the earlier turns and the last question."""
-    expected = core.QueryTask(
+    expected = QueryTask(
         question="Of what colour?",
         reasoning=True,
         system="Be short.",
@@ -61,7 +61,7 @@ async def test_one_question_is_a_conversation():
         for request in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
             await server.inference.Query(inference_pb2.QueryRequest(**request))
         first, second = (each.task for each in server.engine.requests)
-    assert first == second == core.QueryTask(question="Hi?")
+    assert first == second == QueryTask(question="Hi?")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import grpc
 import msgspec
 import pytest
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine import core
 from legato_engine.client.request_stream import RequestStream
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import CaptionTask
 from legato_engine.ipc.messages import Delta
 
 from tests.grammar import replay
@@ -58,7 +60,7 @@ async def test_checkpoints_add_up_to_what_the_engine_told():
         whole.MergeFrom(event.checkpoint)
     assert whole == inference_pb2.Checkpoint(
         model="fake-1",
-        seed=core.RequestKey("robot-1").seed,
+        seed=RequestKey("robot-1").seed,
         token_ids=[7, 8],
         values=[0.5, 0, 0.25, 0.125],
         logprobs=[-0.5, -1],
@@ -234,7 +236,7 @@ async def test_a_unary_call_keeps_its_id():
 
 async def test_deltas_that_were_not_read_in_time_keep_their_tokens():
     """A client that reads slowly gets merged events, and every token once."""
-    asked = core.Request(request_id=core.RequestKey("r"), task=core.CaptionTask())
+    asked = Request(request_id=RequestKey("r"), task=CaptionTask())
     stream = RequestStream(asked, lambda _: None, lambda _: None)
     one = Delta(request_id=asked.request_id, events=words("a"), payloads=((0.0, 1.0),))
     for index in range(200):

@@ -6,7 +6,33 @@ from typing import Any
 
 import pytest
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.events import (
+    Event,
+    Grounding,
+    ObjectEvent,
+    OutlineEvent,
+    PointEvent,
+    ReasoningDelta,
+)
+from legato_engine.core.geometry import Point
+from legato_engine.core.results import (
+    ConfidenceInfo,
+    DetectResult,
+    FinishReason,
+    Outline,
+    PointResult,
+    SegmentResult,
+    TaskResult,
+)
+from legato_engine.core.task_specs import (
+    CaptionLength,
+    DetectTask,
+    ObjectOrder,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+)
+from legato_engine.core.tokens import Alternative, TokenInfo
 from legato_engine.ipc.messages import Delta
 
 from tests.service.fakes import BOX, MODEL, POINT, FakeEngine, done, solution, started
@@ -15,14 +41,14 @@ from tests.service.servicer.test_checkpoints import request as detection
 from tests.service.servicer.test_generate import request
 
 IMAGE = media_pb2.Image(image_id="img_1")
-SURE = core.TokenInfo(token_id=5, logprob=-0.5, coordinate=0.5, certainty=(0.75, 0.5))
-WORD = core.TokenInfo(
+SURE = TokenInfo(token_id=5, logprob=-0.5, coordinate=0.5, certainty=(0.75, 0.5))
+WORD = TokenInfo(
     token_id=9,
     text="cat",
     logprob=-0.25,
     alternatives=(
-        core.Alternative(token_id=9, text="cat", logprob=-0.25),
-        core.Alternative(token_id=8, text="dog", logprob=-2.0),
+        Alternative(token_id=9, text="cat", logprob=-0.25),
+        Alternative(token_id=8, text="dog", logprob=-2.0),
     ),
 )
 
@@ -31,18 +57,18 @@ def sure(engine, stream):
     """One object of a known confidence, with its tokens."""
     asked = stream.request
     about: dict[str, Any] = {"label": "cup", "confidence": 0.375}
-    event: core.Event
-    result: core.TaskResult
+    event: Event
+    result: TaskResult
     match asked.task:
-        case core.DetectTask():
-            event = core.ObjectEvent(box=BOX, **about)
-            result = core.DetectResult(objects=(event,))
-        case core.PointTask():
-            event = core.PointEvent(point=POINT, **about)
-            result = core.PointResult(points=(event,))
+        case DetectTask():
+            event = ObjectEvent(box=BOX, **about)
+            result = DetectResult(objects=(event,))
+        case PointTask():
+            event = PointEvent(point=POINT, **about)
+            result = PointResult(points=(event,))
         case _:
-            event = core.OutlineEvent(index=0, box=BOX)
-            result = core.SegmentResult(segments=(core.Outline(path="", box=BOX, **about),))
+            event = OutlineEvent(index=0, box=BOX)
+            result = SegmentResult(segments=(Outline(path="", box=BOX, **about),))
     told = Delta(
         request_id=asked.request_id,
         events=(event,),
@@ -140,7 +166,7 @@ async def test_filters_and_orders_reach_the_engine():
         await server.inference.RunTasks(inference_pb2.RunTasksRequest(image=IMAGE, tasks=tasks))
         asked: list[Any] = [each.task for each in server.engine.requests]
     seen = [(each.min_confidence, each.order, each.max_objects) for each in asked]
-    model, confidence = core.ObjectOrder.MODEL, core.ObjectOrder.CONFIDENCE
+    model, confidence = ObjectOrder.MODEL, ObjectOrder.CONFIDENCE
     assert seen == [
         (0.5, confidence, None), (0.5, confidence, None),
         (0.25, model, 3), (0.0, confidence, None), (1.0, model, 2), (0.0, model, None),
@@ -172,7 +198,7 @@ async def test_models_say_whether_confidences_are_calibrated():
     engine.model = type(MODEL)(
         **{
             **_fields(MODEL),
-            "confidence": core.ConfidenceInfo(
+            "confidence": ConfidenceInfo(
                 skills=("detect", "point"),
                 calibrated=("detect",),
                 fitted_on="scenes",
@@ -198,13 +224,13 @@ def parts(engine, stream):
     """Groundings, outlines and ends that are not the first or the usual ones."""
     asked = stream.request
     events, result = solution(asked.task)
-    reason = core.FinishReason.LENGTH
-    if isinstance(asked.task, core.SegmentTask):
-        events = (core.OutlineEvent(index=1, box=BOX),)
-        reason = core.FinishReason.MAX_OBJECTS
-    if isinstance(asked.task, core.QueryTask):
-        span = core.Grounding(start_index=1, end_index=2, points=(POINT,))
-        events = (core.ReasoningDelta(text="Hm", grounding=(span,)),)
+    reason = FinishReason.LENGTH
+    if isinstance(asked.task, SegmentTask):
+        events = (OutlineEvent(index=1, box=BOX),)
+        reason = FinishReason.MAX_OBJECTS
+    if isinstance(asked.task, QueryTask):
+        span = Grounding(start_index=1, end_index=2, points=(POINT,))
+        events = (ReasoningDelta(text="Hm", grounding=(span,)),)
     told = Delta(request_id=asked.request_id, events=tuple(events))
     engine.feed(stream, started(asked), told, done(asked, result, reason))
 
@@ -246,8 +272,8 @@ async def test_every_part_of_a_request_reaches_the_engine():
     assert {each.info.stamp.sequence for each in (*answers, together)} == {4}
     assert {each.sampling.max_tokens for each in asked} == {3}
     lengths = [each.task.length for each in (asked[1], asked[2], last[0])]
-    assert lengths == [core.CaptionLength.SHORT, core.CaptionLength.NORMAL, core.CaptionLength.LONG]
-    place = (core.Point(x=0.5, y=0.25),)
+    assert lengths == [CaptionLength.SHORT, CaptionLength.NORMAL, CaptionLength.LONG]
+    place = (Point(x=0.5, y=0.25),)
     assert (asked[5].task.spatial_refs, last[1].task.spatial_refs) == (place, place)
 
 

@@ -5,7 +5,9 @@ import msgspec
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.events import ReasoningDelta, TextDelta, TokensDelta
+from legato_engine.core.results import QueryResult
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.ipc.messages import Queued
 
 from tests.grammar import Grammar, check, replay
@@ -101,10 +103,10 @@ async def test_waiting_text_is_one_message():
 
 
 TOKENS = (
-    core.TokenInfo(token_id=4),
-    core.TokenInfo(token_id=5, text="Hi", logprob=-0.25),
-    core.TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
-    core.TokenInfo(token_id=7, size=(0.5, 0.25)),
+    TokenInfo(token_id=4),
+    TokenInfo(token_id=5, text="Hi", logprob=-0.25),
+    TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
+    TokenInfo(token_id=7, size=(0.5, 0.25)),
 )
 
 
@@ -113,11 +115,11 @@ def answer_with_tokens(engine, stream):
     engine_request = stream.request
     assert engine_request.return_tokens
     events = (
-        core.ReasoningDelta(text="Hm", tokens=TOKENS[:1]),
-        core.TextDelta(text="Hi", tokens=TOKENS[1:2]),
-        core.TokensDelta(tokens=TOKENS[2:]),
+        ReasoningDelta(text="Hm", tokens=TOKENS[:1]),
+        TextDelta(text="Hi", tokens=TOKENS[1:2]),
+        TokensDelta(tokens=TOKENS[2:]),
     )
-    result = core.QueryResult(answer="Hi", reasoning="Hm")
+    result = QueryResult(answer="Hi", reasoning="Hm")
     ended = msgspec.structs.replace(done(engine_request, result), tokens=TOKENS)
     engine.feed(stream, started(engine_request), delta(engine_request, *events), ended)
 
@@ -179,9 +181,7 @@ async def test_without_an_interval_there_are_no_heartbeats():
         await until(lambda: bool(engine.streams))
         (stream,) = engine.streams.values()
         engine_request = stream.request
-        engine.feed(
-            stream, started(engine_request), done(engine_request, core.QueryResult(answer=""))
-        )
+        engine.feed(stream, started(engine_request), done(engine_request, QueryResult(answer="")))
         grammar = check([event async for event in _rest(call)], ok=True)
     assert not grammar.of("heartbeat")
 

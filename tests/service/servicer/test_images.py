@@ -9,8 +9,9 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, inference_pb2, media_pb2
-from legato_engine import core, errors
+from legato_engine import errors
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import image_bytes, refusal, running, until
@@ -60,7 +61,7 @@ async def test_a_file_in_pieces(size):
     async with running() as server:
         response = await put(server, pieces(PNG, size))
         (command,) = server.engine.holds
-        assert isinstance(command.image, core.EncodedImage)
+        assert isinstance(command.image, EncodedImage)
         assert command.image.mime_type == "image/png"
         assert command.image.blob.size == len(PNG)
         key = hashlib.sha256(PNG).hexdigest()
@@ -84,9 +85,9 @@ async def test_pixels_in_pieces():
     async with running() as server:
         await put(server, pieces(bytes(range(12)), 5, layout=LAYOUT))
     (command,) = server.engine.holds
-    assert isinstance(command.image, core.RawImage)
+    assert isinstance(command.image, RawImage)
     assert (command.image.width, command.image.height, command.image.row_stride) == (4, 2, 4)
-    assert command.image.format is core.PixelFormat.NV12
+    assert command.image.format is PixelFormat.NV12
 
 
 async def test_the_same_bytes_are_one_image():
@@ -354,4 +355,4 @@ async def test_a_held_image_is_named_by_its_id():
         await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id=image_id))
         )
-    assert server.engine.requests[0].image == core.CachedImage(image_id=image_id)
+    assert server.engine.requests[0].image == CachedImage(image_id=image_id)

@@ -6,7 +6,11 @@ import grpc
 import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.results import CaptionResult
+from legato_engine.core.task_specs import PointTask
 from legato_engine.shm.blob_reader import BlobReader
 
 from tests.service.fakes import BOX, FakeEngine, answer, done, started
@@ -96,15 +100,15 @@ async def test_the_request_reaches_the_engine_as_asked():
     async with running() as server:
         await server.inference.Point(request)
         (received,) = server.engine.requests
-    assert received.task == core.PointTask(
+    assert received.task == PointTask(
         object="the left cup",
         max_objects=3,
         spatial_refs=(
-            core.Point(x=0.5, y=0.25),
-            core.Box(x_min=0, y_min=0, x_max=1, y_max=1),
+            Point(x=0.5, y=0.25),
+            Box(x_min=0, y_min=0, x_max=1, y_max=1),
         ),
     )
-    assert received.sampling == core.SamplingParams(
+    assert received.sampling == SamplingParams(
         temperature=0, top_p=0.5, top_k=4, max_tokens=5, seed=0
     )
     assert received.model == "fake-1"
@@ -117,7 +121,7 @@ async def test_absent_sampling_leaves_the_choice_to_the_model():
     async with running() as server:
         await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
         (received,) = server.engine.requests
-    assert received.sampling == core.SamplingParams()
+    assert received.sampling == SamplingParams()
     assert received.cache_image
 
 
@@ -138,7 +142,7 @@ async def test_image_bytes_reach_the_engine_through_shared_memory(kind):
         (received,) = server.engine.requests
         assert len(server.engine.blobs) == 0
     assert seen == [data]
-    assert isinstance(received.image, core.EncodedImage)
+    assert isinstance(received.image, EncodedImage)
     assert received.image.mime_type == f"image/{kind.lower()}"
 
 
@@ -155,9 +159,9 @@ async def test_raw_pixels_reach_the_engine_with_their_layout():
                 inference_pb2.CaptionRequest(image=media_pb2.Image(raw=raw))
             )
         images = [request.image for request in server.engine.requests]
-    raw_images = [image for image in images if isinstance(image, core.RawImage)]
+    raw_images = [image for image in images if isinstance(image, RawImage)]
     assert [image.row_stride for image in raw_images] == [12, 16]
-    assert {image.format for image in raw_images} == {core.PixelFormat.BGR8}
+    assert {image.format for image in raw_images} == {PixelFormat.BGR8}
 
 
 async def test_an_image_may_be_named_by_its_id():
@@ -166,7 +170,7 @@ async def test_an_image_may_be_named_by_its_id():
         response = await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id="img_7"))
         )
-        assert server.engine.requests[0].image == core.CachedImage(image_id="img_7")
+        assert server.engine.requests[0].image == CachedImage(image_id="img_7")
     assert response.info.image.cache_hit
 
 
@@ -175,7 +179,7 @@ async def test_a_result_of_the_wrong_kind_is_internal():
 
     def confuse(engine, stream):
         request = stream.request
-        engine.feed(stream, started(request), done(request, core.CaptionResult(caption="?")))
+        engine.feed(stream, started(request), done(request, CaptionResult(caption="?")))
 
     async with running(FakeEngine(confuse)) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -5,7 +5,9 @@ import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.images import CachedImage, EncodedImage
+from legato_engine.core.task_specs import CaptionTask, QueryTask
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.errors import (
     EngineLost,
     ImageUndecodable,
@@ -61,10 +63,10 @@ async def test_tokens_are_listed_by_task():
 
     def script(engine, stream):
         engine_request = stream.request
-        if isinstance(engine_request.task, core.CaptionTask):
+        if isinstance(engine_request.task, CaptionTask):
             engine.fail(stream, PromptTooLong("too long"))
             return
-        tokens = (core.TokenInfo(token_id=len(engine_request.request_id.name), logprob=-1.0),)
+        tokens = (TokenInfo(token_id=len(engine_request.request_id.name), logprob=-1.0),)
         ended = msgspec.structs.replace(
             done(engine_request, solution(engine_request.task)[1]), tokens=tokens
         )
@@ -86,8 +88,8 @@ async def test_the_images_bytes_are_sent_once():
         await server.inference.RunTasks(request(DETECT, QUERY, CAPTION, cache_image=False))
         images = [engine_request.image for engine_request in server.engine.requests]
         assert all(engine_request.cache_image for engine_request in server.engine.requests)
-    assert isinstance(images[0], core.EncodedImage)
-    assert images[1:] == [core.CachedImage(image_id="img_0")] * 2
+    assert isinstance(images[0], EncodedImage)
+    assert images[1:] == [CachedImage(image_id="img_0")] * 2
 
 
 async def test_all_tasks_run_at_the_same_time():
@@ -115,7 +117,7 @@ async def test_the_call_has_the_sum():
 
 async def test_a_task_may_fail_alone():
     """A failed task has its own status with all details; its siblings have their results."""
-    script = failing(core.QueryTask, PromptTooLong("too long", limit=2048, actual=3000))
+    script = failing(QueryTask, PromptTooLong("too long", limit=2048, actual=3000))
     async with running(FakeEngine(script)) as server:
         response = await server.inference.RunTasks(request(QUERY, DETECT, request_id="r"))
         carrier = server.engine.requests[1].image
@@ -130,12 +132,12 @@ async def test_a_task_may_fail_alone():
     assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert response.results[0].task_id == "q"
     assert len(response.results[1].detect.objects) == 2
-    assert isinstance(carrier, core.EncodedImage), "the next task brings the picture instead"
+    assert isinstance(carrier, EncodedImage), "the next task brings the picture instead"
 
 
 async def test_the_text_of_a_bug_in_one_task_is_not_sent():
     """INTERNAL of a task carries no text of the error."""
-    script = failing(core.QueryTask, InternalError("row 3 was not finite"))
+    script = failing(QueryTask, InternalError("row 3 was not finite"))
     async with running(FakeEngine(script)) as server:
         response = await server.inference.RunTasks(request(QUERY, DETECT))
     status = response.results[0].error
@@ -161,7 +163,7 @@ async def test_without_an_image_only_questions_succeed():
 )
 async def test_what_all_tasks_share_fails_the_call(error, code):
     """A bad image, a lost engine or a full queue fails the call, and no task runs on."""
-    engine = FakeEngine(failing(core.CaptionTask, error))
+    engine = FakeEngine(failing(CaptionTask, error))
     async with running(engine) as server:
         failed = await refusal(server.inference.RunTasks(request(QUERY, CAPTION, DETECT)))
         assert not engine.streams
@@ -175,7 +177,7 @@ async def test_a_named_image_needs_no_first_task():
     async with running() as server:
         await server.inference.RunTasks(named)
         images = {engine_request.image for engine_request in server.engine.requests}
-    assert images == {core.CachedImage(image_id="img_9")}
+    assert images == {CachedImage(image_id="img_9")}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from legato_engine.core import ObjectEvent, RequestKey, TextDelta
+from legato_engine.core.events import ObjectEvent, TextDelta
+from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ClientTooSlow, SessionProtocol
 from legato_engine.ipc.messages import Delta, Queued
 from legato_service.session.capture_clock import CaptureClock

@@ -3,8 +3,8 @@
 import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
-from legato_engine import core
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core.images import CachedImage, EncodedImage
 from legato_engine.errors import ImageUndecodable, QueueFull
 
 from tests.service.fakes import FakeEngine, answer, begin, refuse
@@ -40,8 +40,8 @@ async def test_a_frame_gets_all_its_results():
         assert cups.finish_reason == count.finish_reason == task_pb2.FINISH_REASON_STOP
         assert client.accepted == [7]
         assert [type(each.image) for each in server.engine.requests] == [
-            core.EncodedImage,
-            core.CachedImage,
+            EncodedImage,
+            CachedImage,
         ]
         text = client.deltas[7, "count"].of("text")
         assert "".join(each.text.text for each in text) == "Three red cups."

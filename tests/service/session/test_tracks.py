@@ -9,8 +9,11 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
-from legato_engine import core
 from legato_engine.client.request_stream import RequestStream
+from legato_engine.core.events import ObjectEvent
+from legato_engine.core.geometry import Box
+from legato_engine.core.results import DetectResult
+from legato_engine.core.task_specs import DetectTask
 
 from tests.service.fakes import FakeEngine, done, hold, started
 from tests.service.harness import image_message, refusal, running
@@ -29,11 +32,9 @@ def following(object_: str = "cup", task_id: str = "cups", **tracking: Any) -> t
 def find(engine: FakeEngine, stream: RequestStream, *centers: float) -> None:
     """End a request with a box around each of these places."""
     task = stream.request.task
-    assert isinstance(task, core.DetectTask)
-    boxes = [core.Box(x_min=x - 0.05, y_min=0.4, x_max=x + 0.05, y_max=0.6) for x in centers]
-    result = core.DetectResult(
-        objects=tuple(core.ObjectEvent(box=box, label=task.object) for box in boxes)
-    )
+    assert isinstance(task, DetectTask)
+    boxes = [Box(x_min=x - 0.05, y_min=0.4, x_max=x + 0.05, y_max=0.6) for x in centers]
+    result = DetectResult(objects=tuple(ObjectEvent(box=box, label=task.object) for box in boxes))
     engine.feed(stream, started(stream.request), done(stream.request, result))
 
 

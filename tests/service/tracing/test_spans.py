@@ -6,7 +6,7 @@ import sys
 import pytest
 import structlog
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine import core
+from legato_engine.core.results import FinishReason, QueryResult
 from legato_engine.errors import InternalError
 from legato_engine.ipc.messages import Done
 
@@ -182,8 +182,8 @@ async def test_preemptions_are_events():
     def preempted(engine, stream):
         done = Done(
             request_id=stream.request_id,
-            result=core.QueryResult(answer="yes"),
-            finish_reason=core.FinishReason.STOP,
+            result=QueryResult(answer="yes"),
+            finish_reason=FinishReason.STOP,
             usage=USAGE,
             timings=TIMINGS,
             preemptions=2,

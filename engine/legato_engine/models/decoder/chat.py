@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from legato_engine.core import QueryTask
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from legato_engine.core import SKILL_OF_TASK, ConfidenceInfo, ImageInfo, QueryTask, Request
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.requests import Request
+from legato_engine.core.results import ConfidenceInfo
+from legato_engine.core.task_specs import SKILL_OF_TASK, QueryTask
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
 from legato_engine.models.decoder.task import TextTask

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, FinishReason, PromptToken, QueryResult, SamplingParams
+from legato_engine.core.events import Event
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.results import FinishReason, QueryResult
+from legato_engine.core.tokens import PromptToken
 from legato_engine.models.text_output import TextOutput
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import SampledToken, with_token

@@ -7,15 +7,15 @@ import dataclasses
 import numpy as np
 from PIL import Image
 
-from legato_engine.core import (
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.requests import Request
+from legato_engine.core.task_specs import (
     SKILL_OF_TASK,
     SKILLS,
     CaptionTask,
     DetectTask,
-    ImageInfo,
     PointTask,
     QueryTask,
-    Request,
     SegmentTask,
 )
 from legato_engine.errors import InvalidField

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from legato_engine.core import Box, CaptionLength, Point, PromptToken, SpatialRef, Turn
+from legato_engine.core.geometry import Box, Point, SpatialRef
+from legato_engine.core.task_specs import CaptionLength, Turn
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.tokenizer import Tokenizer

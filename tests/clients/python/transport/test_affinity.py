@@ -8,7 +8,7 @@ from legato_client import RawFrame
 from legato_client._convert.upload import Upload
 from legato_client._images.sources import to_image
 from legato_client._transport import affinity
-from legato_engine.core import BlobRef, PixelFormat, RawImage
+from legato_engine.core.images import BlobRef, PixelFormat, RawImage
 from legato_engine.images import decoding
 from legato_engine.images.raw import row_bytes
 

@@ -3,15 +3,9 @@
 import time
 
 import pytest
-from legato_engine.core import (
-    CaptionTask,
-    DetectResult,
-    DetectTask,
-    FinishReason,
-    QueryResult,
-    QueryTask,
-    RequestKey,
-)
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.results import DetectResult, FinishReason, QueryResult
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.ipc.messages import Done, Failed, Queued, Started
 
 from tests.engine.engine.core.world import World, png

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 from legato_engine import failpoints
-from legato_engine.core import CachedImage, CaptionTask, DetectTask, EncodedImage, QueryTask
+from legato_engine.core.images import CachedImage, EncodedImage
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.errors import InternalError, TaskUnsupported, from_value
 from legato_engine.ipc.messages import Done, Failed
 from legato_engine.shm.blob_store import BlobStore, new_namespace

@@ -8,15 +8,9 @@ import weakref
 
 import numpy as np
 import pytest
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    PixelFormat,
-    QueryTask,
-    RawImage,
-    RequestKey,
-)
+from legato_engine.core.images import CachedImage, PixelFormat, RawImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
 from legato_engine.engine.request_stages import PendingRequest
 from legato_engine.ipc.messages import Started
 from PIL import Image

@@ -3,7 +3,9 @@
 import math
 import time
 
-from legato_engine.core import CachedImage, DetectTask, RequestKey
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.task_specs import DetectTask
 from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
 
 from tests.engine.engine.core.world import GatedFrontend, World, png

@@ -5,14 +5,9 @@ import time
 
 import msgspec
 import pytest
-from legato_engine.core import (
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    RequestKey,
-    SamplingParams,
-)
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask
 from legato_engine.ipc.messages import Failed
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader

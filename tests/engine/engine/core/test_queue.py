@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from legato_engine.core import CaptionTask, QueryTask
+from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 

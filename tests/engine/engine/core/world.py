@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, Request, RequestKey, SamplingParams
+from legato_engine.core.images import EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.errors import from_value
 from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
 from legato_engine.shm.blob_reader import BlobReader

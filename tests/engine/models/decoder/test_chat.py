@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from legato_engine.core import QueryTask, Turn
+from legato_engine.core.task_specs import QueryTask, Turn
 from legato_engine.errors import InvalidField, TaskUnsupported
 
 from tests.engine.models import hub_folder

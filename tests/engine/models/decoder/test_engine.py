@@ -6,7 +6,11 @@ import itertools
 
 import pytest
 import torch
-from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import QueryTask
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField
 from legato_engine.models.capabilities import Capabilities
 from legato_engine.models.decoder.bundle import DecoderBundle

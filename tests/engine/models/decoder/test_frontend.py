@@ -5,16 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from legato_engine.core import (
-    Box,
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    SamplingParams,
-    SegmentTask,
-)
+from legato_engine.core.geometry import Box
+from legato_engine.core.images import CachedImage
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.registry import resolve
 

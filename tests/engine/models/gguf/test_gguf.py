@@ -8,7 +8,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from legato_engine.core import FinishReason, QueryTask, Request, RequestKey
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField
 from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf

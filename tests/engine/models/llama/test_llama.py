@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from legato_engine.core import PromptToken
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
 from safetensors.torch import load_file, save_file

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core import ImageInfo
+from legato_engine.core.images import ImageInfo
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from legato_engine.core import PromptToken
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import AdapterUnusable
 from legato_engine.layers.lora import AdapterBank, BankSizes
 from legato_engine.models.moondream.adapters import parse_adapter

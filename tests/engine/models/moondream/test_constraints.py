@@ -6,17 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    DetectTask,
-    PointTask,
-    QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
-    SegmentTask,
-)
+from legato_engine.core.images import CachedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
 from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow, constraint_table
 from legato_engine.models.moondream.frontend import MoondreamFrontend

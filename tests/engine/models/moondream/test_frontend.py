@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from legato_engine.core import (
+from legato_engine.core.geometry import Point
+from legato_engine.core.images import BlobRef, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.task_specs import (
     SKILLS,
-    BlobRef,
     CaptionTask,
     DetectTask,
-    EncodedImage,
-    Point,
     PointTask,
     QueryTask,
-    Request,
-    RequestKey,
-    SamplingParams,
     SegmentTask,
     Turn,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.core import Box, Point, PromptToken
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.tokens import PromptToken
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.prompts import Prompts

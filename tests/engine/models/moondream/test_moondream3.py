@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 import torch
-from legato_engine.core import PromptToken
+from legato_engine.core.tokens import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
 from legato_engine.models.moondream import step_sizes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.core import ImageInfo
+from legato_engine.core.images import ImageInfo
 from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.kernels.lanczos import resize
 from legato_engine.models.moondream.frontend import MoondreamFrontend

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from legato_engine.core import Box, CaptionLength, Point, PromptToken, Turn
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.task_specs import CaptionLength, Turn
+from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.moondream.presets import (
     moondream2_config,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import legato_tiny
 import pytest
 import torch
-from legato_engine.core import CaptionLength, ImageInfo
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.task_specs import CaptionLength
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer

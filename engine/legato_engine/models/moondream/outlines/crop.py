@@ -10,7 +10,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from legato_engine.core import Box, Outline
+from legato_engine.core.geometry import Box
+from legato_engine.core.results import Outline
 from legato_engine.models.moondream.outlines import curves, paths, rings
 from legato_engine.models.moondream.outlines.rings import Mask
 from legato_engine.models.moondream.preprocess import Pixels

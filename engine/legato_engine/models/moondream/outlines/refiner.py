@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from legato_engine.core import Outline
+from legato_engine.core.results import Outline
 from legato_engine.errors import InvalidField
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.core import CaptionResult, FinishReason
+from legato_engine.core.results import CaptionResult, FinishReason
 from legato_engine.models.moondream.tasks.text_skill import TextSkill
 
 

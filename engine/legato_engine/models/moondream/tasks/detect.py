@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Box, DetectResult, FinishReason, ObjectEvent
+from legato_engine.core.events import ObjectEvent
+from legato_engine.core.geometry import Box
+from legato_engine.core.results import DetectResult, FinishReason
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.object_list import Listing, ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup

@@ -6,16 +6,10 @@ import abc
 import dataclasses
 from typing import ClassVar, Generic, TypeVar
 
-from legato_engine.core import (
-    Certainty,
-    DetectTask,
-    Event,
-    FinishReason,
-    ObjectEvent,
-    ObjectOrder,
-    PointEvent,
-    PointTask,
-)
+from legato_engine.core.events import Event, ObjectEvent, PointEvent
+from legato_engine.core.results import FinishReason
+from legato_engine.core.task_specs import DetectTask, ObjectOrder, PointTask
+from legato_engine.core.tokens import Certainty
 from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.tasks import SampledToken
 

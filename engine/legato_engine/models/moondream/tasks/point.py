@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from legato_engine.core import FinishReason, Point, PointEvent, PointResult
+from legato_engine.core.events import PointEvent
+from legato_engine.core.geometry import Point
+from legato_engine.core.results import FinishReason, PointResult
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.object_list import Listing, ObjectListSkill
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, FinishReason, QueryResult
+from legato_engine.core.events import Event
+from legato_engine.core.results import FinishReason, QueryResult
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.reasoning import ReasoningOutput
 from legato_engine.models.moondream.tasks.skill_task import TaskSetup

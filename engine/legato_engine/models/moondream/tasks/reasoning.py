@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, Grounding, Point, ReasoningDelta
+from legato_engine.core.events import Event, Grounding, ReasoningDelta
+from legato_engine.core.geometry import Point
 from legato_engine.models.detokenizer import Detokenizer
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tokenizer import Tokenizer

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from legato_engine.core import (
-    Box,
-    Certainty,
-    Event,
-    FinishReason,
-    Outline,
-    OutlineEvent,
-    SegmentResult,
-)
+from legato_engine.core.events import Event, OutlineEvent
+from legato_engine.core.geometry import Box
+from legato_engine.core.results import FinishReason, Outline, SegmentResult
+from legato_engine.core.tokens import Certainty
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.detect import centred_box
 from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup

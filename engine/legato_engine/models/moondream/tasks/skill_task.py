@@ -6,14 +6,10 @@ import abc
 import dataclasses
 from collections.abc import Iterable
 
-from legato_engine.core import (
-    Certainty,
-    Event,
-    FinishReason,
-    PromptToken,
-    SamplingParams,
-    TaskResult,
-)
+from legato_engine.core.events import Event
+from legato_engine.core.requests import SamplingParams
+from legato_engine.core.results import FinishReason, TaskResult
+from legato_engine.core.tokens import Certainty, PromptToken
 from legato_engine.models.confidence import Calibration, score
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.token_log import TokenLog

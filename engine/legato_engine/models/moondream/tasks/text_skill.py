@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, FinishReason
+from legato_engine.core.events import Event
+from legato_engine.core.results import FinishReason
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.models.text_output import TextOutput

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from legato_engine.core import Box, Outline
+from legato_engine.core.geometry import Box
+from legato_engine.core.results import Outline
 from legato_engine.models.moondream.outlines import crop
 from legato_engine.models.moondream.outlines.crop import Crop, NotRefinable
 from PIL import Image

@@ -4,7 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.core import Box, ImageInfo, Outline
+from legato_engine.core.geometry import Box
+from legato_engine.core.images import ImageInfo
+from legato_engine.core.results import Outline
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner

@@ -6,31 +6,29 @@ from datetime import date
 
 import msgspec
 import pytest
-from legato_engine.core import (
-    BlobRef,
-    Box,
-    CaptionTask,
-    DetectTask,
-    EncodedImage,
-    FinishReason,
+from legato_engine.core.events import (
     Grounding,
     ObjectEvent,
-    ObjectOrder,
-    Outline,
     OutlineEvent,
-    Point,
     PointEvent,
-    PointTask,
-    QueryTask,
     ReasoningDelta,
-    Request,
-    RequestKey,
-    SamplingParams,
-    SegmentTask,
     TextDelta,
-    TokenInfo,
     TokensDelta,
 )
+from legato_engine.core.geometry import Box, Point
+from legato_engine.core.images import BlobRef, EncodedImage
+from legato_engine.core.request_key import RequestKey
+from legato_engine.core.requests import Request, SamplingParams
+from legato_engine.core.results import FinishReason, Outline
+from legato_engine.core.task_specs import (
+    CaptionTask,
+    DetectTask,
+    ObjectOrder,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+)
+from legato_engine.core.tokens import TokenInfo
 from legato_engine.models.confidence import Calibration, CalibrationFile
 from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow
