@@ -22,7 +22,7 @@ from legato_engine.core.requests import Request
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
-from legato_engine.null import engine as null_engine
+from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
@@ -32,7 +32,7 @@ from legato_service.lifecycle import tuning
 from legato_service.logs import configuration
 from legato_service.server import Server
 
-CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
+CONFIG = EngineConfig(model=null_model.NAME, null_objects=100_000)
 
 
 class InsideEngine:
@@ -49,7 +49,7 @@ class InsideEngine:
 
     def __init__(self) -> None:
         self.blobs = BlobStore(new_namespace())
-        self.model = null_engine.info(CONFIG)
+        self.model = null_model.info(CONFIG)
         self.timeline = TimelineWatch(lambda _: None)
         self._streams: dict[str, RequestStream] = {}
         self._engine = NullEngine(

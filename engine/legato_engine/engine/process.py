@@ -51,7 +51,8 @@ from legato_engine.ipc.messages import (
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.models.decoder.template_process import templates
 from legato_engine.models.registry import may_have_chat_template
-from legato_engine.null import engine
+from legato_engine.null import model as null_model
+from legato_engine.null.engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
@@ -60,10 +61,7 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 from legato_engine.telemetry.timeline_stream import TimelineStream
 
 if TYPE_CHECKING:
-    from legato_engine.engine.engine_core import (
-        EngineCore,  # imports torch
-    )
-    from legato_engine.null.engine import NullEngine
+    from legato_engine.engine.engine_core import EngineCore  # imports torch
 
     Core = EngineCore | NullEngine
 
@@ -80,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bind_to_parent(arguments.parent)
     files = CrashFiles(pathlib.Path(arguments.crash_files)) if arguments.crash_files else None
     _write_stacks_to(None if files is None else files.stacks)
-    if config.model != engine.NAME:
+    if config.model != null_model.NAME:
         latency_policy.end_batch_scheduling()
     policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
@@ -169,11 +167,9 @@ def _open(
     telemetry: Telemetry,
     recorder: Recorder | None,
 ) -> tuple[Core, ModelInfo]:
-    if config.model == engine.NAME:
-        core = engine.NullEngine(
-            config, blobs=blobs, send=connections.post, timeline=telemetry.stream
-        )
-        return core, engine.info(config)
+    if config.model == null_model.NAME:
+        core = NullEngine(config, blobs=blobs, send=connections.post, timeline=telemetry.stream)
+        return core, null_model.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
     from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from legato_engine.config import EngineConfig
 from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, Resumed, SamplingParams
+from legato_engine.core.requests import Request
 from legato_engine.core.results import FinishReason
-from legato_engine.core.task_specs import SKILLS, DetectTask, PointTask, TaskSpec
 from legato_engine.errors import (
-    AdapterNotFound,
     DeadlineExceeded,
     InvalidField,
     LegatoError,
-    ModelNotFound,
     to_value,
 )
 from legato_engine.ipc.messages import (
@@ -32,47 +26,18 @@ from legato_engine.ipc.messages import (
     ImageDropped,
     ImageTotals,
     Load,
-    ModelInfo,
     Queued,
     Started,
     TimelineSpan,
 )
-from legato_engine.models.budget import (
-    SamplingDefaults,
-    fill_sampling,
-    max_objects,
-    token_budget,
-)
-from legato_engine.models.confidence import confidence_info
 from legato_engine.null.images import NullImages
-from legato_engine.null.request import IMAGE_TOKENS, NullRequest
-from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
+from legato_engine.null.model import NAME, NullModel
+from legato_engine.null.request import NullRequest
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.timeline_stream import TimelineStream
-
-NAME = "null"
-_NAMES = ("", NAME)
-_MAX_CONTEXT = 8192  # positions, unless configured
-_DEFAULTS = SamplingDefaults(max_tokens=_MAX_CONTEXT)
-
-
-def info(config: EngineConfig) -> ModelInfo:
-    max_context = config.max_context or _MAX_CONTEXT
-    return ModelInfo(
-        name=NAME,
-        device="none",
-        tasks=SKILLS,
-        max_context_tokens=max_context,
-        max_output_tokens=max_context - IMAGE_TOKENS - 1,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        num_parameters=0,
-        dtype="none",
-        confidence=confidence_info(SKILLS, None),
-    )
 
 
 class NullEngine:
@@ -91,8 +56,7 @@ class NullEngine:
         timeline: TimelineStream | None = None,
     ) -> None:
         self._period = config.null_step_ms / 1000
-        self._max_context = config.max_context or _MAX_CONTEXT
-        self._num_objects = config.null_objects
+        self._model = NullModel(config)
         self._send = send
         self._timeline = timeline
         self._images = NullImages(config, blobs)
@@ -130,16 +94,8 @@ class NullEngine:
                     request.image, tenant=request.tenant, keep=request.cache_image
                 )
                 image_seconds = time.monotonic() - arrival
-            length, output = _scripted(
-                request.task,
-                request.sampling,
-                image is not None,
-                self._num_objects,
-                self._max_context,
-            )
+            length, output = self._model.answer(request, has_image=image is not None)
             null_request = NullRequest(request, output, image, arrival, image_seconds, length)
-            if resumed is not None:
-                _check_tokens(resumed, output)
             if must_queue:
                 self._admission.check_deadline(null_request)
         except LegatoError as error:
@@ -300,10 +256,7 @@ class NullEngine:
     # ------------------------------------------------------------ from a command to running
 
     def _check(self, request: Request) -> None:
-        if request.model not in _NAMES:
-            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
-        if request.adapter:
-            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+        self._model.check(request)
         if not request.was_admitted and request.request_id in self._requests:
             raise _in_use()
 
@@ -362,42 +315,9 @@ class NullEngine:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
 
 
-def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
-    """A token's id is its number."""
-    count = min(len(resumed.token_ids), len(output.events))
-    for index, token_id in enumerate(resumed.token_ids):
-        if index >= count or token_id != index:
-            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
-
-
 def _fits(_: NullRequest) -> bool:
     return True
 
 
 def _in_use() -> InvalidField:
     return InvalidField("request id is in use", field="request_id")
-
-
-@functools.lru_cache(1024)
-def _scripted(
-    task: TaskSpec, sampling: SamplingParams, has_image: bool, num_objects: int, max_context: int
-) -> tuple[int, ScriptedOutput]:
-    """Return the length of the prompt and the output, cut to the context as by a model.
-
-    The prompt is BOS, the image, and a token for each word.
-
-    Raises:
-        InvalidField: a field is out of range.
-        PromptTooLong: not even one token fits.
-    """
-    resolved = fill_sampling(sampling, _DEFAULTS, seed=0)
-    assert resolved.max_tokens is not None, "it was resolved"
-    if isinstance(task, (DetectTask, PointTask)):
-        max_objects(task.max_objects, num_objects)
-    output = scripted_output(task, sampling, num_objects)
-    length = 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
-    budget = token_budget(resolved.max_tokens, length, max_context)
-    if len(output.events) > budget:
-        cut = msgspec.structs.replace(sampling, max_tokens=budget)
-        output = scripted_output(task, cut, num_objects)
-    return length, output

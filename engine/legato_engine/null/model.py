@@ -1,0 +1,110 @@
+"""The null model: a name, a length of context, and made-up answers."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+
+from legato_engine.config import EngineConfig
+from legato_engine.core.requests import Request, Resumed, SamplingParams
+from legato_engine.core.task_specs import SKILLS, DetectTask, PointTask, TaskSpec
+from legato_engine.errors import AdapterNotFound, InvalidField, ModelNotFound
+from legato_engine.ipc.messages import ModelInfo
+from legato_engine.models.budget import (
+    SamplingDefaults,
+    fill_sampling,
+    max_objects,
+    token_budget,
+)
+from legato_engine.models.confidence import confidence_info
+from legato_engine.null.request import IMAGE_TOKENS
+from legato_engine.null.scripted_output import ScriptedOutput, scripted_output
+
+NAME = "null"
+_NAMES = ("", NAME)
+_MAX_CONTEXT = 8192  # positions, unless configured
+_DEFAULTS = SamplingDefaults(max_tokens=_MAX_CONTEXT)
+
+
+def info(config: EngineConfig) -> ModelInfo:
+    max_context = config.max_context or _MAX_CONTEXT
+    return ModelInfo(
+        name=NAME,
+        device="none",
+        tasks=SKILLS,
+        max_context_tokens=max_context,
+        max_output_tokens=max_context - IMAGE_TOKENS - 1,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        num_parameters=0,
+        dtype="none",
+        confidence=confidence_info(SKILLS, None),
+    )
+
+
+class NullModel:
+    """Checks requests and answers them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._max_context = config.max_context or _MAX_CONTEXT
+        self._num_objects = config.null_objects
+
+    def check(self, request: Request) -> None:
+        """Check what a request names.
+
+        Raises:
+            ModelNotFound: another model.
+            AdapterNotFound: an adapter.
+        """
+        if request.model not in _NAMES:
+            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
+        if request.adapter:
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
+
+    def answer(self, request: Request, *, has_image: bool) -> tuple[int, ScriptedOutput]:
+        """Return the length of the prompt and the output.
+
+        Raises:
+            InvalidField: a field is out of range, or a resumed token is not of this output.
+            PromptTooLong: not even one token fits.
+        """
+        length, output = _scripted(
+            request.task, request.sampling, has_image, self._num_objects, self._max_context
+        )
+        if request.resumed is not None:
+            _check_tokens(request.resumed, output)
+        return length, output
+
+
+def _check_tokens(resumed: Resumed, output: ScriptedOutput) -> None:
+    """A token's id is its number."""
+    count = min(len(resumed.token_ids), len(output.events))
+    for index, token_id in enumerate(resumed.token_ids):
+        if index >= count or token_id != index:
+            raise InvalidField("no such token", field=f"resume_from.token_ids[{index}]")
+
+
+@functools.lru_cache(1024)
+def _scripted(
+    task: TaskSpec, sampling: SamplingParams, has_image: bool, num_objects: int, max_context: int
+) -> tuple[int, ScriptedOutput]:
+    """Return the length of the prompt and the output, cut to the context as by a model.
+
+    The prompt is BOS, the image, and a token for each word.
+
+    Raises:
+        InvalidField: a field is out of range.
+        PromptTooLong: not even one token fits.
+    """
+    resolved = fill_sampling(sampling, _DEFAULTS, seed=0)
+    assert resolved.max_tokens is not None, "it was resolved"
+    if isinstance(task, (DetectTask, PointTask)):
+        max_objects(task.max_objects, num_objects)
+    output = scripted_output(task, sampling, num_objects)
+    length = 1 + (IMAGE_TOKENS if has_image else 0) + output.num_words
+    budget = token_budget(resolved.max_tokens, length, max_context)
+    if len(output.events) > budget:
+        cut = msgspec.structs.replace(sampling, max_tokens=budget)
+        output = scripted_output(task, cut, num_objects)
+    return length, output
