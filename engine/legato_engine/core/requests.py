@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from legato_engine.core.images import ImageSource
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.task_specs import TaskSpec
@@ -71,6 +73,11 @@ class Request(Value, frozen=True):
     @property
     def tenant(self) -> str:
         return self.request_id.tenant
+
+    @property
+    def ends_by(self) -> float:
+        """Its deadline, infinity without one."""
+        return math.inf if self.deadline is None else self.deadline
 
     @property
     def was_admitted(self) -> bool:

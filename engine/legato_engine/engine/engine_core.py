@@ -43,7 +43,7 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
-from legato_engine.scheduler.scheduler import Scheduler, deadline_of
+from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import HostInputs, Sequence, SequenceAdapter, SequenceStatus
 from legato_engine.tasks import Task
 
@@ -245,7 +245,7 @@ class EngineCore:
         return PendingRequest(
             request_id=request.request_id,
             tenant=request.tenant,
-            deadline=deadline_of(request),
+            deadline=request.ends_by,
             request=request,
             arrival=arrival,
             task=_task_or_cancel(task, image),

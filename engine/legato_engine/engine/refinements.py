@@ -21,7 +21,6 @@ from legato_engine.ipc.messages import Done, EngineOutput
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Refinement
-from legato_engine.scheduler.scheduler import deadline_of
 
 _log = structlog.get_logger()
 _THREADS = 1
@@ -65,7 +64,7 @@ class Refinements:
             PendingRefinement(
                 request_id=request.request_id,
                 tenant=request.tenant,
-                deadline=deadline_of(request.request),
+                deadline=request.request.ends_by,
                 done=done,
                 outline=outline,
                 started=time.monotonic(),

@@ -12,7 +12,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.launch import ScheduledSequence
+from legato_engine.scheduler.launch import LaunchKind, ScheduledSequence
 from legato_engine.scheduler.runner import RowTokens
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import StepRecord
@@ -47,7 +47,25 @@ class OutputProcessor:
         self._finalize = finalize
         self.num_tokens = 0
 
-    def prefilled(self, sequence: Sequence, token: SampledToken) -> None:
+    def process_launch(self, record: StepRecord, outputs: list[RowTokens]) -> None:
+        """Process what a launch that is no loop has sampled, and count it in its record."""
+        plan = record.launch.plan
+        num_tokens, num_decodes = self.num_tokens, len(plan.decodes)
+        speculates = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
+        for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
+            sequence = row.sequence
+            if sequence.finalized:
+                record.zombies += 1
+            elif speculates:
+                self.process_block(record, row, output, row.num_drafts)
+            else:
+                (token,) = output.tokens
+                if index >= num_decodes:
+                    self._prefilled(sequence, token)
+                self.process(sequence, token)
+        record.tokens = self.num_tokens - num_tokens
+
+    def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
         """Note a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it

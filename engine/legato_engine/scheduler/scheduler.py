@@ -8,7 +8,6 @@ from collections.abc import Collection
 
 from legato_engine import failpoints
 from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request
 from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
 from legato_engine.ipc.messages import Load
@@ -24,7 +23,7 @@ from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill_planner import PrefillPlanner
-from legato_engine.scheduler.runner import LoopRunner, RowTokens, Runner
+from legato_engine.scheduler.runner import LoopRunner, Runner
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.single_loops import SingleLoops
 from legato_engine.scheduler.sink import Sink
@@ -73,7 +72,6 @@ class Scheduler:
         self._depth = pipeline.depth  # that the pipeline is to have
         self._clock = clock
         self._sink = sink
-        self._speculates = block_sizes is not None
         self._observer = observer
         self._recorder = recorder
         self._queue = WaitingQueue[Sequence](
@@ -85,7 +83,7 @@ class Scheduler:
         decode = DecodePlanner(manager, self._running, block_sizes)
         self._loops: Loops | None = None
         if loops is not None:
-            kind = DraftingLoops if self._speculates else SingleLoops
+            kind = SingleLoops if block_sizes is None else DraftingLoops
             self._loops = kind(loops, manager, self._running, decode)
         self._planner = Planner(
             self._prefill,
@@ -266,9 +264,9 @@ class Scheduler:
         if now < self._next_deadline:
             return
         for sequence in list(self._live.values()):
-            if deadline_of(sequence.request) <= now and not sequence.finalized:
+            if sequence.request.ends_by <= now and not sequence.finalized:
                 self._outputs.fail(sequence, DeadlineExceeded("the deadline passed"))
-        deadlines = (deadline_of(sequence.request) for sequence in self._live.values())
+        deadlines = (sequence.request.ends_by for sequence in self._live.values())
         self._next_deadline = min(deadlines, default=math.inf)
 
     def _launch(self) -> Launch | None:
@@ -362,7 +360,7 @@ class Scheduler:
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
         if not launch.plan.loops:
-            self._process(launch.plan, outputs, record)
+            self._outputs.process_launch(record, outputs)
         elif self._loops is not None:
             behind = self._records[0].launch.plan if self._records else None
             self._loops.settle(record, behind, self._outputs)
@@ -375,22 +373,6 @@ class Scheduler:
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:
             self._observer.committed(record)
-
-    def _process(self, plan: Plan, outputs: list[RowTokens], record: StepRecord) -> None:
-        num_tokens, num_decodes = self._outputs.num_tokens, len(plan.decodes)
-        speculates = self._speculates and plan.kind is LaunchKind.DECODE
-        for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
-            sequence = row.sequence
-            if sequence.finalized:
-                record.zombies += 1
-            elif speculates:
-                self._outputs.process_block(record, row, output, row.num_drafts)
-            else:
-                (token,) = output.tokens
-                if index >= num_decodes:
-                    self._outputs.prefilled(sequence, token)
-                self._outputs.process(sequence, token)
-        record.tokens = self._outputs.num_tokens - num_tokens
 
     # ------------------------------------------------------------ the end of a sequence
 
@@ -408,7 +390,3 @@ class Scheduler:
         if self._recorder is not None:
             self._recorder.ended(sequence)
         sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence
-
-
-def deadline_of(request: Request) -> float:
-    return math.inf if request.deadline is None else request.deadline
