@@ -21,7 +21,7 @@ from legato_engine.core.images import WITH_BLOB
 from legato_engine.core.requests import Request
 from legato_engine.errors import TaskUnsupported
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import ImageTotals, Load, StepTotals
+from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
 from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader

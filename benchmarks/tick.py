@@ -18,7 +18,8 @@ from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.messages import EngineMessage, encode
+from legato_engine.ipc.codec import encode
+from legato_engine.ipc.messages import EngineMessage
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.detect import DetectSkill

@@ -10,7 +10,8 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from legato_engine.ipc.messages import TimelineBatch, encode
+from legato_engine.ipc.codec import encode
+from legato_engine.ipc.messages import TimelineBatch
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.telemetry.step_stats import StepStats

@@ -11,16 +11,9 @@ from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.core.requests import Request
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.messages import (
-    Done,
-    DropImage,
-    HoldImage,
-    ImageHeld,
-    ImageTotals,
-    Load,
-    ModelInfo,
-    StepTotals,
-)
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import Done, ImageHeld, ModelInfo
 from legato_engine.shm.blob_store import BlobStore
 
 

@@ -46,18 +46,9 @@ from legato_engine.core.task_specs import (
 )
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.messages import (
-    Delta,
-    Done,
-    DropImage,
-    HoldImage,
-    ImageHeld,
-    ImageTotals,
-    Load,
-    ModelInfo,
-    Started,
-    StepTotals,
-)
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import Delta, Done, ImageHeld, ModelInfo, Started
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 

@@ -21,16 +21,8 @@ from legato_engine.errors import ImageNotFound
 from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.messages import (
-    Abort,
-    Command,
-    Heartbeat,
-    ModelInfo,
-    Ready,
-    RunningAlone,
-    Stop,
-    Submit,
-)
+from legato_engine.ipc.commands import Abort, Command, Stop, Submit
+from legato_engine.ipc.messages import Heartbeat, ModelInfo, Ready, RunningAlone
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Launch

@@ -24,33 +24,35 @@ from legato_engine.errors import (
     LegatoError,
 )
 from legato_engine.ipc.busy_poll import EXPECTED_REQUEST, SHORT_REQUEST, BusyPoll
-from legato_engine.ipc.latency_policy import LatencyPolicy
-from legato_engine.ipc.messages import (
+from legato_engine.ipc.commands import (
     Abort,
     Command,
+    DropImage,
+    Expect,
+    HoldImage,
+    SetPipelineDepth,
+    Stop,
+    StopElsewhere,
+    Submit,
+    WatchTimeline,
+)
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.latency_policy import LatencyPolicy
+from legato_engine.ipc.messages import (
     Delta,
     Done,
-    DropImage,
     EngineMessage,
-    Expect,
     Failed,
     Heartbeat,
-    HoldImage,
     ImageDropped,
     ImageHeld,
-    Load,
     Loading,
     Queued,
     Ready,
     RunningAlone,
-    SetPipelineDepth,
     Started,
-    Stop,
-    StopElsewhere,
     Stopped,
-    Submit,
     TimelineBatch,
-    WatchTimeline,
 )
 from legato_engine.ipc.transport import EngineTransport
 from legato_engine.shm.blob_store import BlobStore

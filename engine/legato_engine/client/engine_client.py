@@ -27,7 +27,8 @@ from legato_engine.crash import bundle
 from legato_engine.crash.bundle import CrashFiles, Death, default_folder
 from legato_engine.errors import EngineLost
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.messages import Loading, Ready, Shutdown
+from legato_engine.ipc.commands import Shutdown
+from legato_engine.ipc.messages import Loading, Ready
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
 

@@ -13,15 +13,8 @@ import structlog
 
 from legato_engine.client.liveness import TICK, Liveness
 from legato_engine.errors import Draining, EngineLost, EngineStarting
-from legato_engine.ipc.messages import (
-    Heartbeat,
-    ImageTotals,
-    Load,
-    Loading,
-    ModelInfo,
-    Ready,
-    StepTotals,
-)
+from legato_engine.ipc.figures import ImageTotals, Load, StepTotals
+from legato_engine.ipc.messages import Heartbeat, Loading, ModelInfo, Ready
 
 _log = structlog.get_logger()
 

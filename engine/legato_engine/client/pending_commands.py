@@ -7,16 +7,8 @@ from collections.abc import Callable
 
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import LegatoError, from_value
-from legato_engine.ipc.messages import (
-    Abort,
-    DropImage,
-    Failed,
-    HoldImage,
-    ImageDropped,
-    ImageHeld,
-    StopElsewhere,
-    Stopped,
-)
+from legato_engine.ipc.commands import Abort, DropImage, HoldImage, StopElsewhere
+from legato_engine.ipc.messages import Failed, ImageDropped, ImageHeld, Stopped
 
 RepliedCommand = HoldImage | DropImage | StopElsewhere
 Reply = ImageHeld | ImageDropped | Stopped

@@ -40,7 +40,8 @@ from legato_engine.errors import (
     ModelNotFound,
     TaskUnsupported,
 )
-from legato_engine.ipc.messages import DropImage, HoldImage, ImageTotals, Load
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import ImageTotals, Load
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler

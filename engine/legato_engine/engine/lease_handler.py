@@ -12,14 +12,8 @@ from legato_engine.engine.request_stages import PendingLease
 from legato_engine.errors import InternalError, LegatoError, to_value
 from legato_engine.images.cache import ImageKey
 from legato_engine.images.leases import ImageLeases
-from legato_engine.ipc.messages import (
-    DropImage,
-    EngineOutput,
-    Failed,
-    HoldImage,
-    ImageDropped,
-    ImageHeld,
-)
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.messages import EngineOutput, Failed, ImageDropped, ImageHeld
 from legato_engine.models.frontend import PreparedImage
 
 _log = structlog.get_logger()

@@ -24,7 +24,7 @@ from legato_engine.images.headers import inspect
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
-from legato_engine.ipc.messages import ImageTotals
+from legato_engine.ipc.figures import ImageTotals
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 

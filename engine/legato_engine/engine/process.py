@@ -31,23 +31,18 @@ from legato_engine.engine.logs import configure_logging
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
-from legato_engine.ipc.messages import (
-    FINAL,
+from legato_engine.ipc.commands import (
     Abort,
     Command,
     DropImage,
-    EngineOutput,
-    Heartbeat,
     HoldImage,
-    Loading,
-    ModelInfo,
-    Ready,
     SetPipelineDepth,
     Shutdown,
     Stop,
     Submit,
 )
+from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
+from legato_engine.ipc.messages import FINAL, EngineOutput, Heartbeat, Loading, ModelInfo, Ready
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.models.decoder.template_process import templates
 from legato_engine.models.registry import may_have_chat_template

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from legato_engine.core.request_key import RequestKey
-from legato_engine.ipc.messages import Abort, Command, HoldImage, RunningAlone, Stop, Submit
+from legato_engine.ipc.commands import Abort, Command, HoldImage, Stop, Submit
+from legato_engine.ipc.messages import RunningAlone
 
 
 class _Core(Protocol):

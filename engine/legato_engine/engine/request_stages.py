@@ -14,7 +14,8 @@ from legato_engine.core.requests import Request
 from legato_engine.core.results import Outline
 from legato_engine.core.tokens import TokenInfo
 from legato_engine.engine.loaded_image import PendingImage, PreprocessedImage
-from legato_engine.ipc.messages import Done, HoldImage
+from legato_engine.ipc.commands import HoldImage
+from legato_engine.ipc.messages import Done
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Refinement

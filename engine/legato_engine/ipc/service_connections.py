@@ -14,27 +14,28 @@ from legato_engine.core.images import WITH_BLOB
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.ipc.busy_poll import EXPECTED_REQUEST
-from legato_engine.ipc.framing import FrameReader, FrameWriter
-from legato_engine.ipc.messages import (
-    FINAL,
+from legato_engine.ipc.codec import decode_command, encode
+from legato_engine.ipc.commands import (
     Abort,
     Command,
     DropImage,
-    EngineOutput,
     Expect,
-    Failed,
     HoldImage,
+    Stop,
+    StopElsewhere,
+    Submit,
+    WatchTimeline,
+)
+from legato_engine.ipc.framing import FrameReader, FrameWriter
+from legato_engine.ipc.messages import (
+    FINAL,
+    EngineOutput,
+    Failed,
     Loading,
     Ready,
     RunningAlone,
-    Stop,
-    StopElsewhere,
     Stopped,
-    Submit,
     TimelineBatch,
-    WatchTimeline,
-    decode_command,
-    encode,
 )
 from legato_engine.shm.blob_store import namespace_of
 

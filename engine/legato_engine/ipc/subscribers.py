@@ -6,8 +6,9 @@ import enum
 import select
 import socket
 
+from legato_engine.ipc.codec import encode
 from legato_engine.ipc.framing import FrameWriter
-from legato_engine.ipc.messages import Heartbeat, encode
+from legato_engine.ipc.messages import Heartbeat
 from legato_engine.ipc.service_connections import inherited_listener, pending_connections
 
 

@@ -21,8 +21,10 @@ import tempfile
 from collections.abc import Callable
 
 from legato_engine.errors import InvalidField
+from legato_engine.ipc.codec import decode_engine_message, encode
+from legato_engine.ipc.commands import Command
 from legato_engine.ipc.framing import FrameReader, FrameWriter
-from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
+from legato_engine.ipc.messages import EngineMessage
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.owner_lock import OwnerLock, sweep_folders
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.ipc.messages import KVCacheStats
+from legato_engine.ipc.figures import KVCacheStats
 from legato_engine.sequence import Sequence
 
 

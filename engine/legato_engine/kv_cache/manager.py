@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.ipc.messages import KVCacheStats
+from legato_engine.ipc.figures import KVCacheStats
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
 from legato_engine.kv_cache.counters import KVCacheCounters
 from legato_engine.kv_cache.page_budget import PageBudget

@@ -16,16 +16,14 @@ from legato_engine.errors import (
     LegatoError,
     to_value,
 )
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import ImageTotals, Load
 from legato_engine.ipc.messages import (
     Delta,
     Done,
-    DropImage,
     EngineOutput,
     Failed,
-    HoldImage,
     ImageDropped,
-    ImageTotals,
-    Load,
     Queued,
     Started,
     TimelineSpan,

@@ -14,7 +14,9 @@ from legato_engine.images.leases import ImageLeases
 from legato_engine.images.orientation import displayed_size
 from legato_engine.images.quota import image_quota
 from legato_engine.images.raw import check_raw
-from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld, ImageTotals
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import ImageTotals
+from legato_engine.ipc.messages import ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 
 _RGB = 3  # bytes of a pixel

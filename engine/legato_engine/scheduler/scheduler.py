@@ -10,7 +10,7 @@ from legato_engine import failpoints
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.results import FinishReason
 from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.figures import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes

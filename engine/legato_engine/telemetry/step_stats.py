@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from legato_engine.ipc.messages import PipelineStats
+from legato_engine.ipc.figures import PipelineStats
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.telemetry.cost_model import predicted_speedup
 from legato_engine.telemetry.timeline import Step

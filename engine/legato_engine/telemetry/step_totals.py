@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 
-from legato_engine.ipc.messages import SECONDS_BOUNDS, Durations, StepTotals
+from legato_engine.ipc.figures import SECONDS_BOUNDS, Durations, StepTotals
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.telemetry.timeline import Step
 

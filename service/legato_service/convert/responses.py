@@ -16,14 +16,8 @@ from legato_engine.core.events import (
     TextDelta,
     TokensDelta,
 )
-from legato_engine.ipc.messages import (
-    Done,
-    PipelineStats,
-    Queued,
-    Started,
-    TimelineBatch,
-    TimelineSpan,
-)
+from legato_engine.ipc.figures import PipelineStats
+from legato_engine.ipc.messages import Done, Queued, Started, TimelineBatch, TimelineSpan
 
 from legato_service.convert import pieces, skills
 from legato_service.convert.response_info import (

@@ -12,15 +12,9 @@ from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.core.images import CachedImage
 from legato_engine.errors import EngineLost, ImageNotFound
-from legato_engine.ipc.messages import (
-    Done,
-    DropImage,
-    HoldImage,
-    ImageHeld,
-    Load,
-    ModelInfo,
-    Started,
-)
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import Done, ImageHeld, ModelInfo, Started
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.figures import Load
 
 
 def total_load(loads: Sequence[Load]) -> Load:

@@ -13,7 +13,7 @@ from legato_engine.core.images import ImageSource
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ImageNotFound, LegatoError, Unavailable
 from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.messages import HoldImage
+from legato_engine.ipc.commands import HoldImage
 from legato_engine.shm.blob_store import BlobStore, KeptBlob
 
 from legato_service.engine import Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from legato_engine.ipc.messages import SECONDS_BOUNDS
+from legato_engine.ipc.figures import SECONDS_BOUNDS
 
 
 class Kind(enum.StrEnum):

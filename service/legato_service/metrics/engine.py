@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from legato_engine.client.engine_client import EngineState
-from legato_engine.ipc.messages import Durations, Load, PipelineStats, StepTotals
+from legato_engine.ipc.figures import Durations, Load, PipelineStats, StepTotals
 
 from legato_service.engine import Engine
 from legato_service.metrics.snapshot import Bins, Snapshot

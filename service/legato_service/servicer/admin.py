@@ -11,7 +11,8 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import InvalidField
-from legato_engine.ipc.messages import Load, TimelineBatch
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import TimelineBatch
 
 from legato_service.convert import fields, responses
 from legato_service.convert.response_info import duration

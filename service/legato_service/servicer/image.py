@@ -22,7 +22,8 @@ from legato_engine.errors import (
     InvalidRequest,
 )
 from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.messages import ImageHeld
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig

@@ -23,24 +23,19 @@ from legato_engine.core.requests import Request
 from legato_engine.core.results import FinishReason, QueryResult, Timings, Usage
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
+from legato_engine.ipc.commands import Abort, DropImage, HoldImage, Shutdown, Stop, Submit
+from legato_engine.ipc.figures import Load
 from legato_engine.ipc.messages import (
-    Abort,
     Delta,
     Done,
-    DropImage,
     Failed,
     Heartbeat,
-    HoldImage,
     ImageDropped,
     ImageHeld,
-    Load,
     Loading,
     ModelInfo,
     Ready,
-    Shutdown,
     Started,
-    Stop,
-    Submit,
 )
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers

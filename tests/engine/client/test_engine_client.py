@@ -35,8 +35,9 @@ from legato_engine.errors import (
     ImageUndecodable,
     InvalidField,
 )
+from legato_engine.ipc.commands import DropImage, HoldImage
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
+from legato_engine.ipc.messages import Delta, Done, Started
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import blob_folder
 

@@ -3,7 +3,8 @@
 import pytest
 from legato_engine.client import liveness
 from legato_engine.client.liveness import TICK, Liveness
-from legato_engine.ipc.messages import Heartbeat, Load
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import Heartbeat
 
 
 @pytest.fixture

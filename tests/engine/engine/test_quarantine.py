@@ -6,7 +6,8 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, Resumed
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.quarantine import Quarantine
-from legato_engine.ipc.messages import Abort, HoldImage, RunningAlone, Stop, Submit
+from legato_engine.ipc.commands import Abort, HoldImage, Stop, Submit
+from legato_engine.ipc.messages import RunningAlone
 
 
 class Core:

@@ -11,7 +11,7 @@ from legato_engine.core.requests import Request
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.request_stages import PendingLease, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.messages import HoldImage
+from legato_engine.ipc.commands import HoldImage
 
 A, B = RequestKey("a"), RequestKey("b")
 IMAGE = EncodedImage(blob=BlobRef(name="", size=0), mime_type="image/png")

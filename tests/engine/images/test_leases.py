@@ -18,7 +18,8 @@ from legato_engine.images.cache import ImageCache, ImageKey
 from legato_engine.images.leases import ImageLeases
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.quota import ByteQuota
-from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.messages import Failed, ImageDropped, ImageHeld
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace

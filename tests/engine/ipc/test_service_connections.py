@@ -13,22 +13,18 @@ from legato_engine.core.images import BlobRef, EncodedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.core.task_specs import CaptionTask
-from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
-from legato_engine.ipc.messages import (
+from legato_engine.ipc.commands import (
     Abort,
     DropImage,
     Expect,
-    Failed,
-    ImageDropped,
-    Queued,
     Shutdown,
     Stop,
     StopElsewhere,
-    Stopped,
     Submit,
-    TimelineBatch,
     WatchTimeline,
 )
+from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
+from legato_engine.ipc.messages import Failed, ImageDropped, Queued, Stopped, TimelineBatch
 
 from tests.engine.ipc.both_ends import as_key, both_ends, done, loading, submit, until
 

@@ -25,16 +25,9 @@ from legato_engine.core.task_specs import (
     Turn,
 )
 from legato_engine.errors import DeadlineExceeded
-from legato_engine.ipc.messages import (
-    Delta,
-    Done,
-    DropImage,
-    Failed,
-    HoldImage,
-    Load,
-    Queued,
-    Started,
-)
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import Delta, Done, Failed, Queued, Started
 from legato_engine.null.engine import NullEngine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace

@@ -16,7 +16,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.results import FinishReason
 from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InternalError, NumericError, PromptTooLong
-from legato_engine.ipc.messages import KVCacheStats
+from legato_engine.ipc.figures import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler

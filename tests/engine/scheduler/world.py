@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 import msgspec
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import LegatoError
-from legato_engine.ipc.messages import Load
+from legato_engine.ipc.figures import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import BatchLimits, LaunchKind, Plan, Refinement

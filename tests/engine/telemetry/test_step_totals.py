@@ -1,7 +1,7 @@
 """Totals over all launches."""
 
 import pytest
-from legato_engine.ipc.messages import SECONDS_BOUNDS
+from legato_engine.ipc.figures import SECONDS_BOUNDS
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.telemetry.step_totals import StepCounter
 

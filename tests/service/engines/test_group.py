@@ -10,7 +10,9 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request
 from legato_engine.core.task_specs import CaptionTask, QueryTask
 from legato_engine.errors import EngineLost, ImageNotFound
-from legato_engine.ipc.messages import DropImage, HoldImage, Load, TimelineBatch
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import TimelineBatch
 from legato_service.engines.group import EngineGroup
 from legato_service.images.intake import as_source
 from legato_service.requests.affinity import bytes_key, keys_of

@@ -7,7 +7,7 @@ import pytest
 from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
 from legato_engine.client.engine_client import EngineState
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.messages import Durations, ImageTotals, Load, StepTotals
+from legato_engine.ipc.figures import Durations, ImageTotals, Load, StepTotals
 
 from tests.service.fakes import MODEL, TIMINGS, USAGE, FakeEngine
 from tests.service.harness import image_message, refusal, running

@@ -10,7 +10,7 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import QueueFull
-from legato_engine.ipc.messages import Load, PipelineStats
+from legato_engine.ipc.figures import Load, PipelineStats
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse

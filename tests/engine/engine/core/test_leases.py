@@ -6,7 +6,8 @@ import time
 from legato_engine.core.images import CachedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.task_specs import DetectTask
-from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
+from legato_engine.ipc.commands import DropImage, HoldImage
+from legato_engine.ipc.messages import Done, ImageDropped
 
 from tests.engine.engine.core.world import GatedFrontend, World, png
 

@@ -12,7 +12,9 @@ from legato_engine.core.images import EncodedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.errors import from_value
-from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
+from legato_engine.ipc.commands import HoldImage
+from legato_engine.ipc.figures import Load
+from legato_engine.ipc.messages import Done, EngineMessage, Failed, ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
