@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import gc
-import math
 import os
 import pathlib
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -28,21 +25,12 @@ from legato_engine.crash.bundle import CrashFiles
 from legato_engine.crash.recording import Recorder
 from legato_engine.device.host import return_freed_memory
 from legato_engine.engine.logs import configure_logging
+from legato_engine.engine.loop import EngineLoop, Telemetry, apply
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
-from legato_engine.ipc.commands import (
-    Abort,
-    Command,
-    DropImage,
-    HoldImage,
-    SetPipelineDepth,
-    Shutdown,
-    Stop,
-    Submit,
-)
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
-from legato_engine.ipc.messages import FINAL, EngineOutput, Heartbeat, Loading, ModelInfo, Ready
+from legato_engine.ipc.messages import FINAL, EngineOutput, Loading, ModelInfo, Ready
 from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.models.decoder.template_process import templates
 from legato_engine.models.registry import may_have_chat_template
@@ -50,18 +38,12 @@ from legato_engine.null import model as null_model
 from legato_engine.null.engine import NullEngine
 from legato_engine.parent_process import bind_to_parent
 from legato_engine.shm.blob_reader import BlobReader
-from legato_engine.telemetry.step_stats import StepStats
-from legato_engine.telemetry.step_totals import StepCounter
 from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
-from legato_engine.telemetry.timeline_stream import TimelineStream
 
 if TYPE_CHECKING:
-    from legato_engine.engine.engine_core import EngineCore  # imports torch
-
-    Core = EngineCore | NullEngine
+    from legato_engine.engine.loop import Core
 
 _LINGER_MS = 500  # to send the last outputs
-_MOMENT_MS = 5  # without a command before the loop publishes and sleeps
 _log = structlog.get_logger()
 
 
@@ -125,7 +107,7 @@ def serve(
     recorder = _recorder(files)
     with unservable():
         core, model = _open(config, blobs, connections, wake_fd, telemetry, recorder)
-    quarantine = Quarantine(core, functools.partial(_apply, core), connections.announce)
+    quarantine = Quarantine(core, functools.partial(apply, core), connections.announce)
     loop = EngineLoop(core, telemetry, connections, vitals, quarantine)
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
@@ -134,24 +116,6 @@ def serve(
     loop.run()
     if (kv := core.load().kv) is not None:
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Telemetry:
-    """What the engine tells of its launches."""
-
-    stats: StepStats
-    counter: StepCounter
-    stream: TimelineStream
-
-    @classmethod
-    def of(cls, connections: ServiceConnections) -> Telemetry:
-        stats = StepStats()
-        return cls(stats, StepCounter(), TimelineStream(connections, stats))
-
-    @property
-    def listeners(self) -> tuple[StepListener, ...]:
-        return (self.stats, self.counter, self.stream)
 
 
 def _open(
@@ -218,56 +182,6 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
     return (timeline,)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineLoop:
-    """The main loop of the engine process."""
-
-    core: Core
-    telemetry: Telemetry
-    connections: ServiceConnections
-    vitals: Vitals
-    quarantine: Quarantine
-
-    def run(self) -> None:
-        """Serve until `Shutdown`.
-
-        What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
-        publishing would cost more than the requests.
-        """
-        core, connections, quarantine = self.core, self.connections, self.quarantine
-        while True:
-            connections.flush()
-            if self.vitals.due:
-                self.publish()
-            if not core.busy:
-                deadline = core.next_deadline()
-                if deadline < time.monotonic() + _MOMENT_MS / 1000:
-                    connections.wait(_timeout_ms(deadline))
-                elif not connections.wait(_MOMENT_MS):
-                    self.publish()
-                    connections.wait(_timeout_ms(deadline))
-            for command in connections.receive():
-                if isinstance(command, Shutdown):
-                    return
-                quarantine.receive(command)
-            core.step()
-            quarantine.advance()
-
-    def publish(self) -> None:
-        self.vitals.due = False
-        self.telemetry.stream.flush()
-        steps = self.telemetry.stats.latest(time.monotonic(), fresh=not self.core.busy)
-        load = self.core.load()
-        waiting = load.waiting + self.quarantine.num_held
-        self.vitals.beat = Heartbeat(
-            step=self.core.steps_committed,
-            load=msgspec.structs.replace(load, waiting=waiting, decode_steps=steps),
-            estimated_wait=self.core.estimated_wait(),
-            steps=self.telemetry.counter.totals(),
-            images=self.core.image_totals(),
-        )
-
-
 def _freeze(threshold: int) -> None:
     """Freeze what is loaded, because a collection over all of it takes milliseconds."""
     gc.collect()
@@ -281,30 +195,6 @@ def _send(connections: ServiceConnections, output: EngineOutput) -> None:
         connections.send(output)
     else:
         connections.post(output)
-
-
-def _apply(core: Core, command: Command) -> None:
-    match command:
-        case Submit(request=request):
-            if failpoints.ACTIVE:
-                failpoints.hit("engine.poison", str(request.task))
-            core.submit(request)
-        case Abort(request_id=request_id):
-            core.abort(request_id)
-        case Stop(request_id=request_id):
-            core.stop(request_id)
-        case HoldImage():
-            core.hold(command)
-        case DropImage():
-            core.drop(command)
-        case SetPipelineDepth(depth=depth):
-            core.set_pipeline_depth(depth)
-
-
-def _timeout_ms(deadline: float) -> int | None:
-    if deadline == math.inf:
-        return None
-    return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
