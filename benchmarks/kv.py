@@ -26,7 +26,7 @@ from legato_engine.core.task_specs import QueryTask
 from legato_engine.core.tokens import PromptToken
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence

@@ -14,7 +14,7 @@ from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.assembly import assemble
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of

@@ -14,7 +14,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import DetectTask
 from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks.loops.decodes import Decodes, recorded

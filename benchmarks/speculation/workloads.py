@@ -21,7 +21,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import CaptionLength, CaptionTask, QueryTask, TaskSpec
 from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence

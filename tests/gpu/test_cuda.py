@@ -18,7 +18,7 @@ from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, Ta
 from legato_engine.core.tokens import TokenInfo
 from legato_engine.device.select import open_device
 from legato_engine.engine.assembly import Assembly, assemble
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of

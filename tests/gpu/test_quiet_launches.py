@@ -14,7 +14,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.moondream.outlines.crop import Crop
 from legato_engine.scheduler.launch import LaunchKind, Refinement
 from legato_engine.scheduler.scheduler import Scheduler

@@ -32,7 +32,7 @@ from legato_engine.crash.bundle import Bundle
 from legato_engine.crash.recording import RequestShape
 from legato_engine.engine import assembly as assemblies
 from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence as Scheduled
 

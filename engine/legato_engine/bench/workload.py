@@ -17,7 +17,7 @@ from legato_engine.core.results import FinishReason, TaskResult
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
 from legato_engine.core.tokens import PromptToken
 from legato_engine.engine.assembly import Assembly
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.errors import InvalidField
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.sequence import Sequence

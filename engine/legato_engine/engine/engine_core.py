@@ -31,6 +31,7 @@ from legato_engine.engine.request_stages import (
 )
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.engine.resumption import ended_as, replay
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -42,10 +43,9 @@ from legato_engine.errors import (
 )
 from legato_engine.ipc.commands import DropImage, HoldImage
 from legato_engine.ipc.figures import ImageTotals, Load
-from legato_engine.models.capabilities import Adapter
-from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.sequence import HostInputs, Sequence, SequenceAdapter, SequenceStatus
+from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import Task
 
 _log = structlog.get_logger()
@@ -339,29 +339,3 @@ def _task_or_cancel(task: Lazy[Task], image: PendingImage | None) -> Task:
         if isinstance(image, concurrent.futures.Future):
             image.cancel()
         raise
-
-
-def make_sequence(
-    frontend: ModelFrontend,
-    request: Request,
-    image: PreparedImage | None,
-    adapter: Adapter | None = None,
-    *,
-    task: Task | None = None,
-) -> Sequence:
-    """Make a waiting sequence. Raises as `make_task`.
-
-    The prefix is not shared under another adapter, which changes its keys and values.
-    """
-    task = task or frontend.make_task(request)
-    return Sequence(
-        seq_id=0,
-        request=request,
-        task=task,
-        prefix_key=(image.key if image else "") if request.cache_image else None,
-        prefix_length=frontend.prefix_length(image is not None),
-        prompt=task.prompt,
-        num_crops=image.num_crops if image else 0,
-        inputs=HostInputs(image, adapter),
-        adapter=SequenceAdapter(adapter.key, adapter.rank) if adapter else SequenceAdapter(),
-    )

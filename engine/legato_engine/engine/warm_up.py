@@ -9,7 +9,7 @@ from legato_engine.core.images import CachedImage, ImageInfo
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import CaptionTask, QueryTask
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 

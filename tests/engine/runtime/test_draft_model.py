@@ -8,7 +8,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.engine.engine_core import make_sequence
+from legato_engine.engine.sequences import make_sequence
 from legato_engine.errors import InvalidField
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.draft_model import CATCH_UP, DraftModel
