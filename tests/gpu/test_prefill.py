@@ -16,6 +16,7 @@ from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda import prefill
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import Span
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
@@ -46,7 +47,7 @@ class Case:
     """The joint projection of a span, where it stands, and caches that hold other things."""
 
     qkv_T3HE: torch.Tensor
-    span: ops.Span
+    span: Span
     cache: LayerCache
 
     def copy(self) -> Case:
@@ -80,7 +81,7 @@ def case(start: int, count: int, num_heads: int, *, narrow: bool = False) -> Cas
     qkv_T3HE = torch.randn(count, 3, num_heads, 64, device=DEVICE).bfloat16()
     if narrow:
         qkv_T3HE[-1, :, 0, :2] = torch.nan
-    span = ops.Span(start, pages_M[None], rope.cos_PR, rope.sin_PR)
+    span = Span(start, pages_M[None], rope.cos_PR, rope.sin_PR)
     return Case(qkv_T3HE, span, LayerCache(k_NHSE, v_NHSE, scale_2))
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from legato_engine.kernels import ops, reference, row_ops
 from legato_engine.kernels.cuda import token_rows
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import AttentionMetadata
 
 CUDA = torch.device("cuda", 0)
 PAGE, CONTEXT = 16, 4096
@@ -48,7 +49,7 @@ def test_rotation_and_its_write_to_pages_have_torchs_bits(heads, head_dim, half,
     qkv_TGE = noise(count, num_heads + 2 * num_kv, head_dim)
     angle_T1R = torch.rand(count, 1, half, device=CUDA) * 6
     place_T = torch.randperm(8 * PAGE, device=CUDA)[:count]
-    where = ops.AttentionMetadata(angle_T1R.cos(), angle_T1R.sin(), place_T // PAGE, place_T % PAGE)
+    where = AttentionMetadata(angle_T1R.cos(), angle_T1R.sin(), place_T // PAGE, place_T % PAGE)
     caches = [noise(8, num_kv, PAGE, head_dim) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     assert token_rows.can_rotate(qkv_TGE, where.cos_T1R, caches[0])

@@ -13,6 +13,7 @@ from torch import nn
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import AttentionMetadata, Span
 from legato_engine.layers.linear import Linear, PackedLinear
 
 Heads = torch.Tensor
@@ -53,7 +54,7 @@ class GroupedAttention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:

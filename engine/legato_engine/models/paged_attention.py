@@ -10,13 +10,14 @@ import torch
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import AttentionMetadata, PlacedSpan, Span
 from legato_engine.layers.grouped_attention import Attend, Heads
 from legato_engine.layers.rope import Rope
 from legato_engine.models.paged_cache import Chunk, DecodeBatch, KVCache, PrefillSpan
 
 
-def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
-    return ops.Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
+def span_metadata(span: PrefillSpan, rope: Rope) -> Span:
+    return Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
 
 
 def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
@@ -32,10 +33,10 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
     return attend
 
 
-def chunk_metadata(chunk: Chunk, rope: Rope) -> ops.PlacedSpan:
+def chunk_metadata(chunk: Chunk, rope: Rope) -> PlacedSpan:
     tables = rope.cos_PR, rope.sin_PR
     tokens = chunk.positions_T, chunk.page_T
-    return ops.PlacedSpan(chunk.place_2, chunk.pages_M[None], *tables, *tokens)
+    return PlacedSpan(chunk.place_2, chunk.pages_M[None], *tables, *tokens)
 
 
 def chunk_attention(chunk: Chunk, kv: KVCache) -> Attend:
@@ -54,9 +55,9 @@ def chunk_attention(chunk: Chunk, kv: KVCache) -> Attend:
     return attend
 
 
-def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
+def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> Span:
     """Locate the first tokens of several sequences of equal length."""
-    return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
+    return Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
 
 
 def stacked_attention(num_sequences: int) -> Attend:
@@ -70,11 +71,11 @@ def stacked_attention(num_sequences: int) -> Attend:
     return attend
 
 
-def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
+def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> AttentionMetadata:
     index_B1 = (batch.positions_B // kv.page_size)[:, None]
     pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
     angles = rope.at(batch.positions_B)
-    return ops.AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
+    return AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
 
 
 def step_attention(batch: DecodeBatch, kv: KVCache) -> Attend:

@@ -9,6 +9,7 @@ import torch
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import token_rows
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import Span
 
 HEADS, HEAD_DIM, PAGE = 3, 8, 4
 
@@ -154,7 +155,7 @@ def test_a_span_turns_and_keeps_keys_and_values(start, queries):
     count, half = 6, 2
     angle_PR = torch.rand(start + count, half, generator=generator) * 6
     pages_M = torch.tensor([5, 2, 7, 1])
-    span = ops.Span(start, pages_M[None], angle_PR.cos(), angle_PR.sin())
+    span = Span(start, pages_M[None], angle_PR.cos(), angle_PR.sin())
     qkv_TGE = torch.randn(count, queries + 2 * HEADS, HEAD_DIM, generator=generator)
     caches = [torch.full((8, HEADS, PAGE, HEAD_DIM), math.nan) for _ in range(2)]
     q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE.clone(), span, *caches)
@@ -176,7 +177,7 @@ def test_a_span_is_its_positions_one_by_one():
     """A span and the same tokens given by their positions leave the same bits everywhere."""
     generator = torch.Generator().manual_seed(5)
     angle_PR = torch.rand(16, 2, generator=generator)
-    span = ops.Span(3, torch.tensor([[2, 3, 1]]), angle_PR.cos(), angle_PR.sin())
+    span = Span(3, torch.tensor([[2, 3, 1]]), angle_PR.cos(), angle_PR.sin())
     qkv_TGE = torch.randn(7, 3 * HEADS, HEAD_DIM, generator=generator)
     results = []
     for where in (span, span.metadata(7, PAGE)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import Span
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import GroupedAttention, HeadPlan
 from torch import nn
@@ -80,7 +81,7 @@ def test_heads_share_keys_and_values_in_groups(plan):
     x_TD = torch.randn(COUNT, DIM)
     caches = [torch.full((4, plan.num_kv_heads, PAGE, HEAD_DIM), math.nan) for _ in range(2)]
     still_PR = torch.ones(COUNT, 2)
-    where = ops.Span(0, torch.tensor([[3, 1]]), still_PR, torch.zeros_like(still_PR))
+    where = Span(0, torch.tensor([[3, 1]]), still_PR, torch.zeros_like(still_PR))
     cache = LayerCache(*caches)
     out_TD = attention(x_TD, where, cache, lambda q, k, v, *_: ops.suffix_attention(q, k, v))
     torch.testing.assert_close(

@@ -17,6 +17,7 @@ from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.cpu.weights import PanelWeight
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.packed_weights import PackedWeight
+from legato_engine.kernels.spans import AttentionMetadata, Span
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
@@ -45,7 +46,7 @@ class GatedBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
@@ -165,7 +166,7 @@ class DecoderNetwork(nn.Module):
         return logits_BV.float()
 
     def _blocks(
-        self, x: torch.Tensor, where: ops.AttentionMetadata | ops.Span, kv: KVCache, attend: Attend
+        self, x: torch.Tensor, where: AttentionMetadata | Span, kv: KVCache, attend: Attend
     ) -> torch.Tensor:
         for layer, block in enumerate(self.layers):
             x = block(x, where, kv.layer(layer), attend)

@@ -16,6 +16,7 @@ from legato_engine.kernels import ops, row_ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import AttentionMetadata, PlacedSpan, Span
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.cpu import cpu_map, cpu_norm, ungated_decoder
 from legato_engine.layers.grouped_attention import Attend
@@ -58,7 +59,7 @@ class TextBlock(nn.Module):
     def forward(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
+        where: AttentionMetadata | Span | PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
         attend: Attend,
@@ -66,9 +67,7 @@ class TextBlock(nn.Module):
     ) -> Terms:
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
-        mlp = self._feed_forward(
-            normed, adapters, capturable=isinstance(where, ops.AttentionMetadata)
-        )
+        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, AttentionMetadata))
         return x, self.attn.join(attend(*heads, cache)), mlp
 
     def cpu_layer(self) -> cpu.Layer | None:
@@ -86,7 +85,7 @@ class TextBlock(nn.Module):
     def cache(
         self,
         terms: Terms,
-        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
+        where: AttentionMetadata | Span | PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
@@ -100,7 +99,7 @@ class TextBlock(nn.Module):
     def _write(
         self,
         normed: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
+        where: AttentionMetadata | Span | PlacedSpan,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
@@ -251,7 +250,7 @@ class Text(nn.Module):
             caches_only=caches_only,
         )
 
-    def _cache(self, terms: Terms, where: ops.Span, positions_T: torch.Tensor, kv: KVCache) -> None:
+    def _cache(self, terms: Terms, where: Span, positions_T: torch.Tensor, kv: KVCache) -> None:
         last = len(self.blocks) - 1
         block = self.blocks[last]
         assert isinstance(block, TextBlock), "a decoder has one kind of block"
@@ -269,7 +268,7 @@ class Text(nn.Module):
         self,
         count: int,
         x: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span | ops.PlacedSpan,
+        where: AttentionMetadata | Span | PlacedSpan,
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,

@@ -8,6 +8,7 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.kernels.spans import AttentionMetadata, Span
 from legato_engine.layers.cpu import cpu_map, cpu_norm
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.mlp import MLP
@@ -36,7 +37,7 @@ class PhiBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.AttentionMetadata | ops.Span,
+        where: AttentionMetadata | Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
