@@ -33,8 +33,8 @@ from legato_engine.core.images import EncodedImage, ImageSource
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
+from legato_engine.engine.loading import assemble
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import Done, EngineMessage, Failed

@@ -16,7 +16,8 @@ from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.core.images import ImageInfo
 from legato_engine.device.base import Device
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.images.decoding import content_key, decode_encoded, image_id
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.kernels.cut_plan import CutPlan

@@ -25,7 +25,8 @@ from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.core.tokens import PromptToken
 from legato_engine.device.base import Device
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.sink import SilentSink

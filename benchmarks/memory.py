@@ -15,7 +15,8 @@ import torch
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
-from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, speculating, with_decode_path
 from legato_engine.runtime import model_runner
 
 from benchmarks import record

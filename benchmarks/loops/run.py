@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, with_decode_path
 
 from benchmarks import record
 from benchmarks.loops.arrivals import MAX_LIVE, joins, load, randomly

@@ -16,7 +16,7 @@ from legato_engine.core.images import CachedImage, ImageInfo
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason, TaskResult
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 IMPORTED = {
     "all": (
-        "legato_engine.engine.assembly",
+        "legato_engine.engine.loading",
         "legato_engine.engine.process",
         "legato_engine.models.llama.family",
         "legato_engine.models.moondream.family",

@@ -17,7 +17,8 @@ from legato_engine.core.results import DetectResult, FinishReason, TaskResult
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
 from legato_engine.core.tokens import TokenInfo
 from legato_engine.device.select import open_device
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.kernels.accelerated import captured_loop
 from legato_engine.kernels.decode_loop import (
     DONE,

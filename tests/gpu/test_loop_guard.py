@@ -11,7 +11,8 @@ import torch
 from cuda.bindings import driver, runtime
 from legato_engine.config import EngineConfig
 from legato_engine.core.request_key import RequestKey
-from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, speculating, with_decode_path
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.scheduler.launch import LaunchKind
 

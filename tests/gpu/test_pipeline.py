@@ -20,7 +20,8 @@ from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason, TaskResult
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
 from legato_engine.core.tokens import TokenInfo
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner

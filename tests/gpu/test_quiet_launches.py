@@ -13,7 +13,8 @@ from legato_engine.config import EngineConfig
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.moondream.outlines.crop import Crop
 from legato_engine.scheduler.launch import LaunchKind, Refinement

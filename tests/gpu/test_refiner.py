@@ -6,7 +6,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.requests import SamplingParams
 from legato_engine.core.task_specs import QueryTask
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.models.moondream.outlines import paths
 from legato_engine.models.moondream.outlines.crop import Crop
 from legato_engine.runtime.graph_runner import GraphRunner

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, speculating
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
 
 from benchmarks.loops import question, randomly

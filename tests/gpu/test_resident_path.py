@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
 
 from benchmarks.loops import (

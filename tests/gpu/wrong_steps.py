@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import torch
 from legato_engine.config import LOOKUP_DRAFT, SPECULATION_OFF, EngineConfig
-from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.kernels.cuda import attention, draft_layer, module, skinny_gemm
 from legato_engine.models.moondream import decode_step
 from legato_engine.models.moondream import draft as moondream_draft

@@ -23,7 +23,8 @@ from legato_engine.bench.options import TABLES, bench_parser
 from legato_engine.bench.tables import full_tables, photon_tables, task_table
 from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 
 _TABLES = dict(zip(TABLES, (full_tables, photon_tables), strict=True))
 _TABLE_WIDTH = 120

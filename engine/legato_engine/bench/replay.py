@@ -30,7 +30,7 @@ from legato_engine.core.task_specs import SKILL_OF_TASK, TaskSpec
 from legato_engine.crash import bundle as bundles
 from legato_engine.crash.bundle import Bundle
 from legato_engine.crash.recording import RequestShape
-from legato_engine.engine import assembly as assemblies
+from legato_engine.engine import loading
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.scheduler.sink import SilentSink
@@ -120,7 +120,7 @@ def _config(bundle: Bundle, given: EngineConfig) -> EngineConfig:
 
 
 def _replay(bundle: Bundle, config: EngineConfig) -> None:
-    assembly = assemblies.assemble(config)
+    assembly = loading.assemble(config)
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth)
     made = MadeUpRequests(assembly, bundle)
     waiting = set(made.shapes)

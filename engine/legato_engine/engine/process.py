@@ -131,7 +131,7 @@ def _open(
         return core, null_model.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
-    from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
+    from legato_engine.engine.loading import assemble  # imports torch, which takes seconds
 
     assembly = assemble(
         config,

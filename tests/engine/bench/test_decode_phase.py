@@ -15,7 +15,7 @@ from legato_engine.bench.decode_phase import (
 )
 from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.scheduler.launch import LaunchKind
 
 from tests.engine.telemetry.steps import make_step

@@ -5,7 +5,7 @@ from legato_engine.bench.options import KINDS
 from legato_engine.bench.workload import Workload, endless
 from legato_engine.config import EngineConfig
 from legato_engine.core.results import DetectResult, FinishReason
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import Constraint

@@ -12,7 +12,8 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason, TaskResult
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, TaskSpec
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.ipc.figures import KVCacheStats
 from legato_engine.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.scheduler.launch import LaunchKind

@@ -16,7 +16,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import SamplingParams
 from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import DetectTask, QueryTask, SegmentTask
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.request_stages import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.ipc.messages import Delta, Done

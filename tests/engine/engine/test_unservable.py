@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.errors import InvalidField
 

@@ -11,7 +11,7 @@ from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.core.tokens import PromptToken
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.models.registry import resolve

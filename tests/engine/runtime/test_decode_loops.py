@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
 from legato_engine.core.results import FinishReason
-from legato_engine.engine.assembly import Assembly, assemble, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.decode_loop import (
     DONE,

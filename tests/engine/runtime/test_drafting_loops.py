@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
 from legato_engine.kernels.decode_loop import (
     DONE,
     STOP,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from legato_engine.core.images import PixelFormat, RawImage
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_cache import DecodeBatch

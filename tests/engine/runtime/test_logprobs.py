@@ -12,7 +12,7 @@ from legato_engine.core.images import CachedImage, ImageInfo
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.task_specs import CaptionTask, DetectTask, QueryTask, SegmentTask, TaskSpec
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.runtime.logprobs import token_logprobs
 from legato_engine.runtime.sampler import constraint_table

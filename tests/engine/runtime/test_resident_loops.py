@@ -10,7 +10,8 @@ import pytest
 import structlog
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import Assembly, assemble, speculating, with_decode_path
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble, speculating, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes

@@ -2,7 +2,7 @@
 
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.speculative.proposer import UNKNOWN
 
 

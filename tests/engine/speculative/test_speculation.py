@@ -12,7 +12,7 @@ from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request, SamplingParams
 from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import CaptionTask, DetectTask, PointTask, QueryTask, SegmentTask
-from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.engine.sequences import make_sequence
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.sink import SilentSink

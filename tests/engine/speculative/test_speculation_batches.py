@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from legato_engine.config import EngineConfig
 from legato_engine.core.task_specs import DetectTask, QueryTask
-from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.loading import assemble, speculating
 from legato_engine.models.moondream.presets import tiny_random_config
 
 from tests.adapters import random_adapter, safetensors_file

@@ -7,7 +7,7 @@ import pytest
 from legato_engine.bench import trace
 from legato_engine.bench.workload import Workload
 from legato_engine.config import EngineConfig
-from legato_engine.engine.assembly import assemble
+from legato_engine.engine.loading import assemble
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.sink import SilentSink
