@@ -9,19 +9,16 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import structlog
 import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
-from legato_engine.kernels.accelerated import LookupKernel
-from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
-from legato_engine.models.step_kernels import StepKernels
-from legato_engine.runtime.backend import Backend, Needs
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.backends import backend_for, resident_steps, step_kernels
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
@@ -33,16 +30,12 @@ from legato_engine.runtime.sampler import constraint_table, successor_table
 from legato_engine.runtime.slot_outputs import Outputs, drafted_tokens, needs_of, sampled_tokens
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
-from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
-
-_log = structlog.get_logger()
 
 NUM_SLOTS = 2
 SHARED_PROMPTS = 4
@@ -90,7 +83,7 @@ class ModelRunner:
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
-        kernels = _step_kernels(model, kv, adapters)
+        kernels = step_kernels(model, kv, adapters)
         if loops is None:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1
@@ -127,10 +120,10 @@ class ModelRunner:
         )
         self._slots = slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
-        self._backend = _backend(kernels, self._resources)
+        self._backend = backend_for(kernels, self._resources)
         self._loops = None
         if loops:
-            steps = _resident_steps(self._backend, max_running, self._drafts) if resident else None
+            steps = resident_steps(self._backend, max_running, self._drafts) if resident else None
             self._loops = DecodeLoops(self._resources, self._backend, steps)
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
@@ -338,36 +331,7 @@ def _constraints(model: Model, device: Device) -> torch.Tensor:
     return constraint_table(model.constraints, model.vocab_size).to(device.torch_device)
 
 
-def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
-    step = model.capabilities.step
-    return None if step is None else step.step_kernels(kv, adapters)
-
-
-def _resident_steps(
-    backend: Backend, max_rows: int, drafts: DraftState | None
-) -> ResidentSteps | None:
-    """None, with the reason in the log, where loops stand in."""
-    steps: ResidentSteps | str
-    if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
-        steps = "takes draft tokens of lookups alone"
-    else:
-        steps = backend.resident(max_rows, None if drafts is None else drafts.policy)
-    if isinstance(steps, str):
-        _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
-        return None
-    _log.info("resident_kernel", max_rows=steps.max_rows, values=steps.has_values)
-    return steps
-
-
 def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:
     if refiner is None:
         return None
     return RefineStep(refiner, resources.device, len(resources.slots), resources.graphs)
-
-
-def _backend(kernels: StepKernels | None, resources: Resources) -> Backend:
-    if kernels is None:
-        return TorchBackend(resources)
-    from legato_engine.runtime.kernel_backend import KernelBackend
-
-    return KernelBackend(kernels, resources)
