@@ -320,19 +320,21 @@ class EngineConnection(EngineMonitor):
                 self.num_answered += 1
                 self._forget(stream)
 
+    @staticmethod
+    def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
+        named = isinstance(stream.request.image, CachedImage)
+        return named and failed.error.kind == ImageNotFound.__name__
+
     def _on_ready(self, ready: Ready) -> None:
         super()._on_ready(ready)
         if self.state is _READY:
             self._send_waiting()
 
+    # ------------------------------------------------------------ requests that change engines
+
     def _send_waiting(self) -> None:
         for stream in [each for each in self._streams.values() if not each.is_sent]:
             self._send_again(stream)
-
-    @staticmethod
-    def _names_lost_image(stream: RequestStream, failed: Failed) -> bool:
-        named = isinstance(stream.request.image, CachedImage)
-        return named and failed.error.kind == ImageNotFound.__name__
 
     def _find_image(self, stream: RequestStream, failed: Failed) -> None:
         """Another engine may have the image, or the caller its bytes."""
