@@ -49,6 +49,8 @@ class _Stalls:
         """Stand still a fifth of the time."""
         sleep_with_lock = ctypes.PyDLL(None).usleep
         while True:
+            policy = os.sched_getscheduler(os.getpid())  # the main thread's, which it may change
+            os.sched_setscheduler(threading.get_native_id(), policy, os.sched_param(0))
             time.sleep(self._random.expovariate(1 / 0.05))
             sleep_with_lock(int(min(self._random.expovariate(1 / 0.012), 0.1) * 1e6))
 
