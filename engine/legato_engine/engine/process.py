@@ -25,7 +25,7 @@ from legato_engine.crash.bundle import CrashFiles
 from legato_engine.crash.recording import Recorder
 from legato_engine.device.host import return_freed_memory
 from legato_engine.engine.logs import configure_logging
-from legato_engine.engine.loop import EngineLoop, Telemetry, apply
+from legato_engine.engine.main_loop import EngineLoop, Telemetry, apply
 from legato_engine.engine.quarantine import Quarantine
 from legato_engine.engine.unservable import UnservableConfig, unservable
 from legato_engine.ipc import latency_policy
@@ -41,7 +41,7 @@ from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
-    from legato_engine.engine.loop import Core
+    from legato_engine.engine.main_loop import Core
 
 _LINGER_MS = 500  # to send the last outputs
 _log = structlog.get_logger()
