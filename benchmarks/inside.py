@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage
 from legato_engine.client.timeline_watch import TimelineWatch
 from legato_engine.config import EngineConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch

@@ -9,7 +9,8 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 import structlog
-from legato_engine.client.engine_client import EngineClient, EngineState
+from legato_engine.client.engine_client import EngineClient
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.supervisor import EXIT_UNSERVABLE
 from legato_engine.errors import InvalidField
 

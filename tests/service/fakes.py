@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream, Restage, StreamOutput
 from legato_engine.client.siblings import Siblings
 from legato_engine.client.timeline_watch import TimelineWatch

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_service import probe
 
 from tests.service.access.certificates import HOST, Authority, Files

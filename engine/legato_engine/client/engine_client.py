@@ -32,8 +32,6 @@ from legato_engine.ipc.messages import Loading, Ready
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace, own_namespace, private_path, sweep_blobs
 
-__all__ = ["EngineClient", "EngineLimits", "EngineState"]
-
 _SHUTDOWN_GRACE = 2.0  # seconds for an engine to exit by itself
 
 

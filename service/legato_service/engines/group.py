@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from legato_engine.client import monitor
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.core.images import CachedImage
 from legato_engine.errors import EngineLost, ImageNotFound

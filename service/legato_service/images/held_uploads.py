@@ -8,7 +8,7 @@ import functools
 import secrets
 
 import structlog
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.core.images import ImageSource
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import ImageNotFound, LegatoError, Unavailable

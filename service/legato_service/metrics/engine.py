@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.ipc.figures import Durations, Load, PipelineStats, StepTotals
 
 from legato_service.engine import Engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 
 from legato_service.rpc.context import Context
 

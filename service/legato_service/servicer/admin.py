@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.core.request_key import RequestKey
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.figures import Load

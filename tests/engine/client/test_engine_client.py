@@ -15,8 +15,8 @@ import pytest
 import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.engine_client import EngineClient, EngineLimits, EngineState
-from legato_engine.client.monitor import HangLimits
+from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_engine.client.monitor import EngineState, HangLimits
 from legato_engine.client.request_stream import merge_events
 from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig

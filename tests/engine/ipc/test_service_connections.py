@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 import pytest
 from legato_engine.client.connection import EngineConnection
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.core.images import BlobRef, EncodedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request

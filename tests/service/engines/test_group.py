@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, media_pb2, server_pb2
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.core.images import CachedImage
 from legato_engine.core.request_key import RequestKey
 from legato_engine.core.requests import Request

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 from legato.v1 import admin_pb2, inference_pb2, session_pb2, task_pb2
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.figures import Durations, ImageTotals, Load, StepTotals
 

@@ -9,7 +9,7 @@ from collections import Counter
 import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.errors import Busy
 

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import refusal, running

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, inference_pb2, media_pb2
 from legato_engine import errors
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 from legato_engine.core.images import CachedImage, EncodedImage, PixelFormat, RawImage
 
 from tests.service.fakes import FakeEngine

@@ -2,7 +2,7 @@
 
 import pytest
 from legato.v1 import server_pb2
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import refusal, running

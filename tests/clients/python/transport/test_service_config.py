@@ -15,7 +15,7 @@ from legato_client import AsyncClient, Client, Unavailable
 from legato_client._errors import from_rpc_error
 from legato_client._transport import service_config
 from legato_engine import errors
-from legato_engine.client.engine_client import EngineState
+from legato_engine.client.monitor import EngineState
 
 from tests.service.fakes import FakeEngine, answer
 from tests.service.harness import refusal, running
