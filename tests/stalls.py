@@ -1,4 +1,4 @@
-"""A machine that stalls processes: `make test-stalled`, to find tests and waits that need a quick one.
+"""A machine that stalls processes (`make test-stalled`), to find waits that need a quick one.
 
 A pytest plugin (`-p tests.stalls`). A thread of each process of tests, services and engines holds
 the interpreter's lock now and then, so that the process stands still wherever it is, and callbacks
@@ -34,7 +34,7 @@ class _Stalls:
         self._random = random.Random(f"{seed} {os.getpid()} {time.monotonic_ns()}")
         self._callbacks = 0
         handle: Any = asyncio.Handle
-        handle._run = lambda each: self._run_late(each)
+        handle._run = lambda each: self._run_late(each)  # noqa: PLW0108 - given the handle
         threading.Thread(target=self._hold, daemon=True, name="stalls").start()
 
     def begin_test(self) -> None:

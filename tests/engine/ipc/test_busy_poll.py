@@ -4,6 +4,8 @@ import asyncio
 
 from legato_engine.ipc.busy_poll import BusyPoll
 
+from tests.engine.ipc.both_ends import until
+
 
 async def test_polling_ends_by_itself():
     """After its time, which a later extension prolongs but does not repeat."""
@@ -11,8 +13,7 @@ async def test_polling_ends_by_itself():
     poll.extend(0.0)
     poll.extend(0.001)
     assert poll.active
-    while poll.active:
-        await asyncio.sleep(0)
+    await until(lambda: not poll.active)
     poll.extend(0.0)
     await asyncio.sleep(0)
     assert not poll.active
