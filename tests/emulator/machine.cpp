@@ -2,6 +2,7 @@
 #include "machine.h"
 #include "switch.h"
 
+#include <algorithm>
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
@@ -78,12 +79,14 @@ std::vector<Thread*> polling;
 std::vector<Copy> copies;
 std::vector<LateArrival> late_arrivals;
 constexpr unsigned BUCKETS = 1024;
-std::vector<Thread*> watching[BUCKETS];  // who polls, by address
+// Threads that poll, by address. Those of one address are in the order in which they came: which addresses share a
+// bucket differs from one process to the next, and the same seed gives the same order of threads in all of them.
+std::vector<Thread*> watching[BUCKETS];
 Warp* current_warp;
 void* main_stack_pointer;
 unsigned live, quiet_rounds, cluster_arrived, cluster_phase;
 bool moved, failed;
-std::uint64_t random_state, turns, time_now, host_turn;
+std::uint64_t random_state, turns, order, time_now, host_turn;
 Mood mood;
 sigjmp_buf out_of_threads;
 
@@ -132,12 +135,7 @@ void wake(Thread& thread) {
 void wake_some_poll() {
   Thread& thread = *polling[below(polling.size())];
   auto& bucket = watching[bucket_of(thread.where)];
-  for (std::size_t i = 0; i < bucket.size(); i++)
-    if (bucket[i] == &thread) {
-      bucket[i] = bucket.back();
-      bucket.pop_back();
-      break;
-    }
+  bucket.erase(std::find(bucket.begin(), bucket.end(), &thread));
   wake(thread);
 }
 
@@ -299,7 +297,9 @@ Thread* choose() {
   unsigned lanes = warp->runnable;
   if (mood.late_lane < 32 && lanes != 1u << mood.late_lane) lanes &= ~(1u << mood.late_lane);
   const unsigned turned = lanes >> warp->first_lane | (warp->first_lane ? lanes << (32 - warp->first_lane) : 0);
-  return warp->lanes + (__builtin_ctz(turned) + warp->first_lane) % 32;
+  Thread* thread = warp->lanes + (__builtin_ctz(turned) + warp->first_lane) % 32;
+  order = (order ^ (std::uint64_t)(thread - threads.data())) * 0x100000001b3ull;
+  return thread;
 }
 
 void go_on() {
@@ -492,16 +492,13 @@ void changed(const void* address) {
   moved = true;
   if (running) running->polled = nullptr;
   auto& bucket = watching[bucket_of(address)];
-  for (std::size_t i = 0; i < bucket.size();) {
-    Thread& thread = *bucket[i];
-    if (thread.where != address) {
-      i++;
-      continue;
-    }
-    bucket[i] = bucket.back();
-    bucket.pop_back();
-    wake(thread);
-  }
+  std::size_t kept = 0;
+  for (Thread* thread : bucket)
+    if (thread->where == address)
+      wake(*thread);
+    else
+      bucket[kept++] = thread;
+  bucket.resize(kept);
 }
 
 void meet(const char* what, unsigned mask, Finish finish) {
@@ -648,7 +645,7 @@ int run(Launch* what, void (*kernel)(void**), void** its_arguments) {
   cluster_size = what->cluster;
   random_state = what->seed * 0x9E3779B97F4A7C15ull | 1;
   for (int i = 0; i < 8; i++) draw();
-  turns = 0, time_now = 1000, host_turn = what->host_every, failed = false;
+  turns = 0, order = 0xcbf29ce484222325ull, time_now = 1000, host_turn = what->host_every, failed = false;
   static std::vector<unsigned char> signal_stack(64 << 10);
   stack_t stack{}, old_stack{};
   stack.ss_sp = signal_stack.data(), stack.ss_size = signal_stack.size();
@@ -662,7 +659,7 @@ int run(Launch* what, void (*kernel)(void**), void** its_arguments) {
     run_blocks(first, at_once < total - first ? at_once : total - first);
   for (int i = 0; i < COUNT; i++) sigaction(SIGNALS[i], old + i, nullptr);
   sigaltstack(&old_stack, nullptr);
-  what->turns = turns;
+  what->turns = turns, what->order = order;
   return failed;
 }
 
