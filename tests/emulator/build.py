@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 _HERE = pathlib.Path(__file__).parent
-_HOST_FILES = ("machine.h", "machine.cpp", "switch.h", "cuda_host.h", "ptx.cuh")
+_HOST_FILES = (
+    *(_HERE / name for name in ("machine.h", "machine.cpp", "cuda_host.h", "ptx.cuh")),
+    *sorted((_HERE / "machine").glob("*.*")),
+)
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-g1", "-w", "-fvisibility=hidden"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as nvcc reads casts; bits by any compiler
@@ -94,7 +97,7 @@ def _machine() -> pathlib.Path:
 def _key(*of: str) -> str:
     digest = hashlib.sha256(repr((_version(), _FLAGS, _CHECKS, of)).encode())
     for file in _HOST_FILES:
-        digest.update((_HERE / file).read_bytes())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:24]
 
 
