@@ -18,7 +18,7 @@ std::vector<Thread> threads;
 
 namespace {
 
-constexpr std::size_t STACK_BYTES = 64 << 10, COLOURS = 64;
+constexpr std::size_t COLOURS = 64;
 constexpr std::uint64_t CANARY = 0x5ca1ab1edeadbea7ull;
 
 void (*body)(void**);
@@ -26,6 +26,11 @@ void** arguments;
 
 void* map(std::size_t bytes, int access) {
   return mmap(nullptr, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+void unmap(void* memory, std::size_t bytes) {
+  allow(memory, bytes);
+  munmap(memory, bytes);
 }
 
 Block make_block(std::size_t bytes) {
@@ -37,11 +42,14 @@ Block make_block(std::size_t bytes) {
   std::memset(block.mapping + page, 0xff, body_bytes);
   block.memory = block.mapping + page + (body_bytes - bytes) / 128 * 128;  // its end is at the guard page
   block.room = bytes;
+  forbid(block.mapping, block.mapped);
+  allow(block.memory, bytes);
   return block;
 }
 
 // A thread's life; its stack begins here.
 void run_thread() {
+  begin_running();
   body(arguments);
   if (*(std::uint64_t*)running->stack != CANARY) fail("the stack of %zu bytes overflowed", STACK_BYTES);
   act();
@@ -90,12 +98,12 @@ void run_blocks(unsigned first, unsigned count) {
   const std::size_t bytes = (std::size_t)count * warps_of_block * 32 * STACK_BYTES;
   void* stacks = map(bytes, PROT_READ | PROT_WRITE);
   make_threads(first, count, warps_of_block, static_cast<unsigned char*>(stacks));
-  if (sigsetjmp(out_of_threads, 1) == 0) run_threads();
+  run_threads();
   running = nullptr;
   if (!failed && copies_under_way())
     say(std::to_string(copies_under_way()) + " copies are under way when all threads have ended");
-  munmap(stacks, bytes);
-  for (Block& block : blocks) munmap(block.mapping, block.mapped);
+  unmap(stacks, bytes);
+  for (Block& block : blocks) unmap(block.mapping, block.mapped);
   blocks.clear(), warps.clear(), threads.clear();
 }
 

@@ -6,6 +6,9 @@
 #include <cstdio>
 #include <map>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 #include <dlfcn.h>
 #include <ucontext.h>
 
@@ -70,6 +73,12 @@ void on_fault(int number, siginfo_t* information, void* context) {
   leave((running ? place_of(*running) : "the scheduler") + ": " + what + code);
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+void on_report(const char*) {
+  std::fprintf(stderr, "%s\n", running ? place_of(*running).c_str() : "the scheduler");
+}
+#endif
+
 struct sigaction old_actions[NUM_SIGNALS];
 stack_t old_stack;
 
@@ -131,6 +140,9 @@ FaultsCaught::FaultsCaught() {
   stack.ss_sp = signal_stack.data(), stack.ss_size = signal_stack.size();
   struct sigaction action {};
   action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_set_error_report_callback(on_report);
+#endif
   sigaltstack(&stack, &old_stack);
   for (int i = 0; i < NUM_SIGNALS; i++) sigaction(SIGNALS[i], &action, old_actions + i);
 }

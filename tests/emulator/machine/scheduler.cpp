@@ -22,7 +22,8 @@ struct Mood {
 
 std::vector<Warp*> ready;  // with lanes that can run
 Warp* current_warp;
-void* main_stack_pointer;
+void* host_stack_pointer;
+Stack host_stack;
 unsigned num_live;
 std::uint64_t random_state, time_now, host_turn;
 Mood mood;
@@ -100,6 +101,14 @@ Thread* choose() {
   return thread;
 }
 
+// To a thread, or to the host.
+void switch_to(void** save, const Thread* thread) {
+  if (thread)
+    switch_stacks(save, thread->stack_pointer, {thread->stack, STACK_BYTES});
+  else
+    switch_stacks(save, host_stack_pointer, host_stack);
+}
+
 }  // namespace
 
 void begin_schedule() {
@@ -111,15 +120,19 @@ void begin_schedule() {
 
 void reset_schedule() {
   ready.clear();
-  current_warp = nullptr, num_live = 0;
+  current_warp = nullptr, num_live = 0, host_stack = {};
   change_mood();
 }
 
 void run_threads() {
+  if (sigsetjmp(out_of_threads, 1)) {
+    jumped(host_stack);
+    return;
+  }
   while (num_live && !failed) {
     if (launch->host && launch->turns >= host_turn) host_turn = launch->turns + launch->host_every, launch->host();
     running = choose();
-    if (running) emulator_switch(&main_stack_pointer, running->stack_pointer);
+    if (running) switch_to(&host_stack_pointer, running);
   }
 }
 
@@ -146,7 +159,7 @@ void go_on() {
   Thread* to = choose();
   if (to == from) return;
   running = to;
-  emulator_switch(&from->stack_pointer, to ? to->stack_pointer : main_stack_pointer);
+  switch_to(&from->stack_pointer, to);
 }
 
 void block_running(const char* what, const void* where, unsigned detail) {
@@ -161,12 +174,19 @@ void add_thread(Thread& thread) {
   set_runnable(thread);
 }
 
+// The first of all comes from the host.
+void begin_running() {
+  Stack from;
+  switched(from);
+  if (!host_stack.lowest) host_stack = from;
+}
+
 void end_running() {
   Thread& thread = *running;
   clear_runnable(thread);
   if (--num_live == 0) {
     running = nullptr;
-    emulator_switch(&thread.stack_pointer, main_stack_pointer);
+    switch_to(&thread.stack_pointer, nullptr);
   }
   go_on();
 }

@@ -10,6 +10,12 @@
 
 namespace emulator {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr std::size_t STACK_BYTES = 256 << 10;  // variables have room about them
+#else
+constexpr std::size_t STACK_BYTES = 64 << 10;
+#endif
+
 struct Block {
   unsigned char *mapping, *memory;
   std::size_t mapped, room;
@@ -28,8 +34,9 @@ extern std::vector<Thread> threads;
 // scheduler.cpp: which thread runs.
 void begin_schedule();  // of a launch
 void reset_schedule();  // of blocks; none of their threads can run yet
-void run_threads();     // until all have ended
+void run_threads();     // until all have ended, or one has left
 void add_thread(Thread& thread);
+void begin_running();
 void end_running();
 std::uint64_t below(std::uint64_t n);
 bool chance(unsigned of_256);
