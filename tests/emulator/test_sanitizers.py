@@ -29,7 +29,13 @@ fault, index, shared = map(int, sys.argv[1:])
 module = EmulatedModule("machine_kernels.cu", {}, folder=FOLDER)
 source, word = torch.zeros(128, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
 module.kernel("faulty", shared=shared).launch((1, 1, 1), 64, (source, word, fault, index))
-print("nothing was found")
+"""
+BEYOND_PAGES = """
+from tests.emulator.small import SMALL, emulated
+from tests.resident.words import Rows, World
+table = "(int)pages[row[i / OWN_PAGES] * row_pages + page]"
+world = World(SMALL, emulated(None, ("step.cu", f"page < row_pages ? {table} : 0", table)))
+Rows(world, 3).run(world.kernel(3), 1)
 """
 
 
@@ -57,7 +63,7 @@ def sanitized(*arguments: str) -> tuple[int, str]:
         **os.environ,
         SANITIZERS: "1",
         "LD_PRELOAD": runtimes() or "",
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python has its own
+        "ASAN_OPTIONS": "detect_leaks=0:redzone=512",  # Python leaks; farther ends are seen
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     command = [sys.executable, *arguments]
@@ -91,3 +97,12 @@ def test_a_planted_fault_is_found(fault: Fault, index: int, shared: int, says: s
     assert ended != 0
     assert re.search(says, " ".join(said.split())), said
     assert "machine_kernels.cu" in said
+
+
+def test_a_page_table_that_is_read_beyond_its_end_is_found() -> None:
+    """By the resident kernel, whose steps are as they should be nevertheless."""
+    ended, said = sanitized("-c", BEYOND_PAGES)
+    assert ended != 0
+    assert "ERROR: AddressSanitizer: heap" in said, said
+    assert "in steps " in said
+    assert "step.cu:" in said
