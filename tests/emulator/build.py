@@ -15,14 +15,24 @@ from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 
 _HERE = pathlib.Path(__file__).parent
-_HOST_FILES = ("machine.h", "machine.cpp", "switch.h", "cuda_host.h", "ptx.cuh")
-_FLAGS = (
+_HOST_FILES = (
+    *(_HERE / name for name in ("machine.h", "machine.cpp", "cuda_host.h", "ptx.cuh")),
+    *sorted((_HERE / "machine").glob("*.*")),
+)
+FLAGS = (
     *("-std=c++17", "-fPIC", "-g1", "-w", "-fvisibility=hidden"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as nvcc reads casts; bits by any compiler
 )
-_CHECKS = (
+CHECKS = (
     "-fsanitize=bounds,alignment,null,shift,signed-integer-overflow",
     "-fsanitize-undefined-trap-on-error",
+)
+SANITIZERS = "LEGATO_EMULATOR_SANITIZERS"
+"""Set in a process that has the sanitizers' libraries (test_sanitizers.py)."""
+_SANITIZED = (
+    ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
+    if os.environ.get(SANITIZERS)
+    else ()
 )
 _NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\(')
@@ -48,13 +58,7 @@ def compiled(
 
     `folder` has the source, beside those of `kernels.cuda`; `patches` change them first.
     """
-    texts = _texts(folder)
-    for file, old, new in patches:
-        count = texts[file].count(old)
-        assert count == 1, f"{file} has {count} times: {old}"
-        texts[file] = texts[file].replace(old, new)
-    entries = [f"\nEMULATED_KERNEL({each})" for each in _KERNEL.findall(texts[name])]
-    texts[name] = '#include "cuda_host.h"\n#line 1\n' + texts[name] + "".join(entries)
+    texts = sources(name, folder, patches)
     constants = [f"-D{key}={value}" for key, value in sorted(defines.items())]
     key = _key(name, *constants, *(f"{file}\0{text}" for file, text in sorted(texts.items())))
     path = _cache() / f"{name.removesuffix('.cu')}-{key}.so"
@@ -62,11 +66,24 @@ def compiled(
         with tempfile.TemporaryDirectory() as build:
             at = pathlib.Path(build)
             for file, text in texts.items():
-                (at / file).write_text(_DYNAMIC.sub(_dynamic, text))
+                (at / file).write_text(text)
             level = "-O0" if patches else "-O1"  # the former compiles in half the time
             source = ("-x", "c++", str(at / name), "-x", "none", str(_machine()), "-ldl")
-            _run(*_FLAGS, *_CHECKS, level, f"-I{_HERE}", *constants, "-shared", *source, to=path)
+            checks = _SANITIZED or CHECKS
+            _run(*FLAGS, *checks, level, f"-I{_HERE}", *constants, "-shared", *source, to=path)
     return path
+
+
+def sources(name: str, folder: Traversable | None, patches: Sequence[Patch] = ()) -> dict[str, str]:
+    """What is compiled for the source of this name: all texts, by their files."""
+    texts = _texts(folder)
+    for file, old, new in patches:
+        count = texts[file].count(old)
+        assert count == 1, f"{file} has {count} times: {old}"
+        texts[file] = texts[file].replace(old, new)
+    entries = [f"\nEMULATED_KERNEL({each})" for each in _KERNEL.findall(texts[name])]
+    texts[name] = '#include "cuda_host.h"\n#line 1\n' + texts[name] + "".join(entries)
+    return {file: _DYNAMIC.sub(_dynamic, text) for file, text in texts.items()}
 
 
 def _dynamic(match: re.Match[str]) -> str:
@@ -87,14 +104,14 @@ def _machine() -> pathlib.Path:
     """The scheduler's object file."""
     path = _cache() / f"machine-{_key()}.o"
     if not path.is_file():
-        _run(*_FLAGS, "-O2", "-c", str(_HERE / "machine.cpp"), to=path)
+        _run(*FLAGS, *_SANITIZED, "-O2", "-c", str(_HERE / "machine.cpp"), to=path)
     return path
 
 
 def _key(*of: str) -> str:
-    digest = hashlib.sha256(repr((_version(), _FLAGS, _CHECKS, of)).encode())
+    digest = hashlib.sha256(repr((_version(), FLAGS, CHECKS, _SANITIZED, of)).encode())
     for file in _HOST_FILES:
-        digest.update((_HERE / file).read_bytes())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:24]
 
 
@@ -118,6 +135,7 @@ def _run(*arguments: str, to: pathlib.Path) -> None:
     assert name is not None, "there is no C++ compiler"
     part = to.with_suffix(f".{os.getpid()}{to.suffix}")
     command = [name, *arguments, "-o", str(part)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    own = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
     assert ran.returncode == 0, f"{to.name} does not compile:\n{ran.stderr[:8000]}"
     part.replace(to)

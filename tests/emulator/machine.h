@@ -108,6 +108,7 @@ struct Launch {
   char* message;          // why it failed
   std::size_t message_bytes;
   std::uint64_t turns;    // that it took
+  std::uint64_t order;    // a hash of the threads that had them
 };
 int run(Launch* launch, void (*body)(void**), void** arguments);
 

@@ -1,11 +1,14 @@
 // What the emulated machine is asked to do in test_machine.py.
 #include "common.cuh"
 
-extern "C" __global__ void multiply(const uint4* a, const uint2* b, float4* d) {
+extern "C" __global__ void multiply(const uint4* a, const uint2* b, float4* d, int of_half) {
   const uint4 x = a[threadIdx.x];
   const uint2 y = b[threadIdx.x];
   float4 sum = d[threadIdx.x];
-  mma(sum, x.x, x.y, x.z, x.w, y.x, y.y);
+  if (of_half)
+    mma_half(sum, x.x, x.y, x.z, x.w, y.x, y.y);
+  else
+    mma(sum, x.x, x.y, x.z, x.w, y.x, y.y);
   d[threadIdx.x] = sum;
 }
 
@@ -47,7 +50,12 @@ extern "C" __global__ void copied(const uint4* from, u32* out, int early) {
   if (early) barrier_wait(barrier, 0);
 }
 
-enum { NOT_ALIGNED, BEYOND, ABSENT_LANE, OTHER_COLLECTIVE, OTHER_COUNT, MANY_ARRIVALS, UNFINISHED_COPY, STUCK, ENDLESS, TRAP, INDEX };
+enum {
+  NOT_ALIGNED, BEYOND, ABSENT_LANE, OTHER_COLLECTIVE, OTHER_COUNT, MANY_ARRIVALS, UNFINISHED_COPY, STUCK, ENDLESS, TRAP,
+  INDEX, BEYOND_TENSOR, BEYOND_VARIABLE, CAST
+};
+
+__device__ __noinline__ u32 word_at(const u32* words, int index) { return words[index]; }
 
 struct Sums {
   float of[4];
@@ -96,9 +104,13 @@ extern "C" __global__ void faulty(const uint4* from, u32* word, int fault, int i
     case ENDLESS:
       for (u32 polls = 0;; polls++) __nanosleep(20);
     case TRAP: trap(); break;
-    case INDEX:
-      Sums& sums = *reinterpret_cast<Sums*>(memory);
-      sums.of[index] = 1.f;
+    case INDEX: reinterpret_cast<Sums*>(memory)->of[index] = 1.f; break;
+    case BEYOND_TENSOR: word[0] = from[index].x; break;
+    case BEYOND_VARIABLE: {
+      const u32 mine[4] = {};
+      word[0] = word_at(mine, index);
       break;
+    }
+    case CAST: word[0] = (u32)(int)((float)index * 0x1p31f); break;
   }
 }

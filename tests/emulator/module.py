@@ -42,6 +42,7 @@ class _Launch(ctypes.Structure):
         ("message", ctypes.c_void_p),
         ("message_bytes", ctypes.c_size_t),
         ("turns", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
     )
 
 
@@ -60,6 +61,8 @@ class Schedule:
     host_every: int = 1000
     turns: int = 0
     """Of the last launch."""
+    order: int = 0
+    """A hash of the threads that had the turns of the last launch."""
 
 
 class EmulatedModule:
@@ -124,7 +127,7 @@ class EmulatedKernel:
             message_bytes=len(message),
         )
         failed = self._function(ctypes.byref(launch), addresses)
-        how.turns, how.seed = launch.turns, how.seed + 1
+        how.turns, how.order, how.seed = launch.turns, launch.order, how.seed + 1
         if failed:
             text = _with_arguments(message.value.decode(), arguments)
             raise EmulatedFault(_with_line(text, self._library))

@@ -18,8 +18,13 @@ inline u32 bf16_bits(float x) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
   return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
-inline float float_of_half_bits(u32 bits) { return (float)same_bits<_Float16>((unsigned short)bits); }
-inline u32 half_bits(float x) { return same_bits<unsigned short>((_Float16)x); }
+#if defined(__aarch64__) && !defined(__clang__) && __GNUC__ < 13
+typedef __fp16 Half;  // the other is not yet in its C++
+#else
+typedef _Float16 Half;
+#endif
+inline float float_of_half_bits(u32 bits) { return (float)same_bits<Half>((unsigned short)bits); }
+inline u32 half_bits(float x) { return same_bits<unsigned short>((Half)x); }
 inline float float_of_e4m3(u32 bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
   if ((bits & 127) == 127) return NAN;

@@ -31,6 +31,9 @@ class Fault(enum.IntEnum):
     ENDLESS = 8
     TRAP = 9
     INDEX = 10
+    BEYOND_TENSOR = 11
+    BEYOND_VARIABLE = 12
+    CAST = 13
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +50,19 @@ def launch(module: EmulatedModule, name: str, threads: int, *arguments: torch.Te
     module.kernel(name, shared=SHARED).launch((1, 1, 1), threads, arguments)
 
 
-def test_products_have_the_layout_of_the_instruction(module: EmulatedModule) -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.half])
+def test_products_have_the_layout_of_the_instruction(
+    module: EmulatedModule, kind: torch.dtype
+) -> None:
     """Lane 4g + t: of A rows g and g + 8, columns 2t, 2t + 1 and 8 more; of B those rows of column
     g; of D rows g and g + 8, columns 2t and 2t + 1.
     """
     torch.manual_seed(0)
-    a, b, d = torch.randn(16, 16).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16, 8)
+    a, b, d = torch.randn(16, 16).to(kind), torch.randn(16, 8).to(kind), torch.randn(16, 8)
     a_L = a.view(2, 8, 2, 4, 2).permute(1, 3, 2, 0, 4).reshape(32, 8).contiguous()
     b_L = b.view(2, 4, 2, 8).permute(3, 1, 0, 2).reshape(32, 4).contiguous()
     d_L = d.view(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4).contiguous()
-    launch(module, "multiply", 32, a_L, b_L, d_L)
+    launch(module, "multiply", 32, a_L, b_L, d_L, int(kind == torch.half))
     result = d_L.view(8, 4, 2, 2).permute(2, 0, 1, 3).reshape(16, 8)
     assert torch.allclose(result, d + a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 

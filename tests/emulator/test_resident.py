@@ -69,6 +69,18 @@ def test_the_order_of_threads_changes_no_bit(
     words.repeats_have_the_same_bits(world, num_rows, build, repeats, steps=2)
 
 
+def test_a_seed_is_an_order_of_threads(world: World, schedule: Schedule) -> None:
+    """Wherever tensors are in memory; another seed is another order."""
+    orders = []
+    every_rows = []
+    for seed in (3, 3, 3, 4):
+        every_rows.append(Rows(world, 3))
+        schedule.seed = seed
+        every_rows[-1].run(world.kernel(3), 2)
+        orders.append(schedule.order)
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+
+
 def test_tokens_are_those_of_the_sampling_kernel(world: World) -> None:
     """Both are emulated."""
     words.tokens_are_those_of_the_sampling_kernel(

@@ -1,5 +1,10 @@
-// From one stack to another. On aarch64 it has not run yet.
+// From one stack to another.
 #pragma once
+#include <cstddef>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 // Saves the registers that a call preserves, and the stack; goes on with another's.
 extern "C" void emulator_switch(void** save, void* load);
@@ -67,3 +72,38 @@ constexpr int FRAME_WORDS = 20, RETURN_WORD = 11;
 #else
 #error "no switch of fibers for this architecture"
 #endif
+
+namespace emulator {
+
+// A fiber's stack, or that of the host's thread.
+struct Stack {
+  const void* lowest = nullptr;
+  std::size_t bytes = 0;
+};
+
+// AddressSanitizer knows a stack by its bounds and is told of each switch.
+#if defined(__SANITIZE_ADDRESS__)
+inline void switch_stacks(void** save, void* load, const Stack& to) {
+  void* frames = nullptr;
+  __sanitizer_start_switch_fiber(&frames, to.lowest, to.bytes);
+  emulator_switch(save, load);
+  __sanitizer_finish_switch_fiber(frames, nullptr, nullptr);
+}
+// A fiber begins; `from` had switched to it.
+inline void switched(Stack& from) { __sanitizer_finish_switch_fiber(nullptr, &from.lowest, &from.bytes); }
+// A jump has come to this stack.
+inline void jumped(const Stack& to) {
+  __sanitizer_start_switch_fiber(nullptr, to.lowest, to.bytes);
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+}
+inline void forbid(const void* memory, std::size_t bytes) { __asan_poison_memory_region(memory, bytes); }
+inline void allow(const void* memory, std::size_t bytes) { __asan_unpoison_memory_region(memory, bytes); }
+#else
+inline void switch_stacks(void** save, void* load, const Stack&) { emulator_switch(save, load); }
+inline void switched(Stack&) {}
+inline void jumped(const Stack&) {}
+inline void forbid(const void*, std::size_t) {}
+inline void allow(const void*, std::size_t) {}
+#endif
+
+}  // namespace emulator
