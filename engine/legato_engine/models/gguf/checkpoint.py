@@ -6,8 +6,6 @@ import functools
 import re
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from legato_engine.models.gguf.reader import GgufFile, read_gguf
@@ -46,11 +44,18 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def read(path: Path, name: str) -> torch.Tensor:
-    """A tensor by its name in a checkpoint, float32."""
+def fill(path: Path, name: str, target: torch.Tensor) -> None:
+    """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
     file = read_gguf(path)
     stored = next(stored for stored in file.tensors if checkpoint_name(stored) == name)
-    return torch.from_numpy(_ordered(file, stored, file.read(stored)))
+    heads = _heads_in_pairs(file, stored)
+    takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
+    if takes_numbers and target.is_contiguous() and not heads:
+        file.read(stored, target.numpy())
+        return
+    numbers = torch.empty(target.shape)
+    file.read(stored, numbers.numpy())
+    target.copy_((_halves_apart(numbers, heads) if heads else numbers).to(target.device))
 
 
 @functools.cache
@@ -64,16 +69,18 @@ def checkpoint_name(stored: str) -> str:
     return stored
 
 
-def _ordered(
-    file: GgufFile, stored: str, values: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Undo the order of Llama's queries and keys.
+def _heads_in_pairs(file: GgufFile, stored: str) -> int:
+    """The number of heads of Llama's queries and keys, whose order is another one; 0 of others.
 
     A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
     """
     part = stored.split(".")[-2]
     if file.architecture != "llama" or part not in _HEADS:
-        return values
-    heads = file.size(_HEADS[part], file.size("attention.head_count"))
-    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
+        return 0
+    heads: int = file.size(_HEADS[part], file.size("attention.head_count"))
+    return heads
+
+
+def _halves_apart(numbers: torch.Tensor, heads: int) -> torch.Tensor:
+    """The order of a checkpoint."""
+    return numbers.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
