@@ -6,6 +6,8 @@ import functools
 import re
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from legato_engine.models.gguf.reader import GgufFile, read_gguf
@@ -48,14 +50,28 @@ def fill(path: Path, name: str, target: torch.Tensor) -> None:
     """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
     file = read_gguf(path)
     stored = next(stored for stored in file.tensors if checkpoint_name(stored) == name)
-    heads = _heads_in_pairs(file, stored)
     takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
-    if takes_numbers and target.is_contiguous() and not heads:
-        file.read(stored, target.numpy())
+    direct = takes_numbers and target.is_contiguous()
+    out = target if direct else torch.empty(target.shape)
+    _read(file, stored, out.numpy())
+    if not direct:
+        target.copy_(out.to(target.device))
+
+
+def _read(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
+    """Undo the order of Llama's queries and keys.
+
+    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
+    """
+    part = stored.split(".")[-2]
+    if file.architecture != "llama" or part not in _HEADS:
+        file.read(stored, out)
         return
-    numbers = torch.empty(target.shape)
-    file.read(stored, numbers.numpy())
-    target.copy_((_halves_apart(numbers, heads) if heads else numbers).to(target.device))
+    heads = file.size(_HEADS[part], file.size("attention.head_count"))
+    pairs = np.empty_like(out)
+    file.read(stored, pairs)
+    halves = out.reshape(heads, 2, -1, *out.shape[1:])
+    halves[...] = pairs.reshape(heads, -1, 2, *out.shape[1:]).swapaxes(1, 2)
 
 
 @functools.cache
@@ -67,20 +83,3 @@ def checkpoint_name(stored: str) -> str:
     if layer and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{kind}"
     return stored
-
-
-def _heads_in_pairs(file: GgufFile, stored: str) -> int:
-    """The number of heads of Llama's queries and keys, whose order is another one; 0 of others.
-
-    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
-    """
-    part = stored.split(".")[-2]
-    if file.architecture != "llama" or part not in _HEADS:
-        return 0
-    heads: int = file.size(_HEADS[part], file.size("attention.head_count"))
-    return heads
-
-
-def _halves_apart(numbers: torch.Tensor, heads: int) -> torch.Tensor:
-    """The order of a checkpoint."""
-    return numbers.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
