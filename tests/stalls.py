@@ -24,6 +24,7 @@ _FIRST = 300
 """Callbacks, after which the share falls as the reciprocal of their number."""
 
 _run = asyncio.Handle._run
+_policy_of, _set_policy = os.sched_getscheduler, os.sched_setscheduler  # tests replace them
 
 
 class _Stalls:
@@ -49,6 +50,8 @@ class _Stalls:
         """Stand still a fifth of the time."""
         sleep_with_lock = ctypes.PyDLL(None).usleep
         while True:
+            policy = _policy_of(os.getpid())  # the main thread's, which it may change
+            _set_policy(threading.get_native_id(), policy, os.sched_param(0))
             time.sleep(self._random.expovariate(1 / 0.05))
             sleep_with_lock(int(min(self._random.expovariate(1 / 0.012), 0.1) * 1e6))
 

@@ -198,7 +198,7 @@ def cases():
         yield pytest.param(rpc, scene, way, marks=marks, id=f"{rpc}-{scene.__name__}-{way}")
 
 
-@pytest.mark.parametrize(("rpc", "scene", "way"), cases())
+@pytest.mark.parametrize(("rpc", "scene", "way"), list(cases()))
 def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
     """The engine drops the request, keeps the others, holds nothing at the end, and serves on.
 

@@ -16,7 +16,7 @@ from tests.simulation.virtual_time import NothingLeft, virtual_time
 
 SEEDS = 10_000
 PART = 1_000
-SOON = 2_000
+SOON = 1_000
 """Of them where tests end soon."""
 
 

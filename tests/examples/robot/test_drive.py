@@ -27,10 +27,10 @@ def as_it_is(response: session_pb2.SessionResponse) -> session_pb2.SessionRespon
     return response
 
 
-async def run(session: FakeSession) -> Recording:
+async def run(session: FakeSession, fps: float = FPS) -> Recording:
     """The clip, played to that server."""
     async with serving(session) as address, AsyncClient(address) as client:
-        return await play(client, Clip(FILES, FPS), NOUNS, max_frame_age=0.25)
+        return await play(client, Clip(FILES, fps), NOUNS, max_frame_age=0.25)
 
 
 async def test_the_terms_are_those_that_were_asked_for() -> None:
@@ -172,6 +172,6 @@ async def test_a_session_that_fails_says_so() -> None:
 async def test_a_session_that_ends_early_does_not_look_whole() -> None:
     """OK before the clip is over is a fault, though every frame sent had its end."""
     session = FakeSession(SCENE, FPS, as_it_is)
-    session.end_after = 4
-    recording = await run(session)
+    session.end_after = 1
+    recording = await run(session, fps=6)
     assert any("before the clip was" in fault for fault in recording.faults())
