@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from legato_engine.models.gguf.reader import read_gguf
-from legato_engine.models.gguf.tokenizer import tokenizer_json
-from tokenizers import Tokenizer
+from legato_engine.models.gguf.tokenizer import gguf_tokenizer
 
 from benchmarks import record
 from benchmarks.provenance import ROOT
@@ -205,7 +204,7 @@ def _order(running: Sequence[Process], index: int) -> list[Process]:
 
 def _prompts(options: argparse.Namespace) -> Iterator[dict[str, list[list[int]]]]:
     """Make each round's prompts, without end. None begins as another does."""
-    words = Tokenizer.from_str(tokenizer_json(read_gguf(options.weights)))
+    words = gguf_tokenizer(read_gguf(options.weights))
     ids = words.encode(_TEXT.read_text()).ids
     for index in itertools.count():
         first = 1000 + index * 37  # another token first, so that no cached prefix helps

@@ -26,7 +26,7 @@ from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
 
-from benchmarks import record
+from benchmarks import equal_answers, record
 from benchmarks.loops.arrivals import MAX_LIVE, joins, load, randomly
 from benchmarks.loops.steps import lists_of, steps_of
 
@@ -188,14 +188,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_model_arguments(parser)
     parser.add_argument("--name", default="loops", help="of the record")
     parser.add_argument("--streams", default=[1, 8, 32], type=_numbers, help="e.g. 1,8,32")
-    parser.add_argument("--length", default=256, type=int, help="tokens of an answer")
-    parser.add_argument(
-        "--context",
-        default=722,
-        type=int,
-        help="position of the first token; on a GPU above 448 tokens differ with what is cached",
-    )
-    parser.add_argument("--repeats", default=3, type=int, help="timed runs of each path")
+    equal_answers.add_options(parser)
     parser.add_argument("--joins", default=30, type=int, help="requests that join")
     parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
     parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")

@@ -18,7 +18,7 @@ from legato_service.engines.processes import make_engines
 from legato_service.lifecycle import tuning
 from legato_service.lifecycle.console import Announcer, LogAnnouncer, TerminalAnnouncer
 from legato_service.logs import configuration
-from legato_service.process import serve
+from legato_service.start import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
     tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
-    return uvloop.run(serve(config, announcer, lambda: make_engines(config)))
+    return uvloop.run(start(config, announcer, lambda: make_engines(config)))
 
 
 def _with_logs(config: ServiceConfig, *, for_people: bool) -> ServiceConfig:

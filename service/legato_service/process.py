@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -12,7 +11,6 @@ import structlog
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.client.monitor import EngineState
 from legato_engine.client.supervisor import EXIT_UNSERVABLE
-from legato_engine.errors import InvalidField
 
 from legato_service import addresses
 from legato_service.access.files import FileRejected
@@ -21,6 +19,7 @@ from legato_service.engines.group import EngineGroup
 from legato_service.lifecycle.console import Announcer
 from legato_service.lifecycle.drain import LAST_WRITES
 from legato_service.lifecycle.orphans import inherits_orphans, reap_orphans
+from legato_service.lifecycle.signals import Signals
 from legato_service.lifecycle.watchdog import arm_watchdog
 from legato_service.listeners import Listeners
 from legato_service.server import Server
@@ -37,41 +36,18 @@ _POLL_INTERVAL = 0.1  # seconds
 _CUT_TIME = 3.0  # seconds for workers to end their calls after a second signal
 
 
-class Signals:
-    """SIGTERM and SIGINT, one after the other. Needs a running loop."""
-
-    def __init__(self) -> None:
-        self._received = asyncio.Semaphore(0)
-        self.number = 0  # of the last one
-        self.cut = asyncio.Event()  # set by the one that ends the drain
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        self.number = number
-        self._received.release()
-
-    async def next(self) -> bool:
-        """Wait for the first one that no call has returned for; one waiter at a time."""
-        return await self._received.acquire()
-
-
 async def serve(
-    config: ServiceConfig, announcer: Announcer, make_engines: Callable[[], Sequence[EngineClient]]
+    config: ServiceConfig,
+    announcer: Announcer,
+    engines: Sequence[EngineClient],
+    signals: Signals,
 ) -> int:
-    """Serve until a signal or an operator's Drain; return the exit code.
+    """Serve with engines that were started until a signal or an operator's Drain.
 
-    That is 0 after a drain, also when its grace ran out; 1 when serving never began, 78 when it
-    never can with this configuration; 128 plus the number of a signal that ends the drain.
-    `make_engines` runs within the loop.
+    Return the exit code: 0 after a drain, also when its grace ran out; 1 when serving never began,
+    78 when it never can with this configuration; 128 plus the number of a signal that ends the
+    drain.
     """
-    signals = Signals()
-    try:
-        engines = make_engines()
-    except InvalidField as error:
-        log.error("configuration_rejected", reason=str(error), **error.metadata)
-        return EXIT_UNSERVABLE
     with ExitStack() as stack:
         try:
             if config.processes > 1:
@@ -102,8 +78,6 @@ async def serve(
         draining = asyncio.create_task(_drain_on(signals, server, workers, config))
         reaping = asyncio.create_task(reap_orphans()) if inherits_orphans() else None
         try:
-            for each in engines:
-                await each.start()
             workers.start()
             start_up = _start_up(engines, workers, address, announcer)
             if not await _first_of(server.drain_begun(), start_up):

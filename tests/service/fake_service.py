@@ -15,7 +15,7 @@ from legato_service import arguments
 from legato_service.engines.processes import make_engines
 from legato_service.lifecycle.console import LogAnnouncer
 from legato_service.logs import configuration
-from legato_service.process import serve
+from legato_service.start import start
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     def engines() -> Sequence[EngineClient]:
         return make_engines(config, command=command, limits=limits)
 
-    return uvloop.run(serve(config, LogAnnouncer(), engines))
+    return uvloop.run(start(config, LogAnnouncer(), engines))
 
 
 if __name__ == "__main__":

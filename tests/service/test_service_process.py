@@ -310,7 +310,8 @@ async def test_a_taken_port_fails_the_start():
 
 def test_the_service_loads_no_torch():
     """So that it starts fast and stays small."""
-    code = "import sys, legato_service.__main__; sys.exit('torch' in sys.modules)"
+    modules = "legato_service.__main__, legato_service.process"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
 
 

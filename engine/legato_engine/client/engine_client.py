@@ -113,12 +113,16 @@ class EngineClient(EngineConnection):
         self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
 
     async def close(self) -> None:
-        """Stop the engine; open streams fail with `Draining`. Idempotent."""
+        """Stop the engine, at once if it is loading; open streams fail with `Draining`.
+
+        Idempotent.
+        """
         self._send(Shutdown())
         await super().close()
         process = self._process
         if process is not None:
-            await process.wait_at_most(_SHUTDOWN_GRACE)
+            if self._ready_at:
+                await process.wait_at_most(_SHUTDOWN_GRACE)
             process.kill()
         if self._supervision is not None:
             self._supervision.cancel()

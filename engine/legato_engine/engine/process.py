@@ -131,8 +131,11 @@ def _open(
         return core, null_model.info(config)
     if may_have_chat_template(config.model, config.weights):
         templates.start()  # loads its libraries while this process imports torch
+    gc.disable()  # collections would walk over all that is imported, again and again
     from legato_engine.engine.loading import assemble  # imports torch, which takes seconds
 
+    gc.freeze()
+    gc.enable()
     assembly = assemble(
         config,
         lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),

@@ -76,7 +76,7 @@ def decode_file(
             raise ImageUndecodable("the image contradicts its own header", field="image")
         by_libjpeg = header.mime_type == "image/jpeg" and image.mode in _LIBJPEG_MODES
         pixels_HWC = _decode_jpeg(data, header, allocate) if by_libjpeg else None
-        if pixels_HWC is None:
+        if pixels_HWC is None:  # the warning is the same for a missing bit and for half an image
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
         return _orient(pixels_HWC, orientation(data, header))

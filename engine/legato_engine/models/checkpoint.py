@@ -15,7 +15,7 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.checkpoint_files import Header, opened
-from legato_engine.models.checkpoint_plan import Destination, Move, Rename, dtype_name, plan
+from legato_engine.models.checkpoint_plan import Move, Rename, dtype_name, plan
 
 _MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger
 _GIB = 2**30
@@ -44,10 +44,11 @@ def load(
     require_memory(network, device, memory)
     meter = Meter(sum(move.header.num_bytes for move in moves), progress)
     for part in _mappings(moves):
-        with opened(part[0].header.file) as stored:
+        with opened(part[0].header.file) as fill:
             for move in part:
-                filled = _carry(network, move.destination, stored(move.header.name), device)
-                _require_finite(filled, move.header)
+                target = _target(network, move, device)
+                fill(move.header.name, target)
+                _require_finite(target, move.header)
                 meter.add(move.header.num_bytes)
     meter.finish()
 
@@ -138,10 +139,9 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
         yield part
 
 
-def _carry(
-    network: nn.Module, destination: Destination, stored: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """Copy a tensor as stored, and cast it on the device; return what it fills."""
+def _target(network: nn.Module, move: Move, device: torch.device) -> torch.Tensor:
+    """What a stored tensor fills, in the shape and order that it is stored in."""
+    destination = move.destination
     path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
     target: torch.Tensor = getattr(module, leaf)
@@ -150,14 +150,13 @@ def _carry(
         filled = torch.empty_strided(shape, strides, dtype=target.dtype, device=device)
         assign(network, destination.name, filled)
         target = getattr(module, leaf)
-    source = (
-        stored.t() if destination.transposed else stored.flatten() if destination.flat else stored
-    )
+    target = target.detach()
     if destination.first_row is not None:
-        target = target[destination.first_row : destination.first_row + source.shape[0]]
-    with torch.no_grad():
-        target.copy_(source.to(device))
-    return target
+        rows = move.rows(target.shape)
+        target = target[rows.start : rows.stop]
+    if destination.flat:
+        return target.view(move.header.shape)
+    return target.t() if destination.transposed else target
 
 
 def _require_finite(tensor: torch.Tensor, header: Header) -> None:

@@ -61,16 +61,24 @@ def headers(path: Path) -> tuple[Header, ...]:
     return tuple(header for file in _files(path) for header in _headers(file))
 
 
+Fill = Callable[[str, torch.Tensor], None]
+"""Writes the tensor of that name into one of its shape, and casts it where that one is."""
+
+
 @contextlib.contextmanager
-def opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Read tensors by name; the mapping stays until the last tensor is gone."""
+def opened(file: Path) -> Iterator[Fill]:
+    """Read tensors by name, without a copy besides that in their destination where that can be."""
     if file.suffix in _PICKLED:
-        yield _unpickled(file).__getitem__
+        yield functools.partial(_copy, _unpickled(file).__getitem__)
     elif is_gguf(file):
-        yield functools.partial(gguf.read, file)
+        yield functools.partial(gguf.fill, file)
     else:
         with _open(file) as handle:
-            yield handle.get_tensor
+            yield functools.partial(_copy, handle.get_tensor)
+
+
+def _copy(mapped: Callable[[str], torch.Tensor], name: str, target: torch.Tensor) -> None:
+    target.copy_(mapped(name).to(target.device))
 
 
 def _files(path: Path) -> tuple[Path, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from legato_engine.runtime.backend import Backend
@@ -16,8 +15,9 @@ Progress = Callable[[float], None]
 
 _TIMES = 5
 _PAIRS = 3
-_ENOUGH = 0.2  # seconds of measuring one shape, after which it is not measured again
-_LONGEST = 0.25  # seconds of a step, after which larger ones are estimated
+_ENOUGH = 0.1  # seconds of measuring one shape, after which it is not measured again
+_LONG = 0.1  # seconds of a step, after which larger ones may be estimated
+_STEEP = 4  # if it takes so many times the first, so that positions take its time, not weights
 _CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 
@@ -26,7 +26,8 @@ class StepCosts:
     """Times a backend's steps over the first slot's buffers; nothing may be in flight.
 
     A start waits for these steps, so long ones are timed fewer times, as what disturbs a short one
-    hardly shows in them, and on a CPU alone, as they do not overlap there.
+    hardly shows in them, and on a CPU alone, as they do not overlap there. The shortest time of a
+    shape counts, because other load, and what is cold at first, only lengthen it.
 
     The context that rows read is the scratch page, so no sequence's pages are written to.
     """
@@ -53,23 +54,22 @@ class StepCosts:
     def steps(self, progress: Progress = lambda fraction: None) -> tuple[tuple[int, float], ...]:
         """Seconds of a step by bucket, made monotonic.
 
-        Beyond a long step they are estimated: each position costs what it costs in that one.
+        Beyond a long step they are on the line from the first step through that one.
         """
         buckets = self._backend.buckets
         seconds: list[float] = []
         for done, bucket in enumerate(buckets):
             progress(done / (len(buckets) + 1))
-            if seconds and seconds[-1] > _LONGEST:
-                seconds.append(seconds[-1] * bucket / buckets[done - 1])
-            else:
-                seconds.append(self._seconds(bucket))
-        return tuple(zip(buckets, accumulate(seconds, max), strict=True))
+            seconds.append(self._seconds(bucket))
+            if seconds[-1] > max(_LONG, _STEEP * seconds[0]):
+                break
+        measured = tuple(zip(buckets, accumulate(seconds, max), strict=False))
+        return (*measured, *_on_line(measured[0], measured[-1], buckets[len(measured) :]))
 
     def propose(self) -> float:
         """Seconds of one more draft token in the longest block.
 
-        It is the small difference of two steps. Both are timed in turn, and the shortest of each
-        count, because other load only lengthens them.
+        It is the small difference of two steps, so both are timed in turn.
         """
         block, least = self._drafts.max_block, self._backend.buckets[0]
         pairs = [
@@ -81,7 +81,7 @@ class StepCosts:
         return seconds
 
     def _seconds(self, bucket: int, block: int = 0, *, times: int = _TIMES) -> float:
-        """The median of full steps after a proposal of `block` tokens."""
+        """The shortest of full steps after a proposal of `block` tokens."""
         rooms = self._rooms(bucket)
         staged = self._slot.staged.host
         staged["scheduled_row"].fill(self._drafts.scratch_row)
@@ -96,7 +96,7 @@ class StepCosts:
         staged["control"].fill(0)
         self._device.compute.submit(self._drafts.clear)
         self._device.compute.record().wait()
-        return statistics.median(seconds)
+        return min(seconds)
 
     def _rooms(self, bucket: int) -> Sequence[int]:
         """Draft tokens of each row, so that all rows together fill the bucket."""
@@ -121,3 +121,11 @@ class StepCosts:
         self._slot.staged.upload(self._device.compute)
         self._backend.decode(_SLOT, bucket, 0, num_rows)
         self._backend.sample(_SLOT, bucket, sampled=False, payload=False)
+
+
+def _on_line(
+    first: tuple[int, float], last: tuple[int, float], buckets: Sequence[int]
+) -> Iterator[tuple[int, float]]:
+    (least, fastest), (most, slowest) = first, last
+    for bucket in buckets:
+        yield bucket, fastest + (slowest - fastest) * (bucket - least) / (most - least)

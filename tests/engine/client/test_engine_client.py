@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import pathlib
 import signal
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import structlog
 import uvloop
+from legato_engine.client import engine_client
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.client.monitor import EngineState, HangLimits
@@ -533,6 +535,19 @@ async def test_close_fails_open_streams():
         assert client.state is EngineState.STOPPED
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_an_engine_that_loads_is_ended_at_once(monkeypatch):
+    """It may not read yet that it shall end, and has nothing to finish."""
+    monkeypatch.setattr(engine_client, "_SHUTDOWN_GRACE", math.inf)
+    loading = (sys.executable, "-c", "import time; time.sleep(86_400)")
+    client = EngineClient(EngineConfig(model="fake"), command=loading)
+    await client.start()
+    await until(lambda: client._process is not None)
+    process = running_process(client)
+    await client.close()
+    await process.wait()
+    assert client.state is EngineState.STOPPED
 
 
 def test_uvloop():

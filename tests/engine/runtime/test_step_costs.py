@@ -1,8 +1,11 @@
 """Steps are timed over real tokens and contexts, and leave no state."""
 
+import math
+
 import pytest
 from legato_engine.config import EngineConfig
 from legato_engine.engine.loading import assemble, speculating
+from legato_engine.runtime import step_costs
 from legato_engine.speculative.proposer import UNKNOWN
 
 
@@ -39,8 +42,9 @@ class Watching:
         self._backend.sample(slot, bucket, **options)
 
 
-def test_every_token_of_a_step_is_fed(assembly):
+def test_every_token_of_a_step_is_fed(assembly, monkeypatch):
     """All rows feed the same number of tokens, at adjacent positions after the context."""
+    monkeypatch.setattr(step_costs, "_LONG", math.inf)  # however busy the machine is
     costs = assembly.runner.costs()
     drafts = assembly.runner._drafts
     stream = assembly.device.compute
@@ -62,20 +66,29 @@ def test_every_token_of_a_step_is_fed(assembly):
             assert positions == list(range(start, start + len(positions)))
 
 
-def test_steps_beyond_a_long_one_are_estimated(assembly):
-    """A start waits for no step that is longer; each position costs what it costs in the last."""
+@pytest.mark.parametrize(
+    ("weights", "position", "last"),
+    [
+        pytest.param(0.05, 0.05, 8, id="long, of its positions"),
+        pytest.param(0.9, 0.1, 27, id="long, of the weights"),
+        pytest.param(0.001, 0.001, 27, id="short"),
+    ],
+)
+def test_steps_beyond_a_long_one_are_estimated(assembly, weights, position, last):
+    """A start waits for no longer one, if that is as long as its positions make it."""
     costs, timed = assembly.runner.costs(), []
+    buckets = costs._backend.buckets
 
     def seconds(bucket):
         timed.append(bucket)
-        return 0.05 + 0.05 * bucket
+        return weights + position * bucket
 
     costs._seconds = seconds
-    steps = dict(costs.steps())
-    assert timed == [1, 2, 4, 8]
-    assert steps[8] == pytest.approx(0.45)
-    assert steps[16] == pytest.approx(0.9)
-    assert tuple(steps) == costs._backend.buckets
+    steps = costs.steps()
+    assert timed == [bucket for bucket in buckets if bucket <= last]
+    for bucket, found in steps:
+        assert found == pytest.approx(weights + position * bucket)
+    assert tuple(bucket for bucket, _ in steps) == buckets
 
 
 def test_nothing_is_left(assembly):

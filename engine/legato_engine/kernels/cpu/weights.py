@@ -25,7 +25,7 @@ class PanelWeight:
         self._library = library
         described = self.described(None)
         size = library.packed_bytes(ctypes.byref(described))
-        memory = torch.zeros(size + _ALIGNMENT, dtype=torch.uint8)
+        memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         self._data = memory[-memory.data_ptr() % _ALIGNMENT :][:size]
         weight_OI = weight_OI.detach().contiguous()
         if weight_OI.dtype is not torch.bfloat16:

@@ -23,7 +23,7 @@ from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf.config import hub_config, with_factors
 from legato_engine.models.gguf.reader import is_gguf, read_gguf
 from legato_engine.models.gguf.settings import gguf_settings
-from legato_engine.models.gguf.tokenizer import tokenizer_json
+from legato_engine.models.gguf.tokenizer import gguf_tokenizer
 
 DEFAULT_CONTEXT = 8192
 """The default context of models that have a longer one."""
@@ -105,7 +105,7 @@ def find(source: ModelSource, family: Family) -> DecoderBundle:
     hub = read_config(folder, family.configs)
     config = _limited(family.configs[hub.model_type](hub), source.max_context)
     path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
-    tokenizer = TextTokenizer(path)
+    tokenizer = TextTokenizer.read(path)
     settings = read_settings(folder, tokenizer, hub.eos_token_id)
     return _bundle(source, family, config, _frontend(source.name, settings, tokenizer, config))
 
@@ -115,9 +115,9 @@ def _find_gguf(source: ModelSource, family: Family) -> DecoderBundle:
     hub = hub_config(file, family.configs)
     config = with_factors(_limited(family.configs[hub.model_type](hub), source.max_context), file)
     tokenizer = (
-        TextTokenizer(Path(source.tokenizer))
+        TextTokenizer.read(Path(source.tokenizer))
         if source.tokenizer
-        else TextTokenizer(file.path, tokenizer_json(file))
+        else TextTokenizer(gguf_tokenizer(file))
     )
     frontend = _frontend(source.name, gguf_settings(file), tokenizer, config)
     return _bundle(source, family, config, frontend)

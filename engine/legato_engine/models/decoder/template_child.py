@@ -8,6 +8,7 @@ A message is its size in 4 bytes, big-endian, and JSON. This file imports nothin
 starts without its packages.
 """
 
+import gc
 import json
 import mmap
 import os
@@ -53,9 +54,12 @@ def _read(file: int, size: int) -> bytes | None:
 
 
 def main() -> None:
+    gc.disable()  # collections would walk over all that is imported, again and again
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _warm_up(render_jinja_template)
+    gc.freeze()  # else a worker's collections would copy what it shares with this process
+    gc.enable()
     rendering = mmap.mmap(-1, 1)  # shared with the workers: whether a request is in work
     send(1, {"ready": True})
     while True:

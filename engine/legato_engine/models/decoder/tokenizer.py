@@ -19,18 +19,23 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextTokenizer:
-    """Thread-safe encoding and decoding."""
+    """Thread-safe encoding and decoding; texts are never cut or padded."""
 
-    def __init__(self, path: Path, content: str | None = None) -> None:
-        """Read a file; with `content` that, and the path is named in errors only."""
-        content = _read(path) if content is None else content
-        self._tokenizer = _parse(content, path)
-        self._inert = _parse(content, path)
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._inert = _sharing(tokenizer)
         self._inert.encode_special_tokens = True  # ignores special tokens in text
         self._pieces = _pieces(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder().values()
         specials = [re.escape(token.content) for token in added if token.special]
         self._special = re.compile("|".join(specials)) if specials else None
+
+    @classmethod
+    def read(cls, path: Path) -> TextTokenizer:
+        """Read a tokenizer.json."""
+        return cls(_parse(_read(path), path))
 
     @property
     def num_ids(self) -> int:
@@ -71,6 +76,16 @@ def _parse(content: str, path: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # noqa: BLE001 - the library raises nothing more special
         problem = f"a tokenizer: {error}" if _is_json(content) else "JSON"
         raise InvalidField(f"{path} is not {problem}", field="tokenizer") from None
+
+
+def _sharing(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Make another one of the same parts, whose parsing would take time and memory again."""
+    other = tokenizers.Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (shared := getattr(tokenizer, part)) is not None:
+            setattr(other, part, shared)
+    other.add_tokens([token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())])
+    return other
 
 
 def _is_json(content: str) -> bool:

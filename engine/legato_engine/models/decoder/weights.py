@@ -108,12 +108,15 @@ def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return
-    with (
-        opened(by_name[_HEAD].file) as read_head,
-        opened(by_name[embeddings].file) as read_embeddings,
-    ):
-        if not torch.equal(read_head(_HEAD), read_embeddings(embeddings)):
-            raise InvalidField(
-                f"{_HEAD} differs from {embeddings}, to which tie_word_embeddings ties it",
-                field="weights",
-            )
+    if not torch.equal(_read(by_name[_HEAD]), _read(by_name[embeddings])):
+        raise InvalidField(
+            f"{_HEAD} differs from {embeddings}, to which tie_word_embeddings ties it",
+            field="weights",
+        )
+
+
+def _read(header: Header) -> torch.Tensor:
+    tensor = torch.empty(header.shape, dtype=header.dtype)
+    with opened(header.file) as fill:
+        fill(header.name, tensor)
+    return tensor

@@ -16,13 +16,11 @@ Numbers = npt.NDArray[np.float32]
 _CHUNK_BYTES = 2**17  # of blocks, so that what is made of them between stays in a core's cache
 
 
-def dequantise(kind: str, blocks: Bytes, size: int) -> Numbers:
-    """Rows of bytes, a block each, as rows of `size` numbers; `kind` is in `DEQUANTISE`."""
+def dequantise(kind: str, blocks: Bytes, out: Numbers) -> None:
+    """Write rows of bytes, a block each, as rows of numbers; `kind` is in `DEQUANTISE`."""
     convert, rows = DEQUANTISE[kind], _CHUNK_BYTES // blocks.shape[1]
-    numbers = np.empty((len(blocks), size), np.float32)
     for start in range(0, len(blocks), rows):
-        convert(blocks[start : start + rows], numbers[start : start + rows])
-    return numbers
+        convert(blocks[start : start + rows], out[start : start + rows])
 
 
 def _q4_0(blocks: Bytes, out: Numbers) -> None:

@@ -46,11 +46,32 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def read(path: Path, name: str) -> torch.Tensor:
-    """A tensor by its name in a checkpoint, float32."""
+def fill(path: Path, name: str, target: torch.Tensor) -> None:
+    """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
     file = read_gguf(path)
     stored = next(stored for stored in file.tensors if checkpoint_name(stored) == name)
-    return torch.from_numpy(_ordered(file, stored, file.read(stored)))
+    takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
+    direct = takes_numbers and target.is_contiguous()
+    out = target if direct else torch.empty(target.shape)
+    _read(file, stored, out.numpy())
+    if not direct:
+        target.copy_(out.to(target.device))
+
+
+def _read(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
+    """Undo the order of Llama's queries and keys.
+
+    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
+    """
+    part = stored.split(".")[-2]
+    if file.architecture != "llama" or part not in _HEADS:
+        file.read(stored, out)
+        return
+    heads = file.size(_HEADS[part], file.size("attention.head_count"))
+    pairs = np.empty_like(out)
+    file.read(stored, pairs)
+    halves = out.reshape(heads, 2, -1, *out.shape[1:])
+    halves[...] = pairs.reshape(heads, -1, 2, *out.shape[1:]).swapaxes(1, 2)
 
 
 @functools.cache
@@ -62,18 +83,3 @@ def checkpoint_name(stored: str) -> str:
     if layer and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{kind}"
     return stored
-
-
-def _ordered(
-    file: GgufFile, stored: str, values: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Undo the order of Llama's queries and keys.
-
-    A Llama's GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
-    """
-    part = stored.split(".")[-2]
-    if file.architecture != "llama" or part not in _HEADS:
-        return values
-    heads = file.size(_HEADS[part], file.size("attention.head_count"))
-    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))

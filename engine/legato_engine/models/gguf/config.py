@@ -7,6 +7,8 @@ import types
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from legato_engine.errors import InvalidField
 from legato_engine.layers.rope import FactorScaling
 from legato_engine.models.decoder.config import DecoderConfig, HubConfig
@@ -37,9 +39,10 @@ def with_factors(config: DecoderConfig, file: GgufFile) -> DecoderConfig:
     """The same sizes with the file's factors of the rotation, as Llama 3.1 has them."""
     if ROPE_FACTORS not in file.tensors:
         return config
-    factors = file.read(ROPE_FACTORS)
+    factors = np.empty(file.tensors[ROPE_FACTORS].shape, np.float32)
     if factors.shape != (config.rotary_dim // 2,):
         raise _refusal(file, f"{ROPE_FACTORS} has {factors.size} factors")
+    file.read(ROPE_FACTORS, factors)
     return dataclasses.replace(config, rope_scaling=FactorScaling(tuple(factors.tolist())))
 
 

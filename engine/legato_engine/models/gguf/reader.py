@@ -69,8 +69,8 @@ class GgufFile(NamedTuple):
             raise InvalidField(problem, field="weights")
         return value
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor, dequantised."""
+    def read(self, name: str, out: npt.NDArray[np.float32]) -> None:
+        """Write a tensor, dequantised, into a contiguous array of its shape."""
         import gguf
 
         stored = self.tensors[name]
@@ -78,11 +78,12 @@ class GgufFile(NamedTuple):
         if stored.kind.name in DEQUANTISE:
             size, num_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
             blocks = data.reshape(-1, num_bytes)
-            return dequantise(stored.kind.name, blocks, size).reshape(stored.shape)
+            dequantise(stored.kind.name, blocks, out.reshape(-1, size))
+            return
         rows = data.reshape(*stored.shape[:-1], -1)
         plain = {"F32": np.float32, "F16": np.float16}.get(stored.kind.name)
         values = rows.view(plain) if plain else gguf.dequantize(rows, stored.kind)
-        return values.astype(np.float32, copy=False).reshape(stored.shape)
+        out[...] = values.reshape(stored.shape)
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer as a tokenizer.json."""
+"""A GGUF file's tokenizer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _BYTE_LEVEL = ("gpt-2", "smollm", "llama-bpe", "qwen2")
 """Splits of byte-level vocabularies, by `tokenizer.ggml.pre`."""
 
 
-def tokenizer_json(file: GgufFile) -> str:
-    """The content of the tokenizer.json with the same tokens for every text.
+def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
+    """Make the one that has the same tokens for every text as the model's tokenizer.json.
 
     Raises:
         InvalidField: the tokenizer is of another kind, or incomplete.
@@ -42,8 +42,7 @@ def tokenizer_json(file: GgufFile) -> str:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
-    content: str = tokenizer.to_str()
-    return content
+    return tokenizer
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:

@@ -5,6 +5,8 @@ Shape legend: T rows, I inputs, O outputs, K blocks of 32 inputs.
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,22 @@ def test_rows_have_the_same_bits_in_any_batch_and_on_any_number_of_threads(libra
         for first, count in ((0, 1), (3, 2), (1, 3), (7, 4), (2, 5), (9, 6), (5, 7), (6, 130)):
             rows = slice(first, first + count)
             assert torch.equal(weight.multiply(x_TI[rows].clone(), None), whole_TO[rows])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_byte_is_packed(library, kind, monkeypatch):
+    """Whatever was in the memory, also beyond the last output and input."""
+
+    def bytes_in(filler):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                torch, "empty", lambda size, dtype: torch.full((size,), filler, dtype=dtype)
+            )
+            weight = packed(library, kind, random(40, 70))
+        linear = weight.described(None)
+        return ctypes.string_at(linear.data, weight.nbytes)
+
+    assert bytes_in(0) == bytes_in(255)
 
 
 @pytest.mark.parametrize(

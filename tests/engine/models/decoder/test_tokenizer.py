@@ -26,7 +26,7 @@ def pair(request, tmp_path_factory):
     theirs = KINDS[request.param]()
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     theirs.save(str(path))
-    return TextTokenizer(path), theirs
+    return TextTokenizer.read(path), theirs
 
 
 @given(text=TEXTS)
@@ -58,7 +58,7 @@ def test_a_sequence_opens_as_the_tokenizer_says(tmp_path):
     """It has a BOS if the tokenizer adds one."""
     for adds in (True, False):
         hub_folder.byte_level_tokenizer(adds_bos=adds).save(str(tmp_path / "tokenizer.json"))
-        tokenizer = TextTokenizer(tmp_path / "tokenizer.json")
+        tokenizer = TextTokenizer.read(tmp_path / "tokenizer.json")
         bos = (tokenizer.token_id(hub_folder.BOS),) if adds else ()
         assert tokenizer.encode("cat", opened=True) == bos + tokenizer.encode("cat")
 
@@ -68,11 +68,24 @@ def test_added_words_keep_their_text(tmp_path):
     theirs = hub_folder.byte_level_tokenizer()
     theirs.add_tokens(["      ", "<think>"])
     theirs.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = TextTokenizer(tmp_path / "tokenizer.json")
+    tokenizer = TextTokenizer.read(tmp_path / "tokenizer.json")
     (spaces,) = tokenizer.encode("      ")
     assert tokenizer.piece(spaces) == b"      "
     assert tokenizer.piece(tokenizer.num_ids) == b""
     assert not tokenizer.has_special("<think>")
+
+
+def test_texts_are_neither_cut_nor_padded(tmp_path):
+    """Not even where a tokenizer.json says so, which is for training."""
+    theirs = hub_folder.byte_level_tokenizer()
+    whole = theirs.encode("the cat", add_special_tokens=False).ids
+    theirs.enable_truncation(1)
+    theirs.enable_padding(length=9)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer.read(tmp_path / "tokenizer.json")
+    assert len(whole) > 1
+    assert list(tokenizer.encode("the cat")) == whole
+    assert list(tokenizer.encode_marked("the cat")) == whole
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,7 @@ def test_other_files_are_refused(tmp_path, data, message):
     """The error says what is wrong."""
     (tmp_path / "tokenizer.json").write_text(data)
     with pytest.raises(InvalidField, match=message):
-        TextTokenizer(tmp_path / "tokenizer.json")
+        TextTokenizer.read(tmp_path / "tokenizer.json")
 
 
 def test_other_decoders_are_refused_by_name(tmp_path):
@@ -96,4 +109,4 @@ def test_other_decoders_are_refused_by_name(tmp_path):
     data["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(InvalidField, match="decodes by WordPiece; ByteLevel and ByteFallback"):
-        TextTokenizer(tmp_path / "tokenizer.json")
+        TextTokenizer.read(tmp_path / "tokenizer.json")

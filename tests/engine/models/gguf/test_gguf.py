@@ -13,6 +13,7 @@ from legato_engine.core.requests import Request
 from legato_engine.core.results import FinishReason
 from legato_engine.core.task_specs import QueryTask
 from legato_engine.errors import InvalidField
+from legato_engine.models.gguf import checkpoint
 from legato_engine.models.gguf.blocks import DEQUANTISE, dequantise
 from legato_engine.models.gguf.reader import TYPES, GgufFile, StoredTensor, read_gguf
 from legato_engine.models.registry import resolve
@@ -100,6 +101,12 @@ def test_quantised_weights_are_those_that_transformers_reads(path, kind):
     same.check_prefill_and_decode(same.load("llama", path), theirs, length=20, steps=3)
 
 
+def read(path, stored):
+    numbers = np.empty(stored.shape, np.float32)
+    GgufFile(path, {}, {"x": stored}).read("x", numbers)
+    return numbers
+
+
 @pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
 def test_five_bits_are_close_to_what_was_written(tmp_path, kind):
     """Within half a step of a block's range; transformers does not read these types."""
@@ -108,7 +115,7 @@ def test_five_bits_are_close_to_what_was_written(tmp_path, kind):
     data = gguf.quantize(values, of)
     (tmp_path / "data").write_bytes(data.tobytes())
     stored = StoredTensor(of, values.shape, 0, data.nbytes)
-    ours = GgufFile(tmp_path / "data", {}, {"x": stored}).read("x")
+    ours = read(tmp_path / "data", stored)
     assert np.abs(ours - values).max() < 2 / 31
 
 
@@ -124,7 +131,7 @@ def test_every_type_is_dequantised_as_by_transformers(tmp_path, kind):
     data = np.random.default_rng(0).integers(0, 60, (rows, blocks * size), np.uint8)  # finite
     (tmp_path / "data").write_bytes(b"head" + data.tobytes())
     stored = StoredTensor(of, (rows, blocks * block), 4, data.nbytes)
-    ours = GgufFile(tmp_path / "data", {}, {"x": stored}).read("x")
+    ours = read(tmp_path / "data", stored)
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     whole = torch.from_numpy(data)
     expected = (
@@ -144,8 +151,26 @@ def test_any_number_of_blocks_is_dequantised_as_by_the_library(kind):
     blocks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     with np.errstate(invalid="ignore"):
         expected = gguf.dequantize(blocks, of)
-        ours = dequantise(kind, blocks, size)
+        ours = np.empty_like(expected)
+        dequantise(kind, blocks, ours.reshape(-1, size))
     assert np.array_equal(ours, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])
+def test_a_tensor_goes_into_any_tensor_of_its_shape(path, name):
+    """Into rows of a larger one, turned ones and other types, in a checkpoint's order."""
+    theirs = model()
+    gguf_files.write(path, theirs)
+    name = f"model.layers.0.{name}.weight"
+    expected = theirs.state_dict()[name]
+    rows, columns = expected.shape
+    larger = torch.zeros(rows + 2, columns)
+    targets = [larger[1:-1], torch.empty(columns, rows).t(), torch.empty_like(expected).bfloat16()]
+    for target in targets:
+        checkpoint.fill(path, name, target)
+        assert torch.equal(target, expected.to(target.dtype))
+    assert not larger[0].any()
+    assert not larger[-1].any()
 
 
 def test_a_header_is_what_the_library_reads(path):

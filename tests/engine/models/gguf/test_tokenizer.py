@@ -10,7 +10,7 @@ import pytest
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf.reader import GgufFile
-from legato_engine.models.gguf.tokenizer import end_tokens, special_tokens, tokenizer_json
+from legato_engine.models.gguf.tokenizer import end_tokens, gguf_tokenizer, special_tokens
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 
@@ -97,9 +97,8 @@ def file_of(tokenizer, *, merges=True, **fields):
 
 def check_same(file, theirs):
     """Encode, with special tokens and without, and decode token by token."""
-    content = tokenizer_json(file)
-    ours = TextTokenizer(file.path, content)
-    whole = Tokenizer.from_str(content)
+    whole = gguf_tokenizer(file)
+    ours = TextTokenizer(whole)
     for text in texts():
         assert whole.encode(text).ids == theirs.encode(text).ids, text
         expected = theirs.encode(text, add_special_tokens=False).ids
@@ -120,7 +119,7 @@ def test_splits_differ(split):
     """A test of one split would fail with another, so they are told apart."""
     theirs = byte_level(split)
     for other in set(PRE) - {split}:
-        whole = Tokenizer.from_str(tokenizer_json(file_of(theirs, pre=other)))
+        whole = gguf_tokenizer(file_of(theirs, pre=other))
         assert any(whole.encode(text).ids != theirs.encode(text).ids for text in texts()), other
 
 
@@ -153,7 +152,7 @@ def test_bos_is_added_where_the_file_says():
     """Else by the kind: Llamas have one."""
     theirs = byte_level("llama-bpe")
     ids = [
-        Tokenizer.from_str(tokenizer_json(file_of(theirs, **fields))).encode("a").ids
+        gguf_tokenizer(file_of(theirs, **fields)).encode("a").ids
         for fields in (
             {"pre": "llama-bpe", "add_bos_token": True},
             {"pre": "llama-bpe", "add_bos_token": None},
@@ -168,7 +167,7 @@ def test_bos_is_added_where_the_file_says():
 def test_text_makes_no_special_token():
     """Neither by merges nor as a whole word; only the template's own text does."""
     for file in (file_of(byte_level("llama-bpe"), pre="llama-bpe"), sentencepiece()[1]):
-        tokenizer = TextTokenizer(file.path, tokenizer_json(file))
+        tokenizer = TextTokenizer(gguf_tokenizer(file))
         for special in (hub_folder.EOS, hub_folder.TURN):
             assert tokenizer.token_id(special) not in tokenizer.encode(f"a {special}{special} b")
             assert tokenizer.token_id(special) in tokenizer.encode_marked(f"a {special} b")
@@ -182,7 +181,7 @@ def test_fillers_of_the_vocabulary_are_no_tokens():
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD401]"]
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 5]
     filled = file._replace(metadata=metadata)
-    assert tokenizer_json(filled) == tokenizer_json(file)
+    assert gguf_tokenizer(filled).to_str() == gguf_tokenizer(file).to_str()
 
 
 def test_special_tokens_and_ends():
@@ -209,6 +208,6 @@ def test_other_tokenizers_are_refused(fields, problem):
     """With what is implemented, and the way out."""
     file = file_of(byte_level("qwen2"), **fields)
     with pytest.raises(InvalidField, match=r"give the model's tokenizer\.json") as info:
-        tokenizer_json(file)
+        gguf_tokenizer(file)
     assert problem in info.value.message
     assert info.value.metadata["field"] == "tokenizer"

@@ -199,7 +199,7 @@ Pool* legato_pool(int32_t threads) { return new Pool(threads); }
 
 int64_t legato_packed_bytes(const Linear* linear) { return linear->panels() * linear->panel_bytes(); }
 
-// Fill zeroed memory of `legato_packed_bytes` from values that are float32, or bfloat16 with `bf16`.
+// Fill memory of `legato_packed_bytes` from values that are float32, or bfloat16 with `bf16`.
 void legato_pack(Pool* pool, const Linear* linear, const void* values, int32_t bf16, uint8_t* data) {
     Plain plain{values, bf16 != 0, linear->inputs, linear->outputs};
     pool->run([] {}, [&](Thread&) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "blocks.h"
 
@@ -92,9 +93,10 @@ inline void pack_block(const Plain& plain, int kind, long output, long first, ui
     }
 }
 
-// Fill a panel, whose memory is zero.
+// Fill a panel.
 inline void pack_panel(const Plain& plain, const Linear& to, long panel, uint8_t* data) {
     uint8_t* start = data + panel * to.panel_bytes();
+    if (to.kind == INT4) std::memset(start, 0, to.panel_bytes());  // two weights share a byte
     for (int column = 0; column < WIDTH; ++column) {
         long output = panel * WIDTH + column;
         if (to.rounds()) {
