@@ -15,8 +15,8 @@ from tests.simulation.run import Totals, run, run_all
 from tests.simulation.virtual_time import NothingLeft, virtual_time
 
 SEEDS = 10_000
-PART = 1_000
-SOON = 1_000
+PART = 500
+SOON = 500
 """Of them where tests end soon."""
 
 

@@ -209,7 +209,7 @@ class BlockingWalk(Walk):
 def test_any_walk_keeps_the_invariants(walk: type[Walk]) -> None:
     """No order of submits, steps, aborts, stops and deadlines breaks an invariant."""
     run_state_machine_as_test(
-        walk, settings=settings(max_examples=100, stateful_step_count=50, deadline=None)
+        walk, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
     )
 
 
@@ -218,7 +218,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     arrivals=arrivals,
     num_pages=st.integers(12, 24),
