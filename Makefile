@@ -153,7 +153,7 @@ TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-r
 test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows, ARGS="-n 0" is one process)
 	@$(TESTS) --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks $(ARGS)
 
-test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race (LEGATO_TEST_STALLS=seed)
+test-stalled: | $(STAMP) ## the same once, in processes that stand still now and then: what fails is a race
 	@$(TESTS) -p tests.stalls --timeout 900 $(ARGS)
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts

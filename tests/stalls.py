@@ -2,7 +2,8 @@
 
 A pytest plugin (`-p tests.stalls`). A thread of each process of tests, services and engines holds
 the interpreter's lock now and then, so that the process stands still wherever it is, and callbacks
-of asyncio's loops are late, most of all the first ones of a test. LEGATO_TEST_STALLS seeds them.
+of asyncio's loops are late, most of all the first ones of a test. The moments cannot be repeated: a
+file is run several times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import threading
 import time
 from typing import Any
 
-VARIABLE = "LEGATO_TEST_STALLS"
+_VARIABLE = "LEGATO_TEST_STALLS"
+"""Set in the environment of all processes that are to stall."""
 
 _OFTEN = 0.15
 """The share of a test's first callbacks that are late."""
@@ -30,8 +32,8 @@ _policy_of, _set_policy = os.sched_getscheduler, os.sched_setscheduler  # tests 
 class _Stalls:
     """The stalls of this process."""
 
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(f"{seed} {os.getpid()} {time.monotonic_ns()}")
+    def __init__(self) -> None:
+        self._random = random.Random()
         self._callbacks = 0
         handle: Any = asyncio.Handle
         handle._run = lambda each: self._run_late(each)  # noqa: PLW0108 - given the handle
@@ -62,20 +64,15 @@ _stalls: _Stalls | None = None
 def begin() -> None:
     """Stall this process from now on, if the environment says so."""
     global _stalls
-    if VARIABLE in os.environ and _stalls is None:
-        _stalls = _Stalls(os.environ[VARIABLE])
+    if _VARIABLE in os.environ and _stalls is None:
+        _stalls = _Stalls()
 
 
 def pytest_configure(config: Any) -> None:
     """Processes of tests stall, not the one that starts them."""
-    os.environ.setdefault(VARIABLE, str(time.time_ns()))
+    os.environ[_VARIABLE] = "1"
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         begin()
-
-
-def pytest_report_header() -> str:
-    """What repeats the seeds, if not the moments."""
-    return f"{VARIABLE}={os.environ[VARIABLE]}"
 
 
 def pytest_runtest_setup() -> None:

@@ -1,30 +1,16 @@
-"""The emulated machine on arm64, compiled by a cross compiler and run by an emulator of that.
-
-`apt install g++-aarch64-linux-gnu qemu-user` is all that it needs.
-"""
+"""The emulated machine on arm64, in an emulator of that."""
 
 from __future__ import annotations
 
-import platform
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.arm64 import CROSS, EMULATOR, MARKS
 from tests.emulator.build import CHECKS, FLAGS, sources
 
-CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FOLDER = Path(__file__).parent
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with x86"),
-    pytest.mark.skipif(
-        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"needs {CROSS} and {EMULATOR}"
-    ),
-]
+pytestmark = MARKS
 
 
 def printed(compile_with: str, folder: Path, *run_by: str) -> list[str]:

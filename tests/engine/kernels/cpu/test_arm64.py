@@ -1,31 +1,19 @@
-"""The kernels of arm64, compiled by a cross compiler and run by an emulator.
-
-`apt install g++-aarch64-linux-gnu qemu-user` is all that it needs. An emulator says nothing of
-speed.
-"""
+"""The kernels of arm64, in an emulator."""
 
 from __future__ import annotations
 
-import platform
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from legato_engine.kernels.cpu import compiler
 
-CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+from tests.arm64 import CROSS, EMULATOR, MARKS
+
 PROGRAM = Path(__file__).parent / "bits.cpp"
 INCLUDES = f"-I{Path(compiler.__file__).parent / 'sources'}"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with x86"),
-    pytest.mark.skipif(
-        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"needs {CROSS} and {EMULATOR}"
-    ),
-]
+pytestmark = MARKS
 
 
 def compiled(compile_with, folder, *options):

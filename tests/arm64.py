@@ -1,0 +1,24 @@
+"""Programs for arm64, made by a cross compiler on x86-64 and run by an emulator.
+
+`apt install g++-aarch64-linux-gnu qemu-user` is all that they need. An emulator says nothing of
+speed.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+
+import pytest
+
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with x86"),
+    pytest.mark.skipif(
+        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"needs {CROSS} and {EMULATOR}"
+    ),
+]
+"""Of tests that compare such programs with those of this machine."""
