@@ -162,6 +162,11 @@ def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int
     return layer * of_layer + kind
 
 
+def most_instructions(num_layers: int) -> int:
+    """Of a worker, whatever its model has besides layers."""
+    return 9 * num_layers + 9
+
+
 def num_counters(sizes: ModelSizes) -> int:
     """One of each kind and layer, those of Q and PART also by head."""
     if sizes.drafts:

@@ -7,7 +7,7 @@ import importlib.resources
 import pytest
 import torch
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.resident import RING_STAGES, SOURCE, UNDER_WAY, _shared_bytes
+from legato_engine.kernels.cuda.resident import RING_STAGES, SOURCE, UNDER_WAY, shared_body
 from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues
 from legato_engine.resident.header import defines
@@ -68,6 +68,6 @@ def test_every_kind_of_build_compiles(tiles: int, kind: dict[str, int]) -> None:
     """With room for what a thread block shares; the source checks that."""
     ring = RING_STAGES[tiles]
     constants = defines(LEGATO_TINY, ring, UNDER_WAY[tiles], tiles)
-    constants |= kind | {"SHARED": _shared_bytes(LEGATO_TINY, ring, 8 * tiles)}
+    constants |= kind | {"SHARED": shared_body(LEGATO_TINY, ring, 8 * tiles)}
     folder = importlib.resources.files("legato_engine.resident") / "sources"
     assert set(usages(compile_source(SOURCE, constants, "sm_90a", folder=folder))) == {"steps"}

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from legato_engine.resident import header
-from legato_engine.resident.program import FIELDS, WORDS, Op, build_program
+from legato_engine.resident.program import FIELDS, WORDS, Op, build_program, most_instructions
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.stream import Matrix, qkv_rows, worker_stages
+
+
+_VALUES = ValueDims(inner_dim=8192, scalar_bins=1024, pair_bins=2048)
 
 
 def test_the_header_on_disk_is_the_one_that_is_generated() -> None:
@@ -37,6 +40,15 @@ def test_every_weight_is_streamed_once(sizes: ModelSizes) -> None:
     for matrix, (rows, chunks) in blocks.items():
         count = sum(stage.matrix is matrix for stage in stages)
         assert count == rows // 16 * chunks, matrix
+
+
+@pytest.mark.parametrize("layers", [1, 3, 24])
+def test_no_worker_has_more_instructions_than_its_layers_allow(layers: int) -> None:
+    """Those of a program with values are the most."""
+    sizes = dataclasses.replace(MOONDREAM2, num_layers=layers)
+    kinds = (sizes, dataclasses.replace(sizes, drafts=True), dataclasses.replace(sizes, values=_VALUES))
+    counts = [max(map(len, build_program(each, 12).workers)) for each in kinds]
+    assert max(counts) == most_instructions(layers)
 
 
 def test_moondream_workers_have_the_same_work() -> None:

@@ -258,6 +258,7 @@ def test_values_that_it_does_not_take_are_named(change: dict[str, int], text: st
         ({"ff_dim": 10240}, "2 to 4 times"),
         ({"vocab_size": 51208}, "vocabulary"),
         ({"max_pages": 129}, "pages"),
+        ({"num_layers": 40}, "as many layers"),
         ({"page_size": 32}, "pages"),
     ],
     ids=str,

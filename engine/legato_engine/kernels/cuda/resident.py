@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SOURCE = "step.cu"
 PATIENCE_MS = 1000
 """How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
-RING_STAGES = {1: 12, 2: 11, 4: 8}
+RING_STAGES = {1: 12, 2: 10, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
 UNDER_WAY = {1: 3, 2: 3, 4: 3}
 """Stages that are being copied at once: the fastest on an H100, and on an H200 but for 0.5 % with
@@ -54,6 +54,8 @@ MOST_ROWS = 8 * max(RING_STAGES)
 
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh
 MAX_PAGES = SPLITS * _OWN_PAGES
+MAX_SHARED = 227 * 1024
+"""Bytes that a thread block may have on a GPU of compute capability 9.0."""
 _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
 _SAMPLING_BYTES = 768  # at least `Sampling` and `ValueArguments` in worker.cuh and single words
@@ -151,7 +153,7 @@ class ResidentBuild:
         self.patience_ms = PATIENCE_MS
         self.count = max(map(len, program.workers))
         self._grid = (sizes.num_workers, 1, 1)
-        body = _shared_bytes(sizes, program.ring_stages, tokens)
+        body = shared_body(sizes, program.ring_stages, tokens)
         under_way = under_way or UNDER_WAY[tiles]
         fault = ring_problem(program.ring_stages, under_way)
         assert fault is None, fault
@@ -307,7 +309,7 @@ class ResidentDecoder:
         return next(filter(None, (build.fault() for build in builds)), None)
 
 
-def _shared_bytes(sizes: ModelSizes, stages: int, tokens: int) -> int:
+def shared_body(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512

@@ -8,8 +8,15 @@ from collections.abc import Callable
 import torch
 
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.resident import MAX_PAGES, model_sizes
+from legato_engine.kernels.cuda.resident import (
+    MAX_PAGES,
+    MAX_SHARED,
+    RING_STAGES,
+    model_sizes,
+    shared_body,
+)
 from legato_engine.resident.operands import BLOCKS_AT_ONCE
+from legato_engine.resident.program import WORDS, most_instructions
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM
 
 _CAPABILITY = (9, 0)
@@ -27,6 +34,13 @@ class Wish:
     capability: tuple[int, int] | None  # of the GPU; None: there is none
     processors: int
     free_bytes: int
+
+
+def _instructions_fit(wish: Wish) -> bool:
+    """Whether a thread block has memory for them beside its ring, in every build."""
+    sizes = model_sizes(wish.sizes, wish.num_layers)
+    body = max(shared_body(sizes, ring, 8 * tiles) for tiles, ring in RING_STAGES.items())
+    return body + most_instructions(wish.num_layers) * WORDS * 4 <= MAX_SHARED
 
 
 _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
@@ -54,6 +68,7 @@ _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
         f"needs a multiprocessor for each {BLOCK} of the width",
         lambda w: w.sizes.dim // BLOCK <= w.processors,
     ),
+    ("takes as many layers as a thread block has instructions for", _instructions_fit),
     (
         "needs memory for a second copy of the weights",
         lambda w: model_sizes(w.sizes, w.num_layers).weight_bytes * _SPARE <= w.free_bytes,
