@@ -32,36 +32,26 @@ struct Fragment {
   __device__ __forceinline__ u32 read() const { return of[0].x | of[1].x | of[2].x | of[3].x; }
 };
 
-// Sums of a block, in two chains that are added at the end.
+// Sums of a block, in one chain of products: the order in which skinny_gemm.cuh adds them up.
 struct Sums {
-  float4 of[2][TILES];
+  float4 of[TILES];
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) of[0][tile] = of[1][tile] = float4{0.f, 0.f, 0.f, 0.f};
+    for (int tile = 0; tile < TILES; tile++) of[tile] = float4{0.f, 0.f, 0.f, 0.f};
   }
   __device__ __forceinline__ void add(const Fragment& f, const Inputs& in) {
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+    for (int half = 0; half < 2; half++) {
+      const uint4 &a = f.of[half * 2], &b = f.of[half * 2 + 1];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint4 &a = f.of[half * 2], &x = in.of[tile][half];
-        mma(of[half][tile], a.x, a.y, a.z, a.w, x.x, x.y);
-      }
+      for (int tile = 0; tile < TILES; tile++) mma(of[tile], a.x, a.y, a.z, a.w, in.of[tile][half].x, in.of[tile][half].y);
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint4 &a = f.of[half * 2 + 1], &x = in.of[tile][half];
-        mma(of[half][tile], a.x, a.y, a.z, a.w, x.z, x.w);
-      }
+      for (int tile = 0; tile < TILES; tile++) mma(of[tile], b.x, b.y, b.z, b.w, in.of[tile][half].z, in.of[tile][half].w);
+    }
   }
   __device__ __forceinline__ void store(Shared& shared, int block) const {
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      const float4 &x = of[0][tile], &y = of[1][tile];
-      shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] =
-          float4{x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
-    }
+    for (int tile = 0; tile < TILES; tile++) shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] = of[tile];
   }
 };
 

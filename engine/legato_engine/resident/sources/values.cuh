@@ -88,8 +88,8 @@ struct Past {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const uint4 &low = of[half], &high = of[2 + half], &x = in.of[tile][half];
-        mma(sums.of[half][tile], low.x, high.x, low.y, high.y, x.x, x.y);
-        mma(sums.of[half][tile], low.z, high.z, low.w, high.w, x.z, x.w);
+        mma(sums.of[tile], low.x, high.x, low.y, high.y, x.x, x.y);
+        mma(sums.of[tile], low.z, high.z, low.w, high.w, x.z, x.w);
       }
   }
 };
