@@ -145,10 +145,24 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                self._forget_stuck(slot)
                 break
             time.sleep(seconds)
         return None
+
+    def restore(self, slot: int) -> bool:
+        """After a launch that gave up a wait, let rows go on after the last step that they have; no
+        other of the kind follows. Whether the rows' state is now an earlier one, so that a decode
+        behind the launch does not count.
+        """
+        if self._resident is None or not (fault := self._resident.fault()):
+            return False
+        _log.error("resident_kernel_stuck", wait=fault)
+        self._resident = None
+        if (drafting := self._drafting) is not None:
+            compute = self._resources.compute
+            compute.submit(lambda: drafting.restore(slot))
+            compute.record().wait()
+        return drafting is not None
 
     def _submit(
         self,
@@ -187,16 +201,6 @@ class DecodeLoops:
                 num_tokens=num_tokens,
             )
         )
-
-    def _forget_stuck(self, slot: int) -> None:
-        """After a launch that gave up a wait, whose rows go on after the last step that they have,
-        there is no other of the kind.
-        """
-        if self._resident is not None and (fault := self._resident.fault()):
-            _log.error("resident_kernel_stuck", wait=fault)
-            self._resident = None
-            if self._drafting is not None:
-                self._drafting.restore(slot)
 
     def _place_work(self, slot: int) -> Work:
         slots, scratch_row = self._resources.slots, self._resources.state.scratch_row

@@ -52,6 +52,7 @@ class LaunchEvents:
     sample_end: Event
     copy_end: Event
     needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
+    is_void: bool = dataclasses.field(default=False, kw_only=True)  # a decode does not count
 
 
 class ModelRunner:
@@ -137,10 +138,6 @@ class ModelRunner:
         return self._loops is not None
 
     @property
-    def loops_differ(self) -> bool:
-        return self.resident_rows > 0
-
-    @property
     def resident_rows(self) -> int:
         """The most rows that the resident kernel takes now."""
         return 0 if self._loops is None else self._loops.resident_rows
@@ -180,7 +177,7 @@ class ModelRunner:
     def forward(self, launch: Launch) -> None:
         failpoints.hit("engine.forward")
         rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
-        slot = self._slots[launch.slot]
+        slot, events.is_void = self._slots[launch.slot], False
         if launch.plan.kind is LaunchKind.DECODE:
             bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
@@ -221,7 +218,7 @@ class ModelRunner:
         if launch.plan.loops:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
-        if rows and not launch.plan.loops:
+        if rows and not (launch.plan.loops or self._is_void(launch)):
             needs = events.needs = needs_of(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
@@ -249,9 +246,11 @@ class ModelRunner:
         self._loops.start(launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
-    def collect(self, launch: Launch) -> list[RowTokens]:
+    def collect(self, launch: Launch) -> list[RowTokens] | None:
         events, rows = self._events[launch.slot], launch.plan.sampled_rows
         events.copy_end.wait()
+        if self._is_void(launch):
+            return None
         if launch.plan.refinement is not None and self._refine is not None:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows or launch.plan.loops:
@@ -270,7 +269,14 @@ class ModelRunner:
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
         outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
-        return None if outputs is None else self._sampled(outputs, launch)
+        if outputs is not None:
+            return self._sampled(outputs, launch)
+        if self._loops.restore(launch.slot):
+            self._events[1 - launch.slot].is_void = True
+        return None
+
+    def _is_void(self, launch: Launch) -> bool:
+        return launch.plan.kind is LaunchKind.DECODE and self._events[launch.slot].is_void
 
     def end_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"
