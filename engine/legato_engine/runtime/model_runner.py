@@ -13,16 +13,18 @@ import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.backends import backend_for, resident_steps, step_kernels
+from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
+from legato_engine.runtime.loop_times import LoopTimes
 from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
@@ -74,13 +76,13 @@ class ModelRunner:
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
         loops: bool | None = False,
-        resident: bool = False,
+        resident: bool | None = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
-        many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
-        besides in one kernel, where it can run; None is for loops that are captured kernels, whose
-        bits do not depend on the batch.
+        many tokens as `block_policy` says. With `loops` launches may be loops; None is for loops
+        that are captured kernels, whose bits do not depend on the batch. With `resident` loops are
+        one kernel, where it can run; None: where `choose_paths` finds it faster.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
@@ -122,10 +124,15 @@ class ModelRunner:
         self._slots = slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
-        self._loops = None
+        self._loops: DecodeLoops | None = None
+        self._unmeasured: ResidentOffer | None = None
         if loops:
-            steps = resident_steps(self._backend, max_running, self._drafts) if resident else None
-            self._loops = DecodeLoops(self._resources, self._backend, steps)
+            paths = Paths(None)
+            if resident is not False:
+                by_times = resident is None
+                paths = paths_for(self._backend, max_running, self._drafts, by_times=by_times)
+            self._unmeasured = paths.unmeasured
+            self._loops = DecodeLoops(self._resources, self._backend, paths.resident, paths.choice)
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
@@ -159,6 +166,14 @@ class ModelRunner:
         if self._refine is not None:
             self._refine.warm_up()
         compute.record().wait()
+        if self._loops is not None:
+            self._loops.restore(0)  # what is stuck already is not tried again
+
+    def choose_paths(self) -> None:
+        """Measure what no earlier start has; nothing may be in flight."""
+        if self._loops is not None and (offer := self._unmeasured) is not None:
+            choose(offer, LoopTimes(self._resources, self._loops), self._loops)
+            self._unmeasured = None
 
     def costs(self) -> StepCosts:
         """Nothing may be in flight."""
