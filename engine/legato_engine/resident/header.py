@@ -58,6 +58,7 @@ def defines(model: ModelSizes, ring_stages: int, under_way: int, tiles: int) -> 
         "FF": model.ff_dim,
         "VOCAB": model.vocab_size,
         "CHUNK": model.chunk,
+        "PARTS": model.out_parts,
         "STAGE_PAGES": model.pages_per_stage,
         "RING": ring_stages,
         "UNDER_WAY": under_way,

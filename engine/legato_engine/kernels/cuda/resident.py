@@ -180,8 +180,8 @@ class ResidentBuild:
         workers = sizes.num_workers
         self.x = scratch(2, tokens, sizes.dim)
         self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
-        self.part = scratch(tokens, workers, HEAD_DIM, dtype=torch.float32)
-        self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
+        self.part = scratch(tokens, workers, 2, HEAD_DIM, dtype=torch.float32)
+        self.ends = scratch(tokens, workers, 2, 2, dtype=torch.float32)
         self.heads = scratch(tokens, sizes.dim)
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
@@ -313,5 +313,5 @@ def shared_body(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (12 + _OWN_PAGES)
+    rows = 3 * WARPS * tokens * 8 + tokens * (4 * (12 + _OWN_PAGES) + 64 + 8)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

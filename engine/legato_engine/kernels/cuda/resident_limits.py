@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident import (
     MAX_PAGES,
@@ -43,6 +44,13 @@ def _instructions_fit(wish: Wish) -> bool:
     return body + most_instructions(wish.num_layers) * WORDS * 4 <= MAX_SHARED
 
 
+def _adds_alike(wish: Wish) -> bool:
+    sizes, parts = model_sizes(wish.sizes, wish.num_layers), wish.sizes.parts
+    return (
+        sizes.out_parts == parts and skinny_gemm.chunk(wish.sizes.mixed_dim // parts) == sizes.chunk
+    )
+
+
 _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
     ("needs a GPU of compute capability 9.0", lambda w: w.capability == _CAPABILITY),
     ("computes in bf16", lambda w: w.dtype is torch.bfloat16),
@@ -68,6 +76,7 @@ _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
         f"needs a multiprocessor for each {BLOCK} of the width",
         lambda w: w.sizes.dim // BLOCK <= w.processors,
     ),
+    ("adds up a layer's output in other parts than captured steps", _adds_alike),
     ("takes as many layers as a thread block has instructions for", _instructions_fit),
     (
         "needs memory for a second copy of the weights",

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const float2* folded, const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1,
     bf16* act, bf16* q, float* part, float2* ends, bf16* heads, uint2* best, float* scores, int* token, int* stop,
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
-    const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
+    i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
     float2* payload_ring, float2* certainty_ring, float* logprob_ring, float* logprob, const bf16* scalar_frequencies,
     const bf16* scalar_encoder, const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, part, ends, heads, best, scores, token, stop, keys, values, cosines, sines,
-                       row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
+                       row, constraint, sample_position, position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
                        logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
