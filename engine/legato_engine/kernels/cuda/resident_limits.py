@@ -17,7 +17,7 @@ from legato_engine.kernels.cuda.resident import (
     shared_body,
 )
 from legato_engine.resident.operands import BLOCKS_AT_ONCE
-from legato_engine.resident.program import WORDS, most_instructions
+from legato_engine.resident.program import WORD_BYTES, WORDS, most_instructions
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM
 
 _CAPABILITY = (9, 0)
@@ -41,7 +41,7 @@ def _instructions_fit(wish: Wish) -> bool:
     """Whether a thread block has memory for them beside its ring, in every build."""
     sizes = model_sizes(wish.sizes, wish.num_layers)
     body = max(shared_body(sizes, ring, 8 * tiles) for tiles, ring in RING_STAGES.items())
-    return body + most_instructions(wish.num_layers) * WORDS * 4 <= MAX_SHARED
+    return body + most_instructions(wish.num_layers) * WORDS * WORD_BYTES <= MAX_SHARED
 
 
 def _adds_alike(wish: Wish) -> bool:

@@ -135,14 +135,31 @@ __device__ __forceinline__ float2 whole_moments(const Shared& shared, int token)
   return float2{mean, deviation_of(over(squares))};
 }
 
-// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
+// A slice of the tokens of a tile; `at(chunk, half)` is the lane's piece of it.
+template <class At>
+__device__ __forceinline__ void store_slices(Shared& shared, int tile, At at) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float2 slice = slice_moments(at);
+  if (t == 0 && active()) shared.slices[warp][tile * 8 + g] = slice;
+}
+
+// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory; with `measures` the tokens' moments
+// too, which the warps see after the next barrier.
 __device__ __forceinline__ void multiply_blocks(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks, bool measures) {
   constexpr bool ALL = AT_ONCE == CHUNKS;
   Inputs in[AT_ONCE];
   if (ALL) {
 #pragma unroll
     for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, source, c, in[c]);
+  } else if (measures) {
+#pragma unroll 1
+    for (int tile = 0; tile < TILES; tile++) {
+      uint4 of[CHUNKS][2];
+#pragma unroll
+      for (int i = 0; i < 2 * CHUNKS; i++) of[i / 2][i % 2] = load_piece(a, shared, source, tile, i / 2, i % 2);
+      store_slices(shared, tile, [&](int chunk, int half) { return of[chunk][half]; });
+    }
   }
   Reader reader;
   reader.begin(a, at, ring);
@@ -155,23 +172,17 @@ __device__ __forceinline__ void multiply_blocks(
       reader.multiply(a, at, ring, sums, in[ALL ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
     }
     sums.store(shared, block);
-  }
-}
-
-__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, const Instruction& it) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if (!measures || block) continue;
+    if (ALL) {
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    uint4 of[CHUNKS][2];
-#pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; i++) of[i / 2][i % 2] = load_piece(a, shared, it.src, tile, i / 2, i % 2);
-    const float2 slice = slice_moments([&](int chunk, int half) { return of[chunk][half]; });
-    if (t == 0 && active()) shared.slices[warp][tile * 8 + g] = slice;
+      for (int tile = 0; tile < TILES; tile++)
+        store_slices(shared, tile, [&](int chunk, int half) { return in[ALL ? chunk : 0].of[tile][half]; });
+    }
+    __syncwarp();
+    workers_sync();
+    const int token = threadIdx.x;
+    if (token < num_tokens(a, shared)) shared.moments[token] = whole_moments(shared, token);
   }
-  __syncwarp();
-  workers_sync();
-  const int token = threadIdx.x;
-  if (token < num_tokens(a, shared)) shared.moments[token] = whole_moments(shared, token);
 }
 
 __device__ __forceinline__ void run_fc1(
@@ -185,7 +196,7 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);
+  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -233,7 +244,7 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  multiply_blocks(a, at, shared, ring, it.src, 3);
+  multiply_blocks(a, at, shared, ring, it.src, 3, false);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {
@@ -261,52 +272,59 @@ constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
 // order: as layer_out adds them. The last part has the heads.
 constexpr int PART_CHUNKS = (FF + DIM) / CHUNK / PARTS;
 static_assert((FF + DIM) / CHUNK % PARTS == 0 && (PARTS - 1) * PART_CHUNKS * CHUNK <= FF, "unsupported parts");
-static_assert(PARTS <= BLOCKS_AT_ONCE, "sums of all parts but the last in shared memory");
+static_assert(PARTS <= BLOCKS_AT_ONCE && FF / CHUNK / 2 / PART_CHUNKS <= 1, "one part before attention, whose results lie on the others'");
+
+// A lane's sums of a part.
+__device__ __forceinline__ float4& part_sums(Shared& shared, int part, int warp, int tile) {
+  return part ? shared.sums[warp][part][tile][threadIdx.x % 32] : shared.first_part[warp][tile][threadIdx.x % 32];
+}
+__device__ __forceinline__ void store_part(Shared& shared, const Sums& sums, int part) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) part_sums(shared, part, threadIdx.x / 32, tile) = sums.of[tile];
+}
 
 __device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
-// Parts `from` up to `to`, which all warps have stored, of a tile of each of the first warps.
-__device__ __forceinline__ void add_parts(Shared& shared, int from, int to) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (from == to) return;
-  __syncwarp();
-  workers_sync();
-  if (warp < TILES) {
-    float4 all = shared.parts[warp][lane];
-    for (int part = from; part < to; part++) add(all, total(shared, part, warp));
-    shared.parts[warp][lane] = all;
+// Parts `from` up to `to`, whose sums all warps have stored; each of the first warps has a tile.
+__device__ __forceinline__ void add_parts(Shared& shared, float4& all, int from, int to) {
+  for (int part = from; part < to; part++) {
+    float4 whole = part_sums(shared, part, 0, threadIdx.x / 32);
+#pragma unroll
+    for (int warp = 1; warp < WARPS; warp++) add(whole, part_sums(shared, part, warp, threadIdx.x / 32));
+    add(all, whole);
   }
-  __syncwarp();
-  workers_sync();  // attention's results will lie where the sums do
 }
 
-__device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
+// `added`: the parts that are in `shared.parts`.
+__device__ __forceinline__ void run_fc2(
+    const Arguments& a, Place& at, Ring& ring, Sums& sums, int& added, const Instruction& it) {
   Shared& shared = ring.shared;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begun = it.chunk / PART_CHUNKS;
-  if (it.chunk == 0) {
-    sums.clear();
-    if (warp < TILES) shared.parts[warp][lane] = float4{0.f, 0.f, 0.f, 0.f};
+  const int warp = threadIdx.x / 32, chunks = it.num_chunks;
+  int part = it.chunk / PART_CHUNKS, left = (part + 1) * PART_CHUNKS - it.chunk;
+  if (it.chunk == 0) sums.clear(), added = 0;
+  if (PARTS > 1 && it.chunk + chunks == FF / CHUNK) {  // MERGE's barrier lies between the parts before and this
+    added = part;
+    float4 all = {0.f, 0.f, 0.f, 0.f};
+    if (warp < TILES) add_parts(shared, all, 0, part), shared.parts[warp][threadIdx.x % 32] = all;
   }
   const bf16* from = a.act + it.chunk * CHUNK + warp * GROUP;
   const int tokens = num_tokens(a, shared);
-  int part = begun, left = (part + 1) * PART_CHUNKS - it.chunk;
   Reader reader;
-  for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
+  for (int first = 0; first < chunks; first += INNER_AT_ONCE) {
     Inputs in[INNER_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++)
-      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? tokens : 0);
+      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < chunks ? tokens : 0);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++) {
-      if (first + i >= it.num_chunks) break;
-      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < it.num_chunks);
+      if (first + i >= chunks) break;
+      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < chunks);
       if (PARTS > 1 && --left == 0) {
-        sums.store(shared, part++);
+        store_part(shared, sums, part++);
         sums.clear();
         left = PART_CHUNKS;
       }
     }
   }
-  if (PARTS > 1) add_parts(shared, begun, part);
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void run_head(
   __syncwarp();
   for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
     const int blocks = min(BLOCKS_AT_ONCE, it.num_blocks - first);
-    multiply_blocks(a, at, shared, ring, it.src, blocks);
+    multiply_blocks(a, at, shared, ring, it.src, blocks, first == 0);
     workers_sync();
     for (int i = warp; i < blocks * TILES; i += WARPS) {
       const int row = (it.block + (first + i / TILES) * WORKERS) * BLOCK + lane / 4;

@@ -8,7 +8,7 @@ __device__ __forceinline__ void load_heads(const Arguments& a, const Shared& sha
 }
 
 __device__ __forceinline__ void run_out(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, int added, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row = it.block * BLOCK + g;
   const float* biases = a.out_bias + it.layer * DIM + row;
@@ -34,11 +34,12 @@ __device__ __forceinline__ void run_out(
     for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);
   }
   __syncwarp();
-  sums.store(shared, 0);
+  store_part(shared, sums, PARTS - 1);
   workers_sync();
   if (warp >= TILES) return;
-  float4 all = shared.parts[warp][lane];
-  add(all, total(shared, 0, warp));
+  float4 all = {0.f, 0.f, 0.f, 0.f};
+  if (PARTS > 1) all = shared.parts[warp][lane];
+  add_parts(shared, all, added, PARTS);
   bf16* to = it.dst == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
   for (int j = 0; j < 2; j++) {

@@ -15,6 +15,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Ring ring{shared};
   Place at;
   Sums sums;
+  int added = 0;
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
@@ -28,13 +29,12 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
-        case OP_NORM: run_norm(a, shared, it); break;
         case OP_FC1: run_fc1(a, at, shared, ring, it); break;
         case OP_QKV: run_qkv(a, at, shared, ring, it); break;
-        case OP_FC2: run_fc2(a, at, ring, sums, it); break;
+        case OP_FC2: run_fc2(a, at, ring, sums, added, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
         case OP_MERGE: run_merge(a, shared); break;
-        case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
+        case OP_OUT: run_out(a, at, shared, ring, sums, added, it); break;
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
-      else if (it.op != OP_FC2 && it.op != OP_NORM && it.op != OP_LISTEN)
+      else if (it.op != OP_FC2 && it.op != OP_LISTEN)
         workers_sync();
       note_time(a, at, 2);
     }
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   }
 #endif
-  for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
+  for (int i = threadIdx.x; i < count * 2; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
 #if DRAFTS
   __syncthreads();

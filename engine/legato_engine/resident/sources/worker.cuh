@@ -113,10 +113,13 @@ struct Sampling {
 struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
   float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts
-  float4 parts[TILES][32];  // of a layer's output map: the sum of those that are over
+  // Of a layer's output map: each warp's sums of the first part of the inputs, and the total of parts that are over.
+  float4 first_part[WARPS][TILES][32], parts[TILES][32];
   float2 slices[WARPS][TOKENS], moments[TOKENS];
-  float2 ends[TOKENS][WARPS];
-  uint2 best[WARPS][TOKENS];
+  union {
+    float2 ends[TOKENS][WARPS];  // attention's
+    uint2 best[WARPS][TOKENS];   // the head's
+  };
   u64 full[RING], empty[RING];
   u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
   Sampling sampling;
