@@ -123,7 +123,7 @@ class ResidentKernel:
         rows = ResidentRows(
             row_B=torch.arange(count, device=self._device),
             constraint_B=torch.zeros(count, dtype=torch.int64, device=self._device),
-            position_B=positions.long(),
+            position_B=positions.long().clone(),  # where the launch leaves them
             sample_position_B=positions.long() + 1,
             state=self.rules,
             page_table_RM=cache.pages.long(),

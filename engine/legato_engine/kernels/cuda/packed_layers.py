@@ -28,7 +28,7 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
     return LayerWeights(
         weights_in=pack(weights),
         folded_in=folded,
-        weights_out=pack_beside([layer.proj.weight, layer.mlp.fc2.weight], sizes.parts),
+        weights_out=pack_beside([layer.mlp.fc2.weight, layer.proj.weight], sizes.parts),
         proj_bias=layer.proj.bias,
         fc2_bias=layer.mlp.fc2.bias,
     )

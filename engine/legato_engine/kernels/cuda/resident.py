@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.header import defines
-from legato_engine.resident.program import WORDS, Program, build_program
+from legato_engine.resident.program import WORD_BYTES, WORDS, Program, build_program
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import (
     BLOCK,
@@ -165,8 +165,8 @@ class ResidentBuild:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
         module = compile_source(SOURCE, constants, own=True, folder=folder)
-        self._kernel = module.kernel("steps", shared=body + self.count * WORDS * 4)
-        self._table = torch.tensor(program.table(), dtype=torch.int32, device=device)
+        self._kernel = module.kernel("steps", shared=body + self.count * WORDS * WORD_BYTES)
+        self._table = torch.tensor(program.table(), dtype=torch.int16, device=device)
         self._report = torch.zeros(16, dtype=torch.int32, pin_memory=device.type == "cuda")
         # Counters, the epoch, the abort word, and the host's wish: a cache line each.
         lines = torch.zeros(
@@ -180,8 +180,8 @@ class ResidentBuild:
         workers = sizes.num_workers
         self.x = scratch(2, tokens, sizes.dim)
         self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
-        self.part = scratch(tokens, workers, HEAD_DIM, dtype=torch.float32)
-        self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
+        self.part = scratch(tokens, workers, 2, HEAD_DIM, dtype=torch.float32)
+        self.ends = scratch(tokens, workers, 2, 2, dtype=torch.float32)
         self.heads = scratch(tokens, sizes.dim)
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
@@ -309,5 +309,5 @@ def shared_body(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (12 + _OWN_PAGES)
+    rows = 2 * WARPS * tokens * 8 + tokens * (4 * (12 + _OWN_PAGES) + 512 + 64 + 8)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128
