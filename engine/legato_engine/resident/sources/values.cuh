@@ -13,7 +13,7 @@
 #if VALUES
 constexpr u32 NEEDS_SCALAR = 1, NEEDS_PAIR = 2;
 constexpr int INNER_BLOCKS = INNER / BLOCK, SCALAR_BLOCKS = SCALAR_BINS / BLOCK, BIN_BLOCKS = (SCALAR_BINS + PAIR_BINS) / BLOCK;
-constexpr int PART = INNER / VALUE_PARTS, PART_CHUNKS = PART / INNER_CHUNK;
+constexpr int VALUE_PART = INNER / VALUE_PARTS;  // inputs of each
 constexpr int FEATURES = 2 * (SCALAR_FEATURES > PAIR_FEATURES ? SCALAR_FEATURES : PAIR_FEATURES);
 static_assert(TOKENS * FEATURES * sizeof(bf16) <= sizeof(Shared::sums), "features in place of sums");
 static_assert(SCALAR_FEATURES % 4 == 0 && PAIR_FEATURES % 4 == 0, "unsupported sizes");
@@ -119,12 +119,12 @@ __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sum
 }
 
 // What the warps multiplied of a block, whose parts are added up in order; with few registers, as `run_values` has.
-template <int PARTS>
+template <int NUM_PARTS>
 __device__ __forceinline__ float4 total_of_parts(const Shared& shared, int block, int tile) {
   float4 all = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-  for (int part = 0; part < PARTS; part++) {
-    const float4 more = total(shared, block * PARTS + part, tile);
+  for (int part = 0; part < NUM_PARTS; part++) {
+    const float4 more = total(shared, block * NUM_PARTS + part, tile);
     all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
   }
   return all;
@@ -133,10 +133,10 @@ __device__ __forceinline__ float4 total_of_parts(const Shared& shared, int block
 // The worker's blocks of a layer whose decoders are needed, as many at a time as there is room for the sums of their
 // parts: `of(block)` says whose they are, `multiply(block, part, sums)` has their sums, `finish(block, tile, sum)` takes
 // them.
-template <int PARTS, class Of, class Multiply, class Finish>
+template <int NUM_PARTS, class Of, class Multiply, class Finish>
 __device__ __forceinline__ void each_block(
     Shared& shared, int begin, int num_blocks, Of of, Multiply multiply, Finish finish) {
-  constexpr int AT_ONCE = BLOCKS_AT_ONCE / PARTS;
+  constexpr int AT_ONCE = BLOCKS_AT_ONCE / NUM_PARTS;
   const int warp = threadIdx.x / 32;
   for (int first = 0; first < num_blocks; first += AT_ONCE) {
     const int count = AT_ONCE > 1 ? min(AT_ONCE, num_blocks - first) : 1;
@@ -145,17 +145,17 @@ __device__ __forceinline__ void each_block(
       if (shared.needed & of(begin + (first + i) * WORKERS)) mine |= 1u << i;
     if (!mine) continue;
 #pragma unroll 1
-    for (int i = 0; i < count * PARTS; i++) {
-      if (!(mine >> i / PARTS & 1)) continue;
+    for (int i = 0; i < count * NUM_PARTS; i++) {
+      if (!(mine >> i / NUM_PARTS & 1)) continue;
       Sums sums;
       sums.clear();
-      multiply(begin + (first + i / PARTS) * WORKERS, i % PARTS, sums);
+      multiply(begin + (first + i / NUM_PARTS) * WORKERS, i % NUM_PARTS, sums);
       sums.store(shared, i);
     }
     workers_sync();
     for (int i = warp; i < count * TILES; i += WARPS)
       if (mine >> i / TILES & 1)
-        finish(begin + (first + i / TILES) * WORKERS, i % TILES, total_of_parts<PARTS>(shared, i / TILES, i % TILES));
+        finish(begin + (first + i / TILES) * WORKERS, i % TILES, total_of_parts<NUM_PARTS>(shared, i / TILES, i % TILES));
     workers_sync();
   }
 }
@@ -229,9 +229,9 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
   each_block<VALUE_PARTS>(
       shared, begin, num_blocks, [](int block) { return decoder_of_bins(block); },
       [&](int block, int part, Sums& sums) {
-        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + part * PART + threadIdx.x / 32 * GROUP;
-        multiply_past<INNER_CHUNK, PART_CHUNKS>(
-            bin_weights(a, block) + part * (BLOCK * PART), policy, sums,
+        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART + threadIdx.x / 32 * GROUP;
+        multiply_past<INNER_CHUNK, VALUE_PART / INNER_CHUNK>(
+            bin_weights(a, block) + part * (BLOCK * VALUE_PART), policy, sums,
             [&](int chunk, Inputs& in) { in.load(inner + chunk * INNER_CHUNK, 2 * INNER, a.rows); });
       },
       [&](int block, int tile, float4 sum) {
