@@ -186,8 +186,8 @@ inline void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier,
   emulator::copy_later(shared, global, bytes, host::word_of(barrier));
 }
 template <int BLOCKS>
-inline void copy_bulk_shared(void*, const void*, u32, u64*, u64) {
-  emulator::fail("a copy to several blocks is not emulated");
+inline void copy_bulk_shared(void* shared, const void* global, u32 bytes, u64* barrier, u64) {
+  emulator::copy_to_cluster_later(shared, global, bytes, host::word_of(barrier), BLOCKS);
 }
 inline void order_copies() {}
 inline void order_shared_copies() {}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.emulator.module import Schedule
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.small import EVEN, SMALL, emulated
 from tests.resident import words
+from tests.resident.captured import bits_are_those_of_captured_steps
 from tests.resident.words import Rows, World
 
 
@@ -26,6 +27,13 @@ def world(schedule: Schedule) -> World:
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13, pytest.param(32, marks=pytest.mark.slow)])
 def test_steps_are_the_models(world: World, num_rows: int) -> None:
     words.steps_are_the_models(world, num_rows, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 20, 32])
+def test_bits_are_those_of_captured_steps(num_rows: int) -> None:
+    """Whose thread blocks are clusters of two from three rows on."""
+    bits_are_those_of_captured_steps(World(EVEN, emulated()), num_rows, steps=3)
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def test_bins_are_those_of_the_decoders(world: World) -> None:
 )
 def test_bits_are_those_of_captured_steps(num_rows: int, parts: int) -> None:
     """With bins that are sums of as many parts of the inner activations."""
-    world = World(dataclasses.replace(SMALL, num_layers=1), emulated(), 1024 * parts)
+    inner_dim = 4096 if parts > 1 else 4 * SMALL.dim
+    world = World(dataclasses.replace(SMALL, num_layers=1), emulated(), inner_dim)
     assert world.values.sizes.parts == parts
     bits_are_those_of_captured_steps(world, num_rows)
 
