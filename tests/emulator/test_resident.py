@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from legato_engine.resident.sizes import ModelSizes
 
 from tests.emulator.module import Schedule
-from tests.emulator.small import EVEN, SMALL, emulated
+from tests.emulator.small import EVEN, SMALL, WIDE, emulated
 from tests.resident import words
 from tests.resident.captured import bits_are_those_of_captured_steps
 from tests.resident.words import Rows, World
@@ -30,10 +31,15 @@ def test_steps_are_the_models(world: World, num_rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 5, 9, 20, 32])
-def test_bits_are_those_of_captured_steps(num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_rows"),
+    [*((EVEN, num_rows) for num_rows in (1, 5, 9, 20, 32)), (WIDE, 1), (WIDE, 9), (WIDE, 32)],
+)
+def test_bits_are_those_of_captured_steps(sizes: ModelSizes, num_rows: int) -> None:
     """Whose thread blocks are clusters of two from three rows on."""
-    bits_are_those_of_captured_steps(World(EVEN, emulated()), num_rows, steps=3)
+    assert (sizes.out_parts > 1) == (sizes is WIDE)
+    steps = 3 if sizes is EVEN else 1
+    bits_are_those_of_captured_steps(World(sizes, emulated()), num_rows, steps)
 
 
 @pytest.mark.slow

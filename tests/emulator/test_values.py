@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.small import EVEN, SMALL, emulated
 from tests.resident import values
-from tests.resident.captured_values import bits_are_those_of_captured_steps
+from tests.resident.captured_values import (
+    bits_are_those_of_captured_steps,
+    steps_are_captured_ones,
+)
 from tests.resident.values import World
 
 
@@ -44,6 +47,12 @@ def test_bits_are_those_of_captured_steps(num_rows: int, parts: int) -> None:
     world = World(dataclasses.replace(SMALL, num_layers=1), emulated(), inner_dim)
     assert world.values.sizes.parts == parts
     bits_are_those_of_captured_steps(world, num_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 5, 13, 32])
+def test_steps_are_captured_ones(num_rows: int) -> None:
+    steps_are_captured_ones(World(EVEN, emulated()), num_rows, steps=3)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

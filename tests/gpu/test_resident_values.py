@@ -12,7 +12,10 @@ import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
 from tests.resident import values
-from tests.resident.captured_values import bits_are_those_of_captured_steps
+from tests.resident.captured_values import (
+    bits_are_those_of_captured_steps,
+    steps_are_captured_ones,
+)
 from tests.resident.values import World
 
 pytestmark = [
@@ -49,6 +52,11 @@ def test_bins_are_those_of_the_decoders(world: World, num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
 def test_bits_are_those_of_captured_steps(one_layer: World, num_rows: int) -> None:
     bits_are_those_of_captured_steps(one_layer, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
+def test_steps_are_captured_ones(world: World, num_rows: int) -> None:
+    steps_are_captured_ones(world, num_rows)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

@@ -11,6 +11,7 @@ from legato_engine.kernels.cuda.value_heads import Embedder, MlpBins, TokenInput
 
 from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_values import PAIR, SCALAR
+from tests.resident.captured import CapturedSteps
 from tests.resident.values import Rows, Told, World
 
 MARGIN = 0.5
@@ -90,6 +91,30 @@ def bits_are_those_of_captured_steps(world: World, num_rows: int) -> None:
             _embeddings_are_equal(rows, told, last, captured, kernel.build.x[0])
             _values_are_equal(kernel, told, last, captured)
     kernel.favour(SCALAR, 0.0)
+
+
+def steps_are_captured_ones(world: World, num_rows: int, steps: int = 4) -> None:
+    """Logits, hidden rows, values and certainties of every step, all keys and values: values that
+    the kernel has read are fed back as captured steps feed back theirs.
+    """
+    rows, values = Rows(world, num_rows), CapturedValues(world)
+    captured, kernel = CapturedSteps(world.model, rows.cache), world.kernel(num_rows)
+    told = rows.run(kernel, steps)
+    token_B, payload_B2 = rows.tokens, rows.payload
+    for step in range(steps):
+        x_BD = values.embed(token_B, payload_B2)
+        logits_BV = captured.step(x_BD, rows.positions + step)
+        assert torch.equal(told.hidden[step], x_BD), step
+        assert torch.equal(told.logits[step], logits_BV), step
+        token_B = told.tokens[step]
+        values.bins(token_B, x_BD)
+        payload_B2, certainty_B2 = values.read(told, step, kernel.constraints_CV)
+        assert torch.equal(told.payload[step], payload_B2), step
+        assert torch.equal(told.certainty[step], certainty_B2), step
+    assert torch.equal(captured.cache.keys, rows.cache.keys)
+    assert torch.equal(captured.cache.values, rows.cache.values)
+    if num_rows > 8:
+        assert {SCALAR, PAIR} < set(told.tokens.flatten().tolist())
 
 
 def _embeddings_are_equal(
