@@ -11,6 +11,8 @@ from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.graph_runner import Work
 
 from benchmarks.loops import (
     Decodes,
@@ -102,14 +104,18 @@ def test_short_steps_with_arrivals_and_aborts(resident: Assembly) -> None:
 
 
 def test_short_steps_of_every_skill(resident: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists and their values, log-probabilities and text, in launches of the kernel alone: each
-    answer is what it is alone.
+    """Lists with their values and text, in launches of the kernel, but for those with a row that
+    wants log-probabilities: each answer is what it is alone.
     """
+    loops = resident.runner._loops
+    assert loops is not None
+    made = loops._loop
 
-    def loop(*_: object) -> None:
-        raise AssertionError("a loop of captured steps")
+    def loop(slot: int, bucket: int, rank: int, needs: Needs) -> Work:
+        assert needs.logprobs, "a loop of captured steps"
+        return made(slot, bucket, rank, needs)
 
-    monkeypatch.setattr(resident.runner._loops, "_loop", loop)
+    monkeypatch.setattr(loops, "_loop", loop)
     totals = randomly(resident, num_steps=10_000, seed=12)
     assert totals["different"] == 0
     assert totals["aborted"] > 100

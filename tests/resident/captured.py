@@ -8,7 +8,7 @@ from legato_engine.kernels.step import DecoderSizes, DecoderStep, StepCache, Ste
 from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM
 
 from benchmarks.resident_model import Cache, Linear, Model
-from tests.resident.words import POSITIONS, Rows, World
+from tests.resident.words import Rows, World
 
 
 class CapturedSteps:
@@ -23,7 +23,7 @@ class CapturedSteps:
             rotary_dim=ROTARY_DIM,
             vocab_size=sizes.vocab_size,
             page_size=PAGE,
-            max_pages=POSITIONS // PAGE,
+            max_pages=cache.pages.shape[1],
         )
         layers = [
             DecoderLayer(
@@ -41,10 +41,15 @@ class CapturedSteps:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[B, V] of one token of each row."""
-        count = len(tokens)
-        rows = torch.arange(count, device=tokens.device)
+        return self.step(self._model.embedding[tokens.long()].clone(), positions)
+
+    def step(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[B, V] of the embedding [B, D] of one token of each row, which becomes the last residual
+        stream.
+        """
+        count = len(x)
+        rows = torch.arange(count, device=x.device)
         table = self.cache.pages.long()
-        x = self._model.embedding[tokens.long()].clone()
         self._step.layers(x, StepPositions(rows, positions.long(), positions.long(), table, count))
         logits = torch.empty(count, self._model.sizes.vocab_size, device=x.device)
         self._step.head(x, logits)

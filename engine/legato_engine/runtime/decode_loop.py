@@ -173,7 +173,6 @@ class DecodeLoops:
             ring_SB=ring.fields["token"],
             payload_SB2=ring.fields["payload"],
             certainty_SB2=ring.fields["certainty"],
-            logprob_SB=ring.fields["logprob"],
             words=ring.words,
             drafts=None if self._drafting is None else self._drafting.begin(slot),
         )
@@ -183,7 +182,6 @@ class DecodeLoops:
                 num_rows,
                 num_steps,
                 payload=needs.payload,
-                logprobs=needs.logprobs,
                 num_tokens=num_tokens,
             )
         )
@@ -270,8 +268,8 @@ class DecodeLoops:
 
 
 def _takes(resident: ResidentSteps, num_rows: int, needs: Needs) -> bool:
-    has_all = resident.has_values or not (needs.payload or needs.logprobs)
-    return num_rows <= resident.max_rows and has_all
+    has_all = resident.has_values or not needs.payload
+    return num_rows <= resident.max_rows and has_all and not needs.logprobs
 
 
 def _widened(needs: Needs) -> Needs:

@@ -23,6 +23,7 @@ from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
 from benchmarks.loops import Decodes, question, randomly, recorded
+from tests.loop_answers import Ask, results
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ class Fake:
         self._buckets = runner._resources.buckets
         self._left = steps
         self.launches = 0
-        self.kinds: set[tuple[bool, bool]] = set()
+        self.kinds: set[bool] = set()
         self.stuck = False
 
     def run(
@@ -61,15 +62,14 @@ class Fake:
         num_steps: int,
         *,
         payload: bool = False,
-        logprobs: bool = False,
         num_tokens: int = 0,
     ) -> None:
         del num_tokens
-        assert self.has_values or not (payload or logprobs)
+        assert self.has_values or not payload
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
-        self.kinds.add((payload, logprobs))
+        self.kinds.add(payload)
         if self._left is not None:
             self.stuck = num_steps > self._left
             num_steps = min(num_steps, self._left)
@@ -80,7 +80,7 @@ class Fake:
             self._loops._limit.fill_(num_steps)
             self._loops._step.zero_()
             bucket = bucket_for(self._buckets, num_rows)
-            needs = Needs(True, payload or logprobs, logprobs)
+            needs = Needs(True, payload, False)
             self._loops._loop(slots.index(row), bucket, 0, needs)()
 
     def fault(self) -> str | None:
@@ -125,17 +125,24 @@ def test_every_step_of_rows_that_it_takes_is_its_own(
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_values_and_logprobs_are_its_own_where_it_has_them(
-    graph: Assembly, has_values: bool
-) -> None:
-    """Answers of every skill are what they are alone; without values it gets words alone."""
+def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool) -> None:
+    """Answers of every skill, with and without log-probabilities, are what they are alone; without
+    values it gets words alone.
+    """
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
     assert totals["different"] == 0
-    if has_values:
-        assert {(True, False), (True, True)} <= fake.kinds
-    else:
-        assert fake.kinds <= {(False, False)}
+    assert fake.kinds == ({False, True} if has_values else {False})
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("kind", [0, 4])
+def test_log_probabilities_are_of_loops(graph: Assembly, kind: int, logprobs: bool) -> None:
+    """A list or a caption that wants them has no launch of the kernel, and is what it is alone."""
+    asked = [Ask(kind, 12, logprobs=logprobs, after=0)]
+    assembly, fake = with_fake(graph)
+    assert results(assembly, asked, depth=2)[0] == results(graph, asked, depth=2)[0]
+    assert (fake.launches == 0) == logprobs
 
 
 def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:

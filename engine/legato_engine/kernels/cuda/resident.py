@@ -159,9 +159,9 @@ class ResidentBuild:
         fault = ring_problem(program.ring_stages, under_way)
         assert fault is None, fault
         constants = defines(sizes, program.ring_stages, under_way, tiles) | {"SHARED": body}
-        self._values = BuildValues(values, tokens, device)
+        self.values = BuildValues(values, tokens, device)
         self._drafts = BuildDrafts(policy, device)
-        constants |= self._values.defines | self._drafts.defines
+        constants |= self.values.defines | self._drafts.defines
         if delays:
             constants["DELAYS"] = 1
         folder = importlib.resources.files("legato_engine.resident") / "sources"
@@ -187,7 +187,6 @@ class ResidentBuild:
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
-        self._logprob = scratch(tokens, dtype=torch.float32)
 
     def run(
         self,
@@ -195,7 +194,6 @@ class ResidentBuild:
         num_rows: int,
         num_steps: int,
         *,
-        logprobs: bool = False,
         num_tokens: int = 0,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
@@ -216,8 +214,7 @@ class ResidentBuild:
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
             *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.successor_C2, rows.ring_SB),
             *(rows.words, rows.payload_SB2, rows.certainty_SB2),
-            *(rows.logprob_SB if logprobs else None, self._logprob),
-            *self._values.pointers(state),
+            *self.values.pointers(state),
             *(logits, trace, profile),
         )
         numbers = (
@@ -286,7 +283,7 @@ class ResidentDecoder:
         self.builds = builds(dataclasses.replace(sizes, drafts=self.drafts), None)
         """For 8, 16 and 32 tokens."""
         self.value_builds: list[ResidentBuild] = []
-        """The same where some row's tokens may have values or log-probabilities."""
+        """The same where some row's tokens may have values."""
         if values is not None and self.has_values:
             with_values = dataclasses.replace(sizes, values=value_dims(values))
             self.value_builds = builds(with_values, values)
@@ -298,12 +295,11 @@ class ResidentDecoder:
         num_steps: int,
         *,
         payload: bool = False,
-        logprobs: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        builds = self.value_builds if payload or logprobs else self.builds
+        builds = self.value_builds if payload else self.builds
         build = next(each for each in builds if max(num_rows, num_tokens) <= each.tokens)
-        build.run(rows, num_rows, num_steps, logprobs=logprobs, num_tokens=num_tokens)
+        build.run(rows, num_rows, num_steps, num_tokens=num_tokens)
 
     def fault(self) -> str | None:
         builds = (*self.builds, *self.value_builds)

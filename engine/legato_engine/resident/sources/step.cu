@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
     i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
-    float2* payload_ring, float2* certainty_ring, float* logprob_ring, float* logprob, const bf16* scalar_frequencies,
-    const bf16* scalar_encoder, const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
+    float2* payload_ring, float2* certainty_ring, const bf16* scalar_frequencies, const bf16* scalar_encoder,
+    const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
     const bf16* scalar_fc2, const bf16* scalar_fc2_bias, const bf16* pair_frequencies, const bf16* pair_encoder,
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
     const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace,
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                        x0, x1, act, q, part, ends, heads, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, sample_position, position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
-                       logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
+                       nullptr, nullptr, row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                       scalar_fc2_bias},
                      {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
                       pair_fc2_bias},
-                     embedding, x0, x1, token, scores, inner, bins, value, logprob, rows,
-                     logprob_ring != nullptr};
+                     embedding, x0, x1, token, scores, inner, bins, value, nullptr, rows,
+                     false};
 #if DRAFTS
   const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
   if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
