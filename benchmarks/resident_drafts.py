@@ -202,7 +202,6 @@ class DraftingRows:
             ring_SB=fields["token"],
             payload_SB2=fields["payload"],
             certainty_SB2=fields["certainty"],
-            logprob_SB=fields["logprob"],
             words=self.ring.words,
             drafts=drafts,
         )

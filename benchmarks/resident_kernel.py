@@ -92,14 +92,14 @@ class ResidentKernel:
         head = _affine(model.head)
         self.weights = weights or ResidentWeights(self.program, layers, head, Affine(*model.norm))
         self.rules = Rules.greedy(device)
-        # Of each step tokens, values, certainties and log-probabilities, one after the other.
+        # Of each step tokens, values and certainties, one after the other.
         pinned = device.type == "cuda"
-        shape = (MAX_STEPS, 4 * MAX_ROWS)
+        shape = (MAX_STEPS, 3 * MAX_ROWS)
         self._ring = torch.full(shape, -2, dtype=torch.int64, pin_memory=pinned)
         self._words = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         self._builds: dict[int, ResidentBuild] = {}
         self.build: ResidentBuild
-        self._free = torch.zeros(1, model.sizes.vocab_size, device=device)
+        self.constraints_CV = torch.zeros(1, model.sizes.vocab_size, device=device)
 
     def run(
         self,
@@ -109,7 +109,6 @@ class ResidentKernel:
         steps: int,
         *,
         payload: torch.Tensor | None = None,
-        logprobs: bool = False,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
         profile: torch.Tensor | None = None,
@@ -124,16 +123,15 @@ class ResidentKernel:
         rows = ResidentRows(
             row_B=torch.arange(count, device=self._device),
             constraint_B=torch.zeros(count, dtype=torch.int64, device=self._device),
-            position_B=positions.long(),
+            position_B=positions.long().clone(),  # where the launch leaves them
             sample_position_B=positions.long() + 1,
             state=self.rules,
             page_table_RM=cache.pages.long(),
-            constraints_CV=self._free,
+            constraints_CV=self.constraints_CV,
             successor_C2=torch.tensor([[ANY, 0]], device=self._device),
             ring_SB=self._ring[:, :MAX_ROWS],
             payload_SB2=self._field(1, 2),
             certainty_SB2=self._field(2, 2),
-            logprob_SB=self._field(3, 1),
             words=self._words,
         )
         self.build = self._build(cache)
@@ -141,7 +139,6 @@ class ResidentKernel:
             rows,
             count,
             steps,
-            logprobs=logprobs,
             logits=logits,
             trace=trace,
             profile=profile,
@@ -182,8 +179,13 @@ class ResidentKernel:
 
     def allow_only(self, token: int) -> None:
         """Every row's next tokens are this one."""
-        self._free.fill_(-torch.inf)
-        self._free[:, token] = 0.0
+        self.constraints_CV.fill_(-torch.inf)
+        self.constraints_CV[:, token] = 0.0
+
+    def favour(self, token: int, by: float) -> None:
+        """Every row's constraint adds so much to this token's logits, and nothing to others'."""
+        self.constraints_CV.zero_()
+        self.constraints_CV[:, token] = by
 
     def values(self, steps: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and certainties [S, B, 2] of a launch that has ended."""
@@ -191,10 +193,6 @@ class ResidentKernel:
         both = (self._field(which, 2)[:steps].view(shape)[:, :rows] for which in (1, 2))
         payload, certainty = (each.to(self._device, copy=True) for each in both)
         return payload, certainty
-
-    def logprobs(self, steps: int, rows: int) -> torch.Tensor:
-        """[S, B] of a launch that has ended."""
-        return self._field(3, 1)[:steps, :rows].to(self._device, copy=True)
 
     def _field(self, which: int, width: int) -> torch.Tensor:
         """[steps, rows * width] float32 of the ring."""

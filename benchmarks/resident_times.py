@@ -175,8 +175,8 @@ def _arrivals(kernel: ResidentKernel, clocks: torch.Tensor) -> None:
     The workers' clocks are brought together by when each passes the wait for the residual stream.
     """
     program = kernel.program.workers[0]
-    norms = [i for i, it in enumerate(program) if it.op == Op.NORM and it.layer > 0]
-    passes = clocks[:, :, norms, 1].flatten(1)
+    firsts = [i for i, it in enumerate(program) if it.op == Op.FC1 and it.layer > 0]
+    passes = clocks[:, :, firsts, 1].flatten(1)
     offsets = (passes - passes.median(0).values).median(1).values
     clocks = clocks - offsets[:, None, None, None]
     for waiting, it in enumerate(program):

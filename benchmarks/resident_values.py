@@ -82,9 +82,11 @@ class RandomValues:
     pair: Kind
 
     @classmethod
-    def random(cls, model: ModelSizes, device: torch.device = DEVICE) -> RandomValues:
-        """With inner layers four times as wide as the model, as Moondream 2's."""
-        inner_dim = 4 * model.dim
+    def random(
+        cls, model: ModelSizes, device: torch.device = DEVICE, inner_dim: int = 0
+    ) -> RandomValues:
+        """`inner_dim`: by default four times the model's width, as Moondream 2's."""
+        inner_dim = inner_dim or 4 * model.dim
         sizes = ValueSizes(
             dim=model.dim,
             inner_dim=inner_dim,

@@ -36,7 +36,9 @@ _SANITIZED = (
 )
 _NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _KERNEL = re.compile(rf'extern "C" __global__ void\s*(?:__launch_bounds__\({_NESTED}\))?\s*(\w+)\(')
-_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
+_DYNAMIC = re.compile(
+    r"^( *)extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];", re.MULTILINE
+)
 
 Patch = tuple[str, str, str]
 """A file, a text that occurs in it once, and another in its place."""
@@ -87,7 +89,12 @@ def sources(name: str, folder: Traversable | None, patches: Sequence[Patch] = ()
 
 
 def _dynamic(match: re.Match[str]) -> str:
-    return f"auto* const {match[1]} = static_cast<unsigned char*>(emulator::dynamic_memory());"
+    """A running block's; one that is declared outside of functions is asked for at every use."""
+    bytes_of_block = "static_cast<unsigned char*>(emulator::dynamic_memory())"
+    if match[1]:
+        return f"{match[1]}auto* const {match[2]} = {bytes_of_block};"
+    asked = f"operator unsigned char*() const {{ return {bytes_of_block}; }}"
+    return f"constexpr struct {{ {asked} }} {match[2]};"
 
 
 def _texts(folder: Traversable | None) -> dict[str, str]:

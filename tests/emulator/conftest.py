@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from legato_engine.kernels.cuda import attention, drafting, sampling, skinny_gemm, value_heads
+from legato_engine.kernels.cuda import (
+    attention,
+    decoder,
+    drafting,
+    head,
+    layer_boundary,
+    sampling,
+    skinny_gemm,
+    value_heads,
+)
 
 from tests.emulator.build import compiler
 from tests.emulator.module import EmulatedModule
@@ -14,7 +23,8 @@ PROCESSORS = 12
 @pytest.fixture(autouse=True)
 def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the engine compiles itself are emulated, on a GPU of a few multiprocessors."""
-    for module in (attention, drafting, sampling, value_heads):
+    of_single_steps = attention, decoder, head, layer_boundary, sampling, value_heads
+    for module in (*of_single_steps, drafting):
         monkeypatch.setattr(module, "Module", EmulatedModule)
     monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
 

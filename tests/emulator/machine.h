@@ -86,6 +86,8 @@ bool barrier_over(const std::uint64_t* barrier, unsigned parity);
 // Copies to shared memory, which land later: in bulk, whose bytes the barrier counts, or in runs of 16 bytes of which the
 // first come from memory and the others are zeros.
 void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier);
+// The same to that place in every block of the cluster, each of whose barriers counts.
+void copy_to_cluster_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier, unsigned num_blocks);
 void copy_run_later(void* shared, const void* global, unsigned bytes);
 // The barrier counts an arrival when all of the thread's runs have landed; the thread waits until then.
 void arrive_after_runs(std::uint64_t* barrier);

@@ -185,6 +185,10 @@ inline void copies_done() { emulator::wait_for_runs(); }
 inline void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier, u64) {
   emulator::copy_later(shared, global, bytes, host::word_of(barrier));
 }
+template <int BLOCKS>
+inline void copy_bulk_shared(void* shared, const void* global, u32 bytes, u64* barrier, u64) {
+  emulator::copy_to_cluster_later(shared, global, bytes, host::word_of(barrier), BLOCKS);
+}
 inline void order_copies() {}
 inline void order_shared_copies() {}
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from legato_engine.resident.sizes import ModelSizes
 
 from tests.emulator.module import Schedule
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.small import EVEN, SMALL, WIDE, emulated
 from tests.resident import words
+from tests.resident.captured import bits_are_those_of_captured_steps
 from tests.resident.words import Rows, World
 
 
@@ -26,6 +28,18 @@ def world(schedule: Schedule) -> World:
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13, pytest.param(32, marks=pytest.mark.slow)])
 def test_steps_are_the_models(world: World, num_rows: int) -> None:
     words.steps_are_the_models(world, num_rows, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "num_rows"),
+    [*((EVEN, num_rows) for num_rows in (1, 5, 9, 20, 32)), (WIDE, 1), (WIDE, 9), (WIDE, 32)],
+)
+def test_bits_are_those_of_captured_steps(sizes: ModelSizes, num_rows: int) -> None:
+    """Whose thread blocks are clusters of two from three rows on."""
+    assert (sizes.out_parts > 1) == (sizes is WIDE)
+    steps = 3 if sizes is EVEN else 1
+    bits_are_those_of_captured_steps(World(sizes, emulated()), num_rows, steps)
 
 
 @pytest.mark.slow

@@ -1,11 +1,17 @@
-"""Values and log-probabilities inside the resident kernel, on the emulated machine."""
+"""Values inside the resident kernel, on the emulated machine."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.emulator.small import SMALL, emulated
+from tests.emulator.small import EVEN, SMALL, emulated
 from tests.resident import values
+from tests.resident.captured_values import (
+    bits_are_those_of_captured_steps,
+    steps_are_captured_ones,
+)
 from tests.resident.values import World
 
 
@@ -27,12 +33,26 @@ def test_many_orders_of_threads_change_no_bit(world: World) -> None:
         values.repeats_have_the_same_bits(world, num_rows, repeats=20)
 
 
-def test_values_are_the_likeliest_bins(world: World) -> None:
-    values.values_are_the_likeliest_bins(world, num_rows=8, every=(1, 2))
+def test_bins_are_those_of_the_decoders(world: World) -> None:
+    values.bins_are_those_of_the_decoders(world, num_rows=8)
 
 
-def test_logprobs_are_those_of_the_logits(world: World) -> None:
-    values.logprobs_are_those_of_the_logits(world, num_rows=8)
+@pytest.mark.parametrize(
+    ("num_rows", "parts"),
+    [(5, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((13, 1), (1, 4), (13, 4)))],
+)
+def test_bits_are_those_of_captured_steps(num_rows: int, parts: int) -> None:
+    """With bins that are sums of as many parts of the inner activations."""
+    inner_dim = 4096 if parts > 1 else 4 * SMALL.dim
+    world = World(dataclasses.replace(SMALL, num_layers=1), emulated(), inner_dim)
+    assert world.values.sizes.parts == parts
+    bits_are_those_of_captured_steps(world, num_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 5, 13, 32])
+def test_steps_are_captured_ones(num_rows: int) -> None:
+    steps_are_captured_ones(World(EVEN, emulated()), num_rows, steps=3)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

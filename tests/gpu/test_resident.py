@@ -12,6 +12,7 @@ import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
 from tests.resident import words
+from tests.resident.captured import bits_are_those_of_captured_steps
 from tests.resident.words import World
 
 pytestmark = [
@@ -33,6 +34,11 @@ def world(request: pytest.FixtureRequest) -> World:
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 32])
 def test_steps_are_the_models(world: World, num_rows: int) -> None:
     words.steps_are_the_models(world, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 9, 16, 23, 32])
+def test_bits_are_those_of_captured_steps(world: World, num_rows: int) -> None:
+    bits_are_those_of_captured_steps(world, num_rows)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU: values and log-probabilities inside the resident kernel.
+"""On a GPU: values inside the resident kernel.
 
 What must hold is in `tests/resident/values.py`, which `tests/emulator` checks without a GPU.
 """
@@ -12,6 +12,10 @@ import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
 from tests.resident import values
+from tests.resident.captured_values import (
+    bits_are_those_of_captured_steps,
+    steps_are_captured_ones,
+)
 from tests.resident.values import World
 
 pytestmark = [
@@ -30,18 +34,29 @@ def world(request: pytest.FixtureRequest) -> World:
     return World(request.param)
 
 
+@pytest.fixture(scope="module", params=[LEGATO_TINY, MOONDREAM2], ids=["tiny", "moondream2"])
+def one_layer(request: pytest.FixtureRequest) -> World:
+    return World(dataclasses.replace(request.param, num_layers=1))
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 32])
 def test_values_are_fed_back_as_the_model_does(world: World, num_rows: int) -> None:
     values.values_are_fed_back_as_the_model_does(world, num_rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
-def test_values_are_the_likeliest_bins(world: World, num_rows: int) -> None:
-    values.values_are_the_likeliest_bins(world, num_rows)
+def test_bins_are_those_of_the_decoders(world: World, num_rows: int) -> None:
+    values.bins_are_those_of_the_decoders(world, num_rows)
 
 
-def test_logprobs_are_those_of_the_logits(world: World) -> None:
-    values.logprobs_are_those_of_the_logits(world)
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
+def test_bits_are_those_of_captured_steps(one_layer: World, num_rows: int) -> None:
+    bits_are_those_of_captured_steps(one_layer, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 22, 32])
+def test_steps_are_captured_ones(world: World, num_rows: int) -> None:
+    steps_are_captured_ones(world, num_rows)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

@@ -57,7 +57,7 @@ class ResidentRows:
 
     By row of a launch: its row of the state, its constraint, and the positions of the first step.
     `successor_C2` and `words` [2] are those of `kernels.decode_loop`; `ring_SB` is its ring's
-    tokens, beside which are float32 values, their certainties, and log-probabilities.
+    tokens, beside which are float32 values and their certainties.
     """
 
     row_B: torch.Tensor
@@ -71,7 +71,6 @@ class ResidentRows:
     ring_SB: torch.Tensor
     payload_SB2: torch.Tensor
     certainty_SB2: torch.Tensor
-    logprob_SB: torch.Tensor
     words: torch.Tensor
     drafts: ResidentDrafts | None = None
 
@@ -83,9 +82,9 @@ class ResidentSteps(Protocol):
 
     max_rows: int
     drafts: bool
-    """Rows draft, all of them; their tokens have neither values nor log-probabilities."""
+    """Rows draft, all of them; their tokens have no values."""
     has_values: bool
-    """Rows' tokens may have values, and log-probabilities."""
+    """Rows' tokens may have values."""
 
     def run(
         self,
@@ -94,13 +93,12 @@ class ResidentSteps(Protocol):
         num_steps: int,
         *,
         payload: bool = False,
-        logprobs: bool = False,
         num_tokens: int = 0,
     ) -> None:
         """Enqueue at most `num_steps` steps of the first `num_rows` rows, with drafts of up to
         `num_tokens` tokens each.
 
-        What is not asked for, values (`payload`) and log-probabilities, is not written.
+        Values are not written where they are not asked for (`payload`).
         """
         ...
 

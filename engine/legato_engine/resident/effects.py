@@ -65,7 +65,7 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
     """What an instruction reads of other workers' results."""
     everybody, version = sizes.num_workers, (step, it.layer)
     match it.op:
-        case Op.NORM | Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
+        case Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
             return [Access(Buffer(it.src), 0, everybody, version)]
         case Op.FC2:
             blocks = sizes.chunk // BLOCK

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.resources
 
 from legato_engine.resident import sizes
-from legato_engine.resident.program import FIELDS, NONE, WORDS, Op, Source
+from legato_engine.resident.program import FIELDS, NONE, WORD_BYTES, WORDS, Op, Source
 from legato_engine.resident.sizes import ModelSizes
 
 FILE = "program.cuh"
@@ -40,10 +40,10 @@ def header() -> str:
         *(f"constexpr int SOURCE_{source.name} = {source.value};" for source in Source),
         "",
         "struct __align__(16) Instruction {",
-        f"  int {', '.join(FIELDS)};",
-        f"  int unused[{WORDS - len(FIELDS)}];",
+        f"  short {', '.join(FIELDS)};",
+        f"  short unused[{WORDS - len(FIELDS)}];",
         "};",
-        f'static_assert(sizeof(Instruction) == {WORDS * 4}, "an instruction has {WORDS} words");',
+        f'static_assert(sizeof(Instruction) == {WORDS * WORD_BYTES}, "an instruction has {WORDS} words");',
     ]
     return "\n".join(lines) + "\n"
 
@@ -58,6 +58,7 @@ def defines(model: ModelSizes, ring_stages: int, under_way: int, tiles: int) -> 
         "FF": model.ff_dim,
         "VOCAB": model.vocab_size,
         "CHUNK": model.chunk,
+        "PARTS": model.out_parts,
         "STAGE_PAGES": model.pages_per_stage,
         "RING": ring_stages,
         "UNDER_WAY": under_way,

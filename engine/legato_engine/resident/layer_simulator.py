@@ -28,12 +28,9 @@ class LayerWork(Work):
         super().__init__(sizes, weights, memory, chance)
         self._cache = cache
 
-    def norm(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
-        worker.held = self.source(worker, it).copy()
-        return nothing
-
     def fc1(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         rows = self._block_rows(it)
+        worker.held = self.source(worker, it).copy()
         act = gelu(self._project(worker, it, rows))
 
         def write() -> None:

@@ -7,7 +7,9 @@ import functools
 from collections.abc import Iterator
 
 from legato_engine.resident.program import (
+    FIELDS,
     NONE,
+    WORD_BYTES,
     Instruction,
     Op,
     Program,
@@ -19,9 +21,9 @@ from legato_engine.resident.sizes import ModelSizes
 BLOCKS_AT_ONCE = 4
 """Blocks of FC1 whose sums a worker's shared memory holds."""
 
-_UNUSED = Instruction(Op.NORM)
+_LARGEST = 1 << (8 * WORD_BYTES - 1)
+_UNUSED = Instruction(Op.COMMIT)
 _USED = {
-    Op.NORM: {"src"},
     Op.FC1: {"src", "block", "num_blocks", "num_chunks", "stage"},
     Op.QKV: {"src", "block", "num_blocks", "num_chunks", "stage"},
     Op.FC2: {"block", "num_blocks", "chunk", "num_chunks", "stage"},
@@ -87,6 +89,9 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
     yield from _buffer_problems(sizes, op, it)
     if {"block", "num_blocks"} & _USED[op]:
         yield from _block_problems(sizes, worker, op, it)
+    large = [name for name in FIELDS if not -_LARGEST <= getattr(it, name) < _LARGEST]
+    if large:
+        yield f"{', '.join(large)} beyond {8 * WORD_BYTES} bits"
     if it.num_stages and it.stage != stage:
         yield f"stage {it.stage} instead of {stage}"
 
@@ -103,7 +108,7 @@ def _layers(sizes: ModelSizes, op: Op) -> range:
     last = sizes.num_layers
     if op in _AFTER_LAYERS:
         return range(last, last + 1)
-    return range({Op.EMBED: 1, Op.NORM: last + 1}.get(op, last))
+    return range(1 if op is Op.EMBED else last)
 
 
 def _buffer_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:

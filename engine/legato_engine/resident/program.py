@@ -37,26 +37,26 @@ NONE = -1
 class Op(enum.IntEnum):
     """What an instruction does. MOMENTS, SUMS and NEEDED are a worker's own.
 
-    A worker may keep X[src] from NORM on, in registers, or read it again.
+    FC1 and HEAD also find MOMENTS, mean and deviation of X[src]. A worker may keep X[src] from FC1
+    on, in registers, or read it again.
     """
 
-    NORM = 0  # MOMENTS = mean and deviation of X[src]
-    FC1 = 1  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
-    QKV = 2  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
-    FC2 = 3  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
-    ATTEND = 4  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
-    MERGE = 5  # HEADS[head] of every fourth token = merged(PART[blocks of the head])
-    OUT = 6  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
-    LISTEN = 7  # STOP = the host's wish, if `num_blocks` is 1
-    HEAD = 8  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
-    SAMPLE = 9  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
-    COMMIT = 10  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
-    EMBED = 11  # X[dst][block] = the embedding of the step's token or value
-    INNER = 12  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
-    BINS = 13  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
-    VALUE = 14  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
-    SETTLE = 15  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
-    PLACE = 16  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
+    FC1 = 0  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
+    QKV = 1  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
+    FC2 = 2  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
+    ATTEND = 3  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
+    MERGE = 4  # HEADS[head] of every fourth token = merged(PART[blocks of the head])
+    OUT = 5  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
+    LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
+    HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
+    SAMPLE = 8  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
+    COMMIT = 9  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    EMBED = 10  # X[dst][block] = the embedding of the step's token or value
+    INNER = 11  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
+    BINS = 12  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
+    VALUE = 13  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
+    SETTLE = 14  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    PLACE = 15  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
 
 
 class Source(enum.IntEnum):
@@ -89,7 +89,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One entry of a worker's list; the device reads these fields as int32, in this order.
+    """One entry of a worker's list; the device reads these fields as int16, in this order.
 
     `wait` is a counter, which has to reach `wait_count + step * wait_stride`, where steps count
     from the first launch on. `signal` is the counter that gets one. Output blocks, or the rows of
@@ -120,7 +120,8 @@ class Instruction:
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Instruction))
 WORDS = 16
-"""int32 words of an instruction on the device; those after its fields are zero."""
+WORD_BYTES = 2
+"""int16 words of an instruction on the device; those after its fields are zero."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Program:
         return sum(each.num_stages for each in self.workers[worker])
 
     def table(self) -> list[int]:
-        """The words of all instructions, worker after worker; shorter lists end in NORMs of -1."""
+        """The words of all instructions, worker after worker; shorter lists end in ops of -1."""
         longest = max(map(len, self.workers))
         words: list[int] = []
         for instructions in self.workers:
@@ -164,7 +165,7 @@ def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int
 
 def most_instructions(num_layers: int) -> int:
     """Of a worker, whatever its model has besides layers."""
-    return 9 * num_layers + 9
+    return 8 * num_layers + 8
 
 
 def num_counters(sizes: ModelSizes) -> int:
@@ -187,13 +188,13 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     for layer in range(sizes.num_layers):
         yield from _layer(sizes, worker, layer)
     last = sizes.num_layers
-    yield Instruction(Op.NORM, last, src=_x(last), **_wait(sizes, counter(sizes, Kind.X, last - 1)))
     best, token = counter(sizes, Kind.BEST), counter(sizes, Kind.TOKEN)
     # The read of the host's memory takes a microsecond or two, which this worker's head makes up.
     yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
     yield Instruction(
         Op.HEAD,
         last,
+        **_wait(sizes, counter(sizes, Kind.X, last - 1)),
         signal=best,
         src=_x(last),
         block=worker,
@@ -261,10 +262,10 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
         x, source = {}, Source.EMBED
     elif layer == 0:
         x = _wait(sizes, counter(sizes, Kind.EMBED))
-    yield Instruction(Op.NORM, layer, src=source, **x)
     yield Instruction(
         Op.FC1,
         layer,
+        **x,
         signal=at(Kind.ACT),
         src=source,
         block=worker,

@@ -86,7 +86,6 @@ class _Simulation:
         all_rules = [*rules, *[GREEDY] * (rows - len(rules))]
         token = TokenWork(*shared, length=cache.length, steps=steps, rules=all_rules)
         self._run: dict[int, Callable[[Worker, Instruction, int, int], Write]] = {
-            Op.NORM: layer.norm,
             Op.FC1: layer.fc1,
             Op.QKV: layer.qkv,
             Op.FC2: layer.fc2,

@@ -87,7 +87,7 @@ class Work:
     def _project(self, worker: Worker, it: Instruction, rows: list[int]) -> Floats:
         """Rows of a map of the norm, whose scale is in the weights: as the device computes it."""
         layer, whole = self._weights.layers[it.layer], self._map(it)
-        # Kept by the worker since its norm, or read again.
+        # Kept by the worker, or read again.
         x = worker.held if self._chance.random() < 0.5 else self.source(worker, it)
         weight = whole.weight[rows]
         scaled = weight * layer.norm[0]

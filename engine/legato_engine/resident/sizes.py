@@ -20,6 +20,7 @@ MAX_ROWS = 32
 """Tokens of a step: one of each row, or with drafts several of some."""
 PAGE = 16
 """Positions of a KV page."""
+_PARTS, _LONG = 4, 4096  # inputs from which they have parts: `num_parts` in skinny_gemm.py
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
 """Keys and values of one head in one page, bf16."""
 
@@ -101,6 +102,17 @@ class ModelSizes:
     def chunks(self) -> int:
         """Stages of a block with `dim` inputs."""
         return self.dim // self.chunk
+
+    @property
+    def out_parts(self) -> int:
+        """Parts of the inputs of a layer's output map, the MLP's and then attention's, whose sums
+        are added up in order: those of captured steps, where the kernel can have them.
+        """
+        inputs = (1 + self.ff_ratio) * self.chunks
+        whole = (
+            inputs % _PARTS == 0 and (_PARTS - 1) * inputs <= _PARTS * self.ff_ratio * self.chunks
+        )
+        return _PARTS if whole and inputs * self.chunk >= _LONG else 1
 
     @property
     def stage_bytes(self) -> int:

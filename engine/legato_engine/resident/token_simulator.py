@@ -37,6 +37,7 @@ class TokenWork(Work):
 
     def head(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         rows = np.array(self._block_rows(it))
+        worker.held = self.source(worker, it).copy()
         logits = self._project(worker, it, rows.tolist())
         best = logits.argmax(-1)
 

@@ -164,9 +164,9 @@ class _Execution:
         worker, version = self._workers[number], (step, it.layer)
         if it.src == Source.EMBED or it.op == Op.EMBED:
             _require(it.layer == 0 and worker.token == step, where, "embeds another step's token")
-        if it.op == Op.NORM:
+        if it.op in (Op.FC1, Op.HEAD):
             worker.moments = version
-        elif it.op in (Op.FC1, Op.QKV, Op.HEAD):
+        elif it.op == Op.QKV:
             _require(worker.moments == version, where, f"has the moments of {worker.moments}")
         elif it.op == Op.FC2:
             begun = worker.sums == version and worker.next_chunk == it.chunk

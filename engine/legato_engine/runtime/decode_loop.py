@@ -204,7 +204,6 @@ class DecodeLoops:
             ring_SB=ring.fields["token"],
             payload_SB2=ring.fields["payload"],
             certainty_SB2=ring.fields["certainty"],
-            logprob_SB=ring.fields["logprob"],
             words=ring.words,
             drafts=None if self._drafting is None else self._drafting.begin(slot),
         )
@@ -214,7 +213,6 @@ class DecodeLoops:
                 num_rows,
                 num_steps,
                 payload=needs.payload,
-                logprobs=needs.logprobs,
                 num_tokens=num_tokens,
             )
         )

@@ -65,6 +65,24 @@ Copy taken(std::size_t which) {
   return copy;
 }
 
+void copy_to_block_later(
+    const Block& block, void* shared, const void* global, unsigned bytes, std::uint64_t* barrier) {
+  auto* to = static_cast<unsigned char*>(shared);
+  const auto* from = static_cast<const unsigned char*>(global);
+  if (((std::uintptr_t)to | (std::uintptr_t)from | bytes) % 16) fail("a bulk copy of %u bytes that is not aligned", bytes);
+  if (to < block.memory || to + bytes > block.memory + block.room) fail("a bulk copy outside of shared memory");
+  std::memset(to, 0xff, bytes);
+  act();
+  const unsigned first = (unsigned)below(bytes / 16 + 1) * 16;
+  for (const auto& [begin, end] : {std::pair(0u, first), std::pair(first, bytes)}) {
+    if (begin == end) continue;
+    Copy copy{to + begin, from + begin, end - begin, barrier, nullptr, 0, {}};
+    if (below(2)) copy.read.assign(from + begin, from + end);
+    copies.push_back(std::move(copy));
+  }
+  step_aside();
+}
+
 }  // namespace
 
 void reset_copies() { copies.clear(), late_arrivals.clear(); }
@@ -111,21 +129,15 @@ bool barrier_over(const std::uint64_t* barrier, unsigned parity) {
 }
 
 void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier) {
-  auto* to = static_cast<unsigned char*>(shared);
-  const auto* from = static_cast<const unsigned char*>(global);
-  const Block& block = *running->block;
-  if (((std::uintptr_t)to | (std::uintptr_t)from | bytes) % 16) fail("a bulk copy of %u bytes that is not aligned", bytes);
-  if (to < block.memory || to + bytes > block.memory + block.room) fail("a bulk copy outside of shared memory");
-  std::memset(to, 0xff, bytes);
-  act();
-  const unsigned first = (unsigned)below(bytes / 16 + 1) * 16;
-  for (const auto& [begin, end] : {std::pair(0u, first), std::pair(first, bytes)}) {
-    if (begin == end) continue;
-    Copy copy{to + begin, from + begin, end - begin, barrier, nullptr, 0, {}};
-    if (below(2)) copy.read.assign(from + begin, from + end);
-    copies.push_back(std::move(copy));
+  copy_to_block_later(*running->block, shared, global, bytes, barrier);
+}
+
+void copy_to_cluster_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier, unsigned num_blocks) {
+  if (num_blocks != cluster_size) fail("a copy to %u blocks of a cluster of %u", num_blocks, cluster_size);
+  for (unsigned rank = 0; rank < num_blocks; rank++) {
+    const auto there = [&](void* own) { return const_cast<void*>(peer_memory(own, rank)); };
+    copy_to_block_later(blocks[rank], there(shared), global, bytes, static_cast<std::uint64_t*>(there(barrier)));
   }
-  step_aside();
 }
 
 void copy_run_later(void* shared, const void* global, unsigned bytes) {

@@ -202,7 +202,8 @@ def test_the_header_has_the_same_numbers():
 
 def test_attention_has_the_same_numbers():
     """Sizes are those of `paged_attention.cu`: a stage has the keys and values of one step."""
-    source = constants("kv_tiles.cuh") | constants("paged_attention.cu")
+    files = ("kv_tiles.cuh", "softmax_parts.cuh", "paged_attention.cu")
+    source = {name: value for file in files for name, value in constants(file).items()}
     assert source["HEAD"] == attention.HEAD_DIM
     assert source["TILE"] == attention.TILE
     assert source["MOST"] == attention.GROUP

@@ -32,7 +32,8 @@ _CPU = torch.device("cpu")
 _VALUES = {
     "VALUES": 1,
     "INNER": 1280,
-    "INNER_CHUNK": 256,
+    "INNER_CHUNK": 320,
+    "VALUE_PARTS": 1,
     "SCALAR": 5,
     "PAIR": 6,
     "END": 0,

@@ -134,7 +134,7 @@ def test_a_wait_of_drafts_that_is_dropped_shows_in_some_order(op: Op) -> None:
     ("op", "values"),
     [
         *((op, False) for op in (Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT)),
-        *((op, True) for op in (Op.NORM, Op.INNER, Op.BINS, Op.VALUE, Op.COMMIT)),
+        *((op, True) for op in (Op.FC1, Op.INNER, Op.BINS, Op.VALUE, Op.COMMIT)),
     ],
     ids=lambda each: each.name if isinstance(each, Op) else ("words", "values")[each],
 )

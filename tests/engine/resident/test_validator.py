@@ -121,7 +121,7 @@ def test_an_operand_of_drafts_out_of_range_is_refused(op: Op, fields: dict[str, 
 
 def test_a_wait_for_too_many_signals_is_refused() -> None:
     """The text names the worker, the instruction and the counter."""
-    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 7 .* 5 signals"):
+    with pytest.raises(InvalidProgram, match=r"worker 1 waits at instruction 6 .* 5 signals"):
         _validate_changed(Op.OUT, lambda it: dataclasses.replace(it, wait_count=5))
 
 
@@ -139,8 +139,8 @@ def test_a_missing_signal_is_refused() -> None:
 
 def test_attention_of_another_buffer_is_refused() -> None:
     """A norm of the buffer that this layer's output goes to finds another layer's values."""
-    with pytest.raises(InvalidProgram, match="NORM: reads X0"):
-        _validate_changed(Op.NORM, lambda it: dataclasses.replace(it, src=Source.X0), which=1)
+    with pytest.raises(InvalidProgram, match="FC1: reads X0"):
+        _validate_changed(Op.FC1, lambda it: dataclasses.replace(it, src=Source.X0), which=1)
 
 
 def test_a_wait_that_is_dropped_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_a_wait_that_is_dropped_is_refused() -> None:
 @pytest.mark.parametrize(
     ("op", "text"),
     [
-        (Op.NORM, "NORM: reads X0 that may not be written"),
+        (Op.FC1, "FC1: reads X0 that may not be written"),
         (Op.INNER, "INNER: reads TOKEN"),
         (Op.BINS, "BINS: reads VACT"),
         (Op.VALUE, "VALUE: reads BINS that may not be written"),
@@ -177,10 +177,10 @@ def test_decoders_that_are_not_known_to_be_needed_are_refused() -> None:
     """BINS before INNER would take those of the step before."""
     program = build_program(VALUED, 4)
     workers: Lists = [list(instructions) for instructions in program.workers]
-    for instructions in workers:
+    for worker, instructions in enumerate(workers):
         inner = next(i for i, it in enumerate(instructions) if it.op == Op.INNER)
-        instructions[inner] = dataclasses.replace(instructions[inner], op=Op.NORM, num_blocks=0)
-        instructions[inner] = dataclasses.replace(instructions[inner], block=0)
+        listens = {"op": Op.LISTEN, "src": NONE, "block": 0, "num_blocks": int(worker == 0)}
+        instructions[inner] = dataclasses.replace(instructions[inner], **listens)
     with pytest.raises(InvalidProgram, match=r"BINS: (reads VACT|knows what)"):
         validate(Program(VALUED, 4, tuple(map(tuple, workers))))
 
@@ -196,7 +196,7 @@ def test_a_program_of_words_has_no_instruction_of_values(op: Op) -> None:
     [
         (Op.EMBED, {"dst": Source.EMBED}),
         (Op.EMBED, {"layer": 1}),
-        (Op.NORM, {"src": Source.EMBED}),
+        (Op.FC1, {"src": Source.EMBED}),
         (Op.INNER, {"num_blocks": 9}),
         (Op.INNER, {"num_chunks": 1}),
         (Op.INNER, {"src": Source.EMBED}),
@@ -220,7 +220,7 @@ def test_an_inner_block_that_is_not_computed_is_refused() -> None:
 @pytest.mark.parametrize(
     ("op", "fields"),
     [
-        (Op.NORM, {"src": 3}),
+        (Op.FC1, {"src": 3}),
         (Op.OUT, {"dst": Source.EMBED}),
         (Op.FC1, {"block": 7}),
         (Op.FC1, {"num_chunks": 2}),

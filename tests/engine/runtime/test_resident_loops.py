@@ -30,6 +30,7 @@ from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
 from benchmarks.loops import Decodes, question, randomly, recorded
+from tests.loop_answers import Ask, results
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +75,9 @@ class Fake:
         num_steps: int,
         *,
         payload: bool = False,
-        logprobs: bool = False,
         num_tokens: int = 0,
     ) -> None:
         assert self.has_values or not payload
-        assert not logprobs
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
@@ -188,13 +187,23 @@ def test_its_launches_are_loops_among_other_launches(
 
 @pytest.mark.parametrize("has_values", [True, False])
 def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool) -> None:
-    """Answers of every skill are what they are alone; without values it gets words alone, and
-    log-probabilities it never gets.
+    """Answers of every skill, with and without log-probabilities, are what they are alone; without
+    values it gets words alone.
     """
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
     assert totals["different"] == 0
     assert any(with_values for with_values, _ in fake.kinds) == has_values
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("kind", [0, 4])
+def test_log_probabilities_are_of_loops(graph: Assembly, kind: int, logprobs: bool) -> None:
+    """A list or a caption that wants them has no launch of the kernel, and is what it is alone."""
+    asked = [Ask(kind, 12, logprobs=logprobs, after=0)]
+    assembly, fake = with_fake(graph)
+    assert results(assembly, asked, depth=2)[0] == results(graph, asked, depth=2)[0]
+    assert (fake.launches == 0) == logprobs
 
 
 def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:

@@ -55,9 +55,8 @@ class LowRank:
     def outer(
         self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """The second map's change, [B, D] float32, for the last F of each row."""
-        stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
-        inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
+        """The second map's change, [B, D] float32, for the first F of each row."""
+        inputs = mixed_BM, mixed_BM.shape[1], None, None, weights.fc2.a_SRI
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_out, weights.fc2, slots, row_B, self._outer_BD)
 

@@ -129,6 +129,7 @@ class Decoder:
         self.mixed_BF = torch.zeros(
             MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
         )
+        self.heads_BD = self.mixed_BF[:, sizes.ff_dim :]
 
     def layers(
         self,
@@ -201,8 +202,8 @@ class Decoder:
         values: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
-        """Attend from `q_BD` to `mixed_BF`."""
-        self._attention.launch(self.q_BD, keys, values, positions, self.mixed_BF, scale_2)
+        """Attend from `q_BD` to `heads_BD`."""
+        self._attention.launch(self.q_BD, keys, values, positions, self.heads_BD, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None

@@ -26,7 +26,7 @@ class DecoderSizes:
 
     @property
     def mixed_dim(self) -> int:
-        """The heads, then the inner activations."""
+        """The inner activations, then the heads."""
         return self.dim + self.ff_dim
 
     @property

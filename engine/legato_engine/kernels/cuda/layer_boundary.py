@@ -54,7 +54,7 @@ class LayerBoundary:
         mixed_BF: torch.Tensor,
     ) -> None:
         """As `Decoder.layers`; `q_BD` and `mixed_BF` are scratch memory."""
-        last = self._num_layers
+        last, heads_BD = self._num_layers, mixed_BF[:, -q_BD.shape[1] :]
         assert len(layers) == last
         for index in range(last + 1):
             previous = layers[index - 1] if index > 0 else None
@@ -62,7 +62,7 @@ class LayerBoundary:
             cache = (k_LNHSE[index], v_LNHSE[index]) if following else (None, None)
             self._launch(index, x_BD, previous, following, positions, cache, angles, q_BD, mixed_BF)
             if following:
-                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, mixed_BF)
+                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, heads_BD)
 
     def _launch(
         self,

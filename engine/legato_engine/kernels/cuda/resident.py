@@ -18,6 +18,7 @@ import torch
 from legato_engine.kernels.cuda.compiler import compile_ahead
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.module import Argument, Compile, Module, current_arch
+from legato_engine.kernels.cuda.packed_layers import folded_first
 from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
@@ -25,7 +26,7 @@ from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.kernels.resident_builds import Build, Kind
 from legato_engine.resident.header import defines
-from legato_engine.resident.program import WORDS, Program, build_program
+from legato_engine.resident.program import WORD_BYTES, WORDS, Program, build_program
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import (
     BLOCK,
@@ -94,9 +95,9 @@ class ResidentWeights:
         folded, biases = [], []
         for index, layer in enumerate(layers):
             assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
-            qkv, folded_qkv = fold_norm(*layer.qkv, layer.norm)
-            fc1, folded_fc1 = fold_norm(*layer.mlp.fc1, layer.norm)
-            folded.append(torch.cat([folded_qkv[rows], folded_fc1]))
+            first, both = folded_first(layer, layer.mlp)
+            qkv, fc1 = first[: len(rows)], first[len(rows) :]
+            folded.append(torch.cat([both[: len(rows)][rows], both[len(rows) :]]))
             biases.append(layer.mlp.fc2.bias.float() + layer.proj.bias.float())
             maps = {
                 Matrix.QKV: qkv[rows],
@@ -161,16 +162,16 @@ class ResidentBuild:
         fault = ring_problem(program.ring_stages, under_way)
         assert fault is None, fault
         constants = defines(sizes, program.ring_stages, under_way, tiles) | {"SHARED": body}
-        self._values = BuildValues(values, tokens, device)
+        self.values = BuildValues(values, tokens, device)
         self._drafts = BuildDrafts(policy, device)
-        constants |= self._values.defines | self._drafts.defines
+        constants |= self.values.defines | self._drafts.defines
         if delays:
             constants["DELAYS"] = 1
         self.constants = constants
-        self._shared = body + self.count * WORDS * 4
+        self._shared = body + self.count * WORDS * WORD_BYTES
         if compile_source is not None:
             self.load(compile_source)
-        self._table = torch.tensor(program.table(), dtype=torch.int32, device=device)
+        self._table = torch.tensor(program.table(), dtype=torch.int16, device=device)
         self._report = torch.zeros(16, dtype=torch.int32, pin_memory=device.type == "cuda")
         # Counters, the epoch, the abort word, and the host's wish: a cache line each.
         lines = torch.zeros(
@@ -184,13 +185,12 @@ class ResidentBuild:
         workers = sizes.num_workers
         self.x = scratch(2, tokens, sizes.dim)
         self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
-        self.part = scratch(tokens, workers, HEAD_DIM, dtype=torch.float32)
-        self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
+        self.part = scratch(tokens, workers, 2, HEAD_DIM, dtype=torch.float32)
+        self.ends = scratch(tokens, workers, 2, 2, dtype=torch.float32)
         self.heads = scratch(tokens, sizes.dim)
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
-        self._logprob = scratch(tokens, dtype=torch.float32)
 
     def load(self, compile_source: Compile = Module) -> None:
         module = compile_source(SOURCE, self.constants, own=True, folder=source_folder())
@@ -202,7 +202,6 @@ class ResidentBuild:
         num_rows: int,
         num_steps: int,
         *,
-        logprobs: bool = False,
         num_tokens: int = 0,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
@@ -223,8 +222,7 @@ class ResidentBuild:
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),
             *(state.top_k_R, state.seed_R, rows.constraints_CV, rows.successor_C2, rows.ring_SB),
             *(rows.words, rows.payload_SB2, rows.certainty_SB2),
-            *(rows.logprob_SB if logprobs else None, self._logprob),
-            *self._values.pointers(state),
+            *self.values.pointers(state),
             *(logits, trace, profile),
         )
         numbers = (
@@ -295,7 +293,7 @@ class ResidentDecoder:
         self.builds = builds(kind, dataclasses.replace(sizes, drafts=self.drafts))
         """For 8, 16 and 32 tokens, as far as they are wanted."""
         self.value_builds: list[ResidentBuild] = []
-        """The same where some row's tokens may have values or log-probabilities."""
+        """The same where some row's tokens may have values."""
         if values is not None and self.has_values:
             with_values = dataclasses.replace(sizes, values=value_dims(values))
             self.value_builds = builds(Kind.VALUES, with_values, values)
@@ -316,12 +314,11 @@ class ResidentDecoder:
         num_steps: int,
         *,
         payload: bool = False,
-        logprobs: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        builds = self.value_builds if payload or logprobs else self.builds
+        builds = self.value_builds if payload else self.builds
         build = next(each for each in builds if max(num_rows, num_tokens) <= each.tokens)
-        build.run(rows, num_rows, num_steps, logprobs=logprobs, num_tokens=num_tokens)
+        build.run(rows, num_rows, num_steps, num_tokens=num_tokens)
 
     def fault(self) -> str | None:
         builds = (*self.builds, *self.value_builds)
@@ -349,5 +346,5 @@ def shared_body(sizes: ModelSizes, stages: int, tokens: int) -> int:
     """At least the size of `Shared` in worker.cuh, which checks it."""
     ring = stages * (max(sizes.stage_bytes, PAGE_BYTES) + 2 * 8)
     sums = WARPS * 4 * tokens // 8 * 512
-    rows = 3 * WARPS * tokens * 8 + tokens * 4 * (12 + _OWN_PAGES)
+    rows = 2 * WARPS * tokens * 8 + tokens * (4 * (12 + _OWN_PAGES) + 512 + 64 + 8)
     return -(-(ring + sums + rows + _SAMPLING_BYTES) // 128) * 128

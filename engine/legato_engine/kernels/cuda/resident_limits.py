@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident import (
     MAX_PAGES,
@@ -16,7 +17,7 @@ from legato_engine.kernels.cuda.resident import (
     shared_body,
 )
 from legato_engine.resident.operands import BLOCKS_AT_ONCE
-from legato_engine.resident.program import WORDS, most_instructions
+from legato_engine.resident.program import WORD_BYTES, WORDS, most_instructions
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM
 
 _CAPABILITY = (9, 0)
@@ -40,7 +41,14 @@ def _instructions_fit(wish: Wish) -> bool:
     """Whether a thread block has memory for them beside its ring, in every build."""
     sizes = model_sizes(wish.sizes, wish.num_layers)
     body = max(shared_body(sizes, ring, 8 * tiles) for tiles, ring in RING_STAGES.items())
-    return body + most_instructions(wish.num_layers) * WORDS * 4 <= MAX_SHARED
+    return body + most_instructions(wish.num_layers) * WORDS * WORD_BYTES <= MAX_SHARED
+
+
+def _adds_alike(wish: Wish) -> bool:
+    sizes, parts = model_sizes(wish.sizes, wish.num_layers), wish.sizes.parts
+    return (
+        sizes.out_parts == parts and skinny_gemm.chunk(wish.sizes.mixed_dim // parts) == sizes.chunk
+    )
 
 
 _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
@@ -68,6 +76,7 @@ _LIMITS: tuple[tuple[str, Callable[[Wish], bool]], ...] = (
         f"needs a multiprocessor for each {BLOCK} of the width",
         lambda w: w.sizes.dim // BLOCK <= w.processors,
     ),
+    ("adds up a layer's output in other parts than captured steps", _adds_alike),
     ("takes as many layers as a thread block has instructions for", _instructions_fit),
     (
         "needs memory for a second copy of the weights",

@@ -29,25 +29,14 @@ class BuildValues:
 
     def __init__(self, values: TwoLayerValues | None, tokens: int, device: torch.device) -> None:
         self._values = values
-        self.defines = {"VALUES": 0}
-        self._memory: tuple[torch.Tensor, ...] = ()
-        if values is None:
-            return
-        sizes, inner_dim = values.sizes, values.inner_dim
-        parts = inner_dim // sizes.parts
-        self.defines = {
-            "VALUES": 1,
-            "INNER": inner_dim,
-            "INNER_CHUNK": skinny_gemm.chunk(parts),
-            **value_argmax_defines(sizes),
-            **embed_defines(sizes),
-        }
-        num_bins = sizes.scalar_bins + sizes.pair_bins
-        self._memory = (
-            torch.zeros(tokens, 2 * inner_dim, dtype=torch.bfloat16, device=device),
-            torch.zeros(tokens, num_bins, device=device),
-            torch.zeros(tokens, 4, device=device),
-        )
+        self.defines = {"VALUES": 0} if values is None else _defines(values)
+        dims = ValueDims(0, 0, 0) if values is None else value_dims(values)
+        inner, num_bins = 2 * dims.inner_dim, dims.scalar_bins + dims.pair_bins
+        self.inner = torch.zeros(tokens, inner, dtype=torch.bfloat16, device=device)
+        """Inner activations of the scalar's decoder, then of the pair's."""
+        self.bins = torch.zeros(tokens, num_bins, device=device)
+        """Logits, likewise."""
+        self._value = torch.zeros(tokens, 4, device=device)
 
     def pointers(self, state: RowTensors) -> tuple[Argument, ...]:
         """In the order of the kernel's parameters."""
@@ -55,7 +44,19 @@ class BuildValues:
             return (None,) * _NUM_POINTERS
         kinds = self._values.scalar, self._values.pair
         weights = [pointer for kind in kinds for pointer in _weights(*kind)]
-        return (*weights, state.payload_R2, *self._memory)
+        return (*weights, state.payload_R2, self.inner, self.bins, self._value)
+
+
+def _defines(values: TwoLayerValues) -> dict[str, int]:
+    sizes, inner_dim = values.sizes, values.inner_dim
+    return {
+        "VALUES": 1,
+        "INNER": inner_dim,
+        "INNER_CHUNK": skinny_gemm.chunk(inner_dim // sizes.parts),
+        "VALUE_PARTS": sizes.parts,
+        **value_argmax_defines(sizes),
+        **embed_defines(sizes),
+    }
 
 
 def value_dims(values: TwoLayerValues) -> ValueDims:

@@ -266,7 +266,7 @@ class TauDecoder:
             skinny_gemm.THREADS,
             (
                 *(self._inner_BKI, self.expert_LBK[layer], self._share_LBK[layer]),
-                *(self._decoder.mixed_BF, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
+                *(self._decoder.heads_BD, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
                 *(x_BD, *(_NO_CHANGE if changes is None else changes.of_second), batch, stages),
             ),
             shared=shared,

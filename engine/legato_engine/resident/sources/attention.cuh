@@ -9,21 +9,23 @@
 // sums of values those of tokens 2t and 2t + 1, in dimensions 8g.. .
 #pragma once
 #include "matrix.cuh"
+#include "softmax_parts.cuh"
 
-constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
+constexpr int OWN_LINES = LINES / SPLITS;  // of a worker
+static_assert(OWN_LINES * TURNS == WARPS, "a warp has a track");
 static_assert(STAGE_PAGES <= WARPS, "a page of a stage for each warp");
 
 // A softmax's weights of 0 before it has seen any position.
 __device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.f : top; }
 
-// Dimensions 8t.. and 32 + 8t.. of the queries: of token g, zero where there is none.
+// Dimensions 16t.. of the queries, of token g; zero where there is none.
 struct Queries {
   uint4 low, high;
   __device__ __forceinline__ void load(const Arguments& a, const Unit& unit) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const bool live = g < unit.count;
-    const bf16* from = a.q + (unit.token + (live ? g : 0)) * DIM + blockIdx.x / SPLITS * HEAD_DIM + t * 8;
-    low = live ? load_fresh(from) : uint4{0, 0, 0, 0}, high = live ? load_fresh(from + 32) : uint4{0, 0, 0, 0};
+    const bf16* from = a.q + (unit.token + (live ? g : 0)) * DIM + blockIdx.x / SPLITS * HEAD_DIM + t * 16;
+    low = live ? load_fresh(from) : uint4{0, 0, 0, 0}, high = live ? load_fresh(from + 8) : uint4{0, 0, 0, 0};
   }
 };
 
@@ -35,16 +37,16 @@ struct Page {
   // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g.
   __device__ __forceinline__ float4 multiply(const Queries& q, int half) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const uint4* key = reinterpret_cast<const uint4*>(keys) + (half * 8 + g) * (HEAD_DIM / 8);
-    // Odd positions are read from their second half on: so no two lanes read from one bank.
+    const uint4* key = reinterpret_cast<const uint4*>(keys) + (half * 8 + g) * (HEAD_DIM / 8) + 2 * t;
+    // Odd positions are read from their second piece on: so no two lanes read from one bank.
     const bool odd = g % 2;
-    const uint4 first = key[odd ? t + 4 : t], second = key[odd ? t : t + 4];
-    float4 sums = {0.f, 0.f, 0.f, 0.f};
-    mma(sums, q.low.x, 0u, q.low.y, 0u, odd ? second.x : first.x, odd ? second.y : first.y);
-    mma(sums, q.low.z, 0u, q.low.w, 0u, odd ? second.z : first.z, odd ? second.w : first.w);
-    mma(sums, q.high.x, 0u, q.high.y, 0u, odd ? first.x : second.x, odd ? first.y : second.y);
-    mma(sums, q.high.z, 0u, q.high.w, 0u, odd ? first.z : second.z, odd ? first.w : second.w);
-    return sums;
+    const uint4 first = key[odd], second = key[!odd], low = odd ? second : first, high = odd ? first : second;
+    float4 sums = {0.f, 0.f, 0.f, 0.f}, more = {0.f, 0.f, 0.f, 0.f};
+    mma(sums, q.low.x, 0u, q.low.y, 0u, low.x, low.y);
+    mma(more, q.high.x, 0u, q.high.y, 0u, high.x, high.y);
+    mma(sums, q.low.z, 0u, q.low.w, 0u, low.z, low.w);
+    mma(more, q.high.z, 0u, q.high.w, 0u, high.z, high.w);
+    return float4{sums.x + more.x, sums.y + more.y, 0.f, 0.f};
   }
 
   // Dimensions 8g.. at one of the positions; memory has anything where none was written, and 0 times that is not 0.
@@ -62,9 +64,10 @@ __device__ __forceinline__ Parts* parts_of(Shared& shared) {
   return reinterpret_cast<Parts*>(&shared.sums[0][0][0][0]);
 }
 
-// A warp's softmax of the unit's tokens: of token g the highest score, and of the lane's own positions the sum of weights.
+// A warp's softmax of the unit's tokens: of token g the highest score, of tokens 2t and 2t + 1 the sums of weights.
 struct Softmax {
-  float top = -INFINITY, sum = 0.f;
+  float top = -INFINITY;
+  float2 sum = {0.f, 0.f};
   float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
   // `own`: token g's position, the last that it attends to; -1: there is no such token.
@@ -72,26 +75,28 @@ struct Softmax {
     const int t = threadIdx.x % 4;
     const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
     float scores[4] = {near.x, near.y, far.x, far.y};
-    float highest = top;
+    float highest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int position = page.begin + i / 2 * 8 + t * 2 + i % 2;
-      scores[i] = position <= own ? scores[i] * SCALE : -INFINITY;
+      scores[i] = position <= own ? scores[i] : -INFINITY;
       highest = fmaxf(highest, scores[i]);
     }
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    highest = fmaxf(top, highest * SCALE);
     const float base = base_of(highest), scale = power_of_two(top - base);
     top = highest;
-    // The sum is of what the products take.
     u32 weights[2];
-    sum *= scale;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      weights[i] = pack(power_of_two(scores[2 * i] - base), power_of_two(scores[2 * i + 1] - base));
-      sum += low_float(weights[i]) + high_float(weights[i]);
-    }
+    for (int i = 0; i < 2; i++)
+      weights[i] = pack(weight_of(scores[2 * i], SCALE, base), weight_of(scores[2 * i + 1], SCALE, base));
     const float left = __shfl_sync(~0u, scale, t * 8), right = __shfl_sync(~0u, scale, t * 8 + 4);
+    // The sum is one more dimension, whose values are all 1.
+    constexpr u32 ONES = 0x3f803f80u;
+    float4 all = {sum.x * left, sum.y * right, 0.f, 0.f};
+    mma(all, ONES, ONES, ONES, ONES, weights[0], weights[1]);
+    sum = float2{all.x, all.y};
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = page.value(i / 2 * 8 + t * 2 + i % 2);
@@ -113,9 +118,9 @@ struct Softmax {
       if (t * 2 < unit.count) parts[unit.token + t * 2][warp][g * 4 + i] = float2{out[i].x, out[i].z};
       if (t * 2 + 1 < unit.count) parts[unit.token + t * 2 + 1][warp][g * 4 + i] = float2{out[i].y, out[i].w};
     }
-    float all = sum + __shfl_xor_sync(~0u, sum, 1);
-    all += __shfl_xor_sync(~0u, all, 2);
-    if (t == 0 && g < unit.count) shared.ends[unit.token + g][warp] = float2{top, all};
+    if (t == 0 && g < unit.count) shared.ends[unit.token + g][warp].x = top;
+    if (g == 0 && t * 2 < unit.count) shared.ends[unit.token + t * 2][warp].y = sum.x;
+    if (g == 0 && t * 2 + 1 < unit.count) shared.ends[unit.token + t * 2 + 1][warp].y = sum.y;
   }
 };
 
@@ -177,32 +182,6 @@ __device__ __forceinline__ void attend_unit(
   track.store(shared, unit);
 }
 
-// Weights of parts whose softmaxes have these tops.
-template <int N>
-__device__ __forceinline__ void merge(const float2 (&ends)[N], float (&weights)[N], float& top, float& sum) {
-  top = ends[0].x;
-#pragma unroll
-  for (int i = 1; i < N; i++) top = fmaxf(top, ends[i].x);
-  const float base = base_of(top);
-  sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    weights[i] = power_of_two(ends[i].x - base);
-    sum += weights[i] * ends[i].y;
-  }
-}
-
-template <int N>
-__device__ __forceinline__ float2 weighed(const float (&weights)[N], const float2 (&parts)[N]) {
-  float2 out = {0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    out.x = __fmaf_rn(weights[i], parts[i].x, out.x);
-    out.y = __fmaf_rn(weights[i], parts[i].y, out.y);
-  }
-  return out;
-}
-
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = num_units(a, shared);
@@ -215,33 +194,33 @@ __device__ __forceinline__ void run_attend(
     attend_unit(a, at, shared, ring, q, it.layer, index, unit);
   }
   workers_sync();
+  // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to warps.
   const Parts* parts = parts_of(shared);
-  for (int token = warp; token < num_tokens(a, shared); token += WARPS) {
-    float2 ends[WARPS], of[WARPS], end;
-    float weights[WARPS];
+  for (int i = warp; i < num_tokens(a, shared) * OWN_LINES; i += WARPS) {
+    const int token = i / OWN_LINES, line = i % OWN_LINES, place = (token * WORKERS + blockIdx.x) * OWN_LINES + line;
+    Slice tracks[TURNS];
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) ends[i] = shared.ends[token][i], of[i] = parts[token][i][lane];
-    merge(ends, weights, end.x, end.y);
-    const int place = token * WORKERS + blockIdx.x;
-    reinterpret_cast<float2*>(a.part)[place * 32 + lane] = weighed(weights, of);
-    if (lane == 0) a.ends[place] = end;
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int from = turn * OWN_LINES + line;
+      tracks[turn] = Slice{parts[token][from][lane], shared.ends[token][from]};
+    }
+    const Slice whole = line_of(tracks);
+    reinterpret_cast<float2*>(a.part)[place * 32 + lane] = whole.out;
+    if (lane == 0) a.ends[place] = whole.end;
   }
 }
 
 __device__ __forceinline__ void run_merge(const Arguments& a, const Shared& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
   for (int token = blockIdx.x % SPLITS + warp * SPLITS; token < num_tokens(a, shared); token += WARPS * SPLITS) {
-    float2 ends[SPLITS], of[SPLITS];
-    float weights[SPLITS], top, sum;
-    const int place = token * WORKERS + head * SPLITS;
+    Slice lines[LINES];
 #pragma unroll
-    for (int i = 0; i < SPLITS; i++) {
-      ends[i] = load_fresh_float2(a.ends + place + i);
-      of[i] = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + (place + i) * 32 + lane);
+    for (int i = 0; i < LINES; i++) {
+      const int place = (token * WORKERS + head * SPLITS + i % SPLITS) * OWN_LINES + i / SPLITS;
+      lines[i].end = load_fresh_float2(a.ends + place);
+      lines[i].out = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + place * 32 + lane);
     }
-    merge(ends, weights, top, sum);
-    const float2 out = weighed(weights, of);
-    *reinterpret_cast<u32*>(a.heads + token * DIM + head * HEAD_DIM + 2 * lane) =
-        pack(__fdividef(out.x, sum), __fdividef(out.y, sum));
+    const float2 out = result_of(lines);
+    *reinterpret_cast<u32*>(a.heads + token * DIM + head * HEAD_DIM + 2 * lane) = pack(out.x, out.y);
   }
 }

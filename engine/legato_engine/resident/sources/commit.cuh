@@ -180,7 +180,6 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
       const uint4 value = load_fresh(a.value + lane);
       shared.value[lane] = float4{__uint_as_float(value.x), __uint_as_float(value.y), __uint_as_float(value.z),
                                   __uint_as_float(value.w)};
-      if (a.logprob_ring) shared.logprob[lane] = load_fresh_f32(a.logprob + lane);
     }
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;

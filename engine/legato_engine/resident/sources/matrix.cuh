@@ -5,6 +5,9 @@
 #pragma once
 #include "worker.cuh"
 
+constexpr int IN_CHUNKS = CHUNKS, SLICES = CHUNK / GROUP;
+#include "moments.cuh"
+
 // 64 inputs of the tokens, as a lane holds them for the products.
 struct Inputs {
   uint4 of[TILES][2];
@@ -95,77 +98,68 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
 // them again for every block.
 constexpr int AT_ONCE = TILES < 4 ? CHUNKS : 1;
 
+// 8 values of the lane's token of a tile from the residual stream: those that it multiplies of half a chunk.
+template <class Taken>
+__device__ __forceinline__ uint4 load_piece(const Taken& a, const Shared& shared, int source, int tile, int chunk, int half) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, token = tile * 8 + g;
+  const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
+  const int input = chunk * CHUNK + threadIdx.x / 32 * GROUP + half * 32 + t * 8;
+  const bool live = token < num_tokens(a, shared) && active();
+  const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
+                                            : x + (live ? token * DIM : 0);
+  return live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
+}
+
 // A chunk of the residual stream of the tokens, as a warp holds it; `a` are arguments of either kind.
 template <class Taken>
 __device__ __forceinline__ void load_chunk(
     const Taken& a, const Shared& shared, int source, int chunk, Inputs& to) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int token = tile * 8 + g, input = chunk * CHUNK + warp * GROUP + half * 32 + t * 8;
-      const bool live = token < num_tokens(a, shared) && active();
-      const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
-                                                : x + (live ? token * DIM : 0);
-      to.of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
-    }
+    for (int half = 0; half < 2; half++) to.of[tile][half] = load_piece(a, shared, source, tile, chunk, half);
 }
 
-// Sums of the tokens and of their squares.
-struct Moments {
-  float4 sums[TILES][2] = {}, squares[TILES][2] = {};
-  // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
-  __device__ __forceinline__ void add(const Inputs& in) {
-    constexpr u32 ONES = 0x3f803f80u;
+// Mean and inverse deviation of a token, of its slices.
+__device__ __forceinline__ float2 whole_moments(const Shared& shared, int token) {
+  const auto over = [](const float (&x)[WARPS]) {
+    return __fadd_rn(__fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])),
+                     __fadd_rn(__fadd_rn(x[4], x[5]), __fadd_rn(x[6], x[7])));
+  };
+  float sums[WARPS], squares[WARPS];
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+  for (int i = 0; i < WARPS; i++) sums[i] = i < SLICES ? shared.slices[i][token].x : 0.f;
+  const float mean = mean_of(over(sums));
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint4& x = in.of[tile][half];
-        mma(sums[tile][half], ONES, 0u, ONES, 0u, x.x, x.y);
-        mma(squares[tile][half], x.x, 0u, x.y, 0u, x.x, x.y);
-        mma(sums[tile][half], ONES, 0u, ONES, 0u, x.z, x.w);
-        mma(squares[tile][half], x.z, 0u, x.w, 0u, x.z, x.w);
-      }
-  }
-  __device__ __forceinline__ void store(Shared& shared) const {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      const float4 *sum = sums[tile], *square = squares[tile];
-      if (g / 2 == t)
-        shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sum[0].y + sum[1].y, square[0].y + square[1].y}
-                                                   : float2{sum[0].x + sum[1].x, square[0].x + square[1].x};
-    }
-  }
-};
-
-// Mean and inverse deviation of a token.
-__device__ __forceinline__ float2 moments(const Shared& shared, int token) {
-  float sum = 0.f, squares = 0.f;
-#pragma unroll
-  for (int warp = 0; warp < WARPS; warp++) {
-    const float2 one = shared.moments[warp][token];
-    sum += one.x, squares += one.y;
-  }
-  const float mean = sum / DIM;
-  return float2{mean, rsqrtf(squares / DIM - mean * mean + 1e-5f)};
+  for (int i = 0; i < WARPS; i++) squares[i] = i < SLICES ? about(shared.slices[i][token], mean) : 0.f;
+  return float2{mean, deviation_of(over(squares))};
 }
 
-__device__ __forceinline__ float normed(float sum, float2 moments, float2 folded) {
-  return moments.y * (sum - moments.x * folded.x) + folded.y;
+// A slice of the tokens of a tile; `at(chunk, half)` is the lane's piece of it.
+template <class At>
+__device__ __forceinline__ void store_slices(Shared& shared, int tile, At at) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float2 slice = slice_moments(at);
+  if (t == 0 && active()) shared.slices[warp][tile * 8 + g] = slice;
 }
 
-// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
+// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory; with `measures` the tokens' moments
+// too, which the warps see after the next barrier.
 __device__ __forceinline__ void multiply_blocks(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks, bool measures) {
   constexpr bool ALL = AT_ONCE == CHUNKS;
   Inputs in[AT_ONCE];
   if (ALL) {
 #pragma unroll
     for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, source, c, in[c]);
+  } else if (measures) {
+#pragma unroll 1
+    for (int tile = 0; tile < TILES; tile++) {
+      uint4 of[CHUNKS][2];
+#pragma unroll
+      for (int i = 0; i < 2 * CHUNKS; i++) of[i / 2][i % 2] = load_piece(a, shared, source, tile, i / 2, i % 2);
+      store_slices(shared, tile, [&](int chunk, int half) { return of[chunk][half]; });
+    }
   }
   Reader reader;
   reader.begin(a, at, ring);
@@ -178,20 +172,17 @@ __device__ __forceinline__ void multiply_blocks(
       reader.multiply(a, at, ring, sums, in[ALL ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
     }
     sums.store(shared, block);
+    if (!measures || block) continue;
+    if (ALL) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        store_slices(shared, tile, [&](int chunk, int half) { return in[ALL ? chunk : 0].of[tile][half]; });
+    }
+    __syncwarp();
+    workers_sync();
+    const int token = threadIdx.x;
+    if (token < num_tokens(a, shared)) shared.moments[token] = whole_moments(shared, token);
   }
-}
-
-__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, const Instruction& it) {
-  Moments all;
-#pragma unroll
-  for (int first = 0; first < CHUNKS; first += AT_ONCE) {
-    Inputs in[AT_ONCE];
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, it.src, first + c, in[c]);
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) all.add(in[c]);
-  }
-  all.store(shared);
 }
 
 __device__ __forceinline__ void run_fc1(
@@ -205,7 +196,7 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);
+  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -217,7 +208,7 @@ __device__ __forceinline__ void run_fc1(
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
       if (token >= num_tokens(a, shared)) continue;
-      const float2 m = moments(shared, token);
+      const float2 m = shared.moments[token];
       bf16* out = a.act + (i64)token * FF + row;
       out[0] = to_bf16(gelu_tanh(normed(j ? sum.y : sum.x, m, low[i])));
       out[8] = to_bf16(gelu_tanh(normed(j ? sum.w : sum.z, m, high[i])));
@@ -253,7 +244,7 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  multiply_blocks(a, at, shared, ring, it.src, 3);
+  multiply_blocks(a, at, shared, ring, it.src, 3, false);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {
@@ -264,11 +255,12 @@ __device__ __forceinline__ void run_qkv(
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
       if (token >= num_tokens(a, shared)) continue;
-      const float2 m = moments(shared, token);
+      const float2 m = shared.moments[token];
       const float x = normed(j ? sum.y : sum.x, m, low[i]), y = normed(j ? sum.w : sum.z, m, high[i]);
       bf16* out = index == 0 ? a.q + token * DIM + head * HEAD_DIM + dim : (index == 1 ? a.keys : a.values) + slot[i][j];
-      out[0] = to_bf16(x * c[i][j] - y * s[i][j]);
-      out[gap] = to_bf16(x * s[i][j] + y * c[i][j]);
+      const float2 both = rotated && index < 2 ? turned(x, y, c[i][j], s[i][j]) : float2{x, y};
+      out[0] = to_bf16(both.x);
+      out[gap] = to_bf16(both.y);
     }
   }
 }
@@ -276,21 +268,63 @@ __device__ __forceinline__ void run_qkv(
 // Chunks of the inner activations whose inputs registers hold at once.
 constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
 
-__device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
-  if (it.chunk == 0) sums.clear();
-  const bf16* from = a.act + it.chunk * CHUNK + threadIdx.x / 32 * GROUP;
-  const int tokens = num_tokens(a, ring.shared);
+// The inputs of a layer's output map, the inner activations and then the heads, are cut into PARTS, whose sums are added up in
+// order: as layer_out adds them. The last part has the heads.
+constexpr int PART_CHUNKS = (FF + DIM) / CHUNK / PARTS;
+static_assert((FF + DIM) / CHUNK % PARTS == 0 && (PARTS - 1) * PART_CHUNKS * CHUNK <= FF, "unsupported parts");
+static_assert(PARTS <= BLOCKS_AT_ONCE && FF / CHUNK / 2 / PART_CHUNKS <= 1, "one part before attention, whose results lie on the others'");
+
+// A lane's sums of a part.
+__device__ __forceinline__ float4& part_sums(Shared& shared, int part, int warp, int tile) {
+  return part ? shared.sums[warp][part][tile][threadIdx.x % 32] : shared.first_part[warp][tile][threadIdx.x % 32];
+}
+__device__ __forceinline__ void store_part(Shared& shared, const Sums& sums, int part) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) part_sums(shared, part, threadIdx.x / 32, tile) = sums.of[tile];
+}
+
+__device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
+
+// Parts `from` up to `to`, whose sums all warps have stored; each of the first warps has a tile.
+__device__ __forceinline__ void add_parts(Shared& shared, float4& all, int from, int to) {
+  for (int part = from; part < to; part++) {
+    float4 whole = part_sums(shared, part, 0, threadIdx.x / 32);
+#pragma unroll
+    for (int warp = 1; warp < WARPS; warp++) add(whole, part_sums(shared, part, warp, threadIdx.x / 32));
+    add(all, whole);
+  }
+}
+
+// `added`: the parts that are in `shared.parts`.
+__device__ __forceinline__ void run_fc2(
+    const Arguments& a, Place& at, Ring& ring, Sums& sums, int& added, const Instruction& it) {
+  Shared& shared = ring.shared;
+  const int warp = threadIdx.x / 32, chunks = it.num_chunks;
+  int part = it.chunk / PART_CHUNKS, left = (part + 1) * PART_CHUNKS - it.chunk;
+  if (it.chunk == 0) sums.clear(), added = 0;
+  if (PARTS > 1 && it.chunk + chunks == FF / CHUNK) {  // MERGE's barrier lies between the parts before and this
+    added = part;
+    float4 all = {0.f, 0.f, 0.f, 0.f};
+    if (warp < TILES) add_parts(shared, all, 0, part), shared.parts[warp][threadIdx.x % 32] = all;
+  }
+  const bf16* from = a.act + it.chunk * CHUNK + warp * GROUP;
+  const int tokens = num_tokens(a, shared);
   Reader reader;
-  for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
+  for (int first = 0; first < chunks; first += INNER_AT_ONCE) {
     Inputs in[INNER_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++)
-      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? tokens : 0);
+      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < chunks ? tokens : 0);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++) {
-      if (first + i >= it.num_chunks) break;
-      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < it.num_chunks);
+      if (first + i >= chunks) break;
+      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < chunks);
+      if (PARTS > 1 && --left == 0) {
+        store_part(shared, sums, part++);
+        sums.clear();
+        left = PART_CHUNKS;
+      }
     }
   }
 }

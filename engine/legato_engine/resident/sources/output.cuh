@@ -20,7 +20,7 @@ __device__ __forceinline__ void choose(const Arguments& a, const Place& at, Shar
     const int token = tile * 8 + t * 2 + j;
     uint2 mine = {0u, 0u};
     if (token < num_tokens(a, shared)) {
-      const float2 m = moments(shared, token);
+      const float2 m = shared.moments[token];
       const float* allowed = a.constraints + (i64)shared.constraint[token] * VOCAB + row;
       const float forbidden[2] = {allowed[0], allowed[8]};
       const float raw[2] = {normed(j ? sum.y : sum.x, m, low), normed(j ? sum.w : sum.z, m, high)};
@@ -49,7 +49,7 @@ __device__ __forceinline__ void run_head(
   __syncwarp();
   for (int first = 0; first < it.num_blocks; first += BLOCKS_AT_ONCE) {
     const int blocks = min(BLOCKS_AT_ONCE, it.num_blocks - first);
-    multiply_blocks(a, at, shared, ring, it.src, blocks);
+    multiply_blocks(a, at, shared, ring, it.src, blocks, first == 0);
     workers_sync();
     for (int i = warp; i < blocks * TILES; i += WARPS) {
       const int row = (it.block + (first + i / TILES) * WORKERS) * BLOCK + lane / 4;

@@ -154,6 +154,7 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
   if (lane < a.rows) {
     const int token = shared.chosen[lane];
     a.row_token[shared.row[lane]] = max(token, 0);
+    a.position[lane] = position_of(shared, lane, step + 1);
     publish_token(a.ring, a.ring_stride, step, lane, token);
     if (VALUES) {
       const int at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece

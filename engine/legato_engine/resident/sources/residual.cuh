@@ -8,11 +8,12 @@ __device__ __forceinline__ void load_heads(const Arguments& a, const Shared& sha
 }
 
 __device__ __forceinline__ void run_out(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, int added, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row = it.block * BLOCK + g;
-  const float* bias = a.out_bias + it.layer * DIM + row;
-  float base[2][2];
+  const float* biases = a.out_bias + it.layer * DIM + row;
+  float2 bias = {0.f, 0.f}, old[2] = {};
+  if (warp < TILES) bias = float2{biases[0], biases[8]};
   const bf16* from = it.src == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -20,8 +21,7 @@ __device__ __forceinline__ void run_out(
     const bool live = warp < TILES && token < num_tokens(a, shared);
     const bf16* x = it.src == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
                                            : from + (live ? token * DIM : 0);
-    base[j][0] = live ? bias[0] + to_float(load_fresh_bf16(x + row)) : 0.f;
-    base[j][1] = live ? bias[8] + to_float(load_fresh_bf16(x + row + 8)) : 0.f;
+    if (live) old[j] = float2{to_float(load_fresh_bf16(x + row)), to_float(load_fresh_bf16(x + row + 8))};
   }
   Reader reader;
 #pragma unroll 1
@@ -34,16 +34,19 @@ __device__ __forceinline__ void run_out(
     for (int i = 0; i < AT_ONCE; i++) reader.multiply(a, at, ring, sums, in[i], first + i + 1 < CHUNKS);
   }
   __syncwarp();
-  sums.store(shared, 0);
+  store_part(shared, sums, PARTS - 1);
   workers_sync();
   if (warp >= TILES) return;
-  const float4 all = total(shared, 0, warp);
+  float4 all = {0.f, 0.f, 0.f, 0.f};
+  if (PARTS > 1) all = shared.parts[warp][lane];
+  add_parts(shared, all, added, PARTS);
   bf16* to = it.dst == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = warp * 8 + t * 2 + j;
     if (token >= num_tokens(a, shared)) continue;
-    const bf16 low = to_bf16(base[j][0] + (j ? all.y : all.x)), high = to_bf16(base[j][1] + (j ? all.w : all.z));
+    const bf16 low = to_bf16(old[j].x + ((j ? all.y : all.x) + bias.x));
+    const bf16 high = to_bf16(old[j].y + ((j ? all.w : all.z) + bias.y));
     to[token * DIM + row] = low, to[token * DIM + row + 8] = high;
     if (a.trace) {
       bf16* trace = a.trace + (((i64)at.step * a.layers + it.layer) * TOKENS + token) * DIM + row;

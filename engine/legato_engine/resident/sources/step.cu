@@ -15,6 +15,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Ring ring{shared};
   Place at;
   Sums sums;
+  int added = 0;
   const Instruction* table = instructions(shared);
   for (at.step = 0; shared.ended == GOES_ON; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
@@ -28,13 +29,12 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
-        case OP_NORM: run_norm(a, shared, it); break;
         case OP_FC1: run_fc1(a, at, shared, ring, it); break;
         case OP_QKV: run_qkv(a, at, shared, ring, it); break;
-        case OP_FC2: run_fc2(a, at, ring, sums, it); break;
+        case OP_FC2: run_fc2(a, at, ring, sums, added, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
         case OP_MERGE: run_merge(a, shared); break;
-        case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
+        case OP_OUT: run_out(a, at, shared, ring, sums, added, it); break;
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
-      else if (it.op != OP_FC2 && it.op != OP_NORM && it.op != OP_LISTEN)
+      else if (it.op != OP_FC2 && it.op != OP_LISTEN)
         workers_sync();
       note_time(a, at, 2);
     }
@@ -66,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const float2* folded, const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1,
     bf16* act, bf16* q, float* part, float2* ends, bf16* heads, uint2* best, float* scores, int* token, int* stop,
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
-    const i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
+    i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
-    float2* payload_ring, float2* certainty_ring, float* logprob_ring, float* logprob, const bf16* scalar_frequencies,
-    const bf16* scalar_encoder, const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
+    float2* payload_ring, float2* certainty_ring, const bf16* scalar_frequencies, const bf16* scalar_encoder,
+    const bf16* scalar_encoder_bias, const bf16* scalar_fc1, const bf16* scalar_fc1_bias,
     const bf16* scalar_fc2, const bf16* scalar_fc2_bias, const bf16* pair_frequencies, const bf16* pair_encoder,
     const bf16* pair_encoder_bias, const bf16* pair_fc1, const bf16* pair_fc1_bias, const bf16* pair_fc2,
     const bf16* pair_fc2_bias, float2* row_payload, bf16* inner, float* bins, float4* value, float* logits, bf16* trace,
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   Shared& shared = worker_memory();
   const Arguments a = {table, counters, epoch, abort, report, weights, folded, head_folded, out_bias, embedding,
                        x0, x1, act, q, part, ends, heads, best, scores, token, stop, keys, values, cosines, sines,
-                       row, constraint, position, sample_position, pages, row_token, row_temperature, row_top_p,
+                       row, constraint, sample_position, position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
-                       logprob_ring, logprob, row_payload, value, logits, trace, profile, count, layers, stream_stages,
+                       nullptr, nullptr, row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                       scalar_fc2_bias},
                      {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
                       pair_fc2_bias},
-                     embedding, x0, x1, token, scores, inner, bins, value, logprob, rows,
-                     logprob_ring != nullptr};
+                     embedding, x0, x1, token, scores, inner, bins, value, nullptr, rows,
+                     false};
 #if DRAFTS
   const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
   if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   }
 #endif
-  for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
+  for (int i = threadIdx.x; i < count * 2; i += blockDim.x)
     reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
 #if DRAFTS
   __syncthreads();

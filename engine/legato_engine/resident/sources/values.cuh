@@ -3,6 +3,9 @@
 // A decoder's weights are read only in steps in which some row's token needs it, so that no producer can know of them:
 // the warps that compute read them past the ring, as kernels/cuda/packing.py packs them. Blocks and activations of both
 // decoders lie one after the other: the scalar's, then the pair's.
+//
+// Sums run as in the kernels of captured steps (embed.cu, value_bins.cu), whose bits these are. VALUE_PARTS: parts of the
+// inputs of a decoder's second layer, each of which has sums of its own.
 #pragma once
 #include "commit.cuh"
 #include "value_math.cuh"
@@ -10,9 +13,11 @@
 #if VALUES
 constexpr u32 NEEDS_SCALAR = 1, NEEDS_PAIR = 2;
 constexpr int INNER_BLOCKS = INNER / BLOCK, SCALAR_BLOCKS = SCALAR_BINS / BLOCK, BIN_BLOCKS = (SCALAR_BINS + PAIR_BINS) / BLOCK;
+constexpr int VALUE_PART = INNER / VALUE_PARTS;  // inputs of each
 constexpr int FEATURES = 2 * (SCALAR_FEATURES > PAIR_FEATURES ? SCALAR_FEATURES : PAIR_FEATURES);
 static_assert(TOKENS * FEATURES * sizeof(bf16) <= sizeof(Shared::sums), "features in place of sums");
-static_assert(SCALAR_FEATURES % 4 == 0 && PAIR_FEATURES % 4 == 0 && INNER % INNER_CHUNK == 0, "unsupported sizes");
+static_assert(SCALAR_FEATURES % 4 == 0 && PAIR_FEATURES % 4 == 0, "unsupported sizes");
+static_assert(INNER % (VALUE_PARTS * INNER_CHUNK) == 0 && BLOCKS_AT_ONCE % VALUE_PARTS == 0, "unsupported sizes");
 
 // The embedding of the tokens of one kind: a warp has two of the worker's outputs, whose weights serve all of them.
 template <int INPUTS>
@@ -41,7 +46,7 @@ __device__ __forceinline__ void embed_values(
       for (int i = 0; i < LOADS; i++)
         if (i * 256 + lane * 8 < INPUTS) add_products(sum, w[o][i], of[i * 32 + lane]);
       sum = warp_sum(sum);
-      if (lane == 0) x[token * DIM + first + o] = to_bf16(sum + to_float(bias[first + o]));
+      if (lane == 0) x[token * DIM + first + o] = to_bf16(__fadd_rn(sum, to_float(bias[first + o])));
     }
   }
 }
@@ -113,30 +118,44 @@ __device__ __forceinline__ void multiply_past(const bf16* block, u64 policy, Sum
   }
 }
 
-// The worker's blocks of a layer whose decoders are needed, up to BLOCKS_AT_ONCE at a time: `of(block)` says whose they
-// are, `multiply(block, sums)` has their sums, `finish(block, tile, sum)` takes them.
-template <class Of, class Multiply, class Finish>
+// What the warps multiplied of a block, whose parts are added up in order; with few registers, as `run_values` has.
+template <int NUM_PARTS>
+__device__ __forceinline__ float4 total_of_parts(const Shared& shared, int block, int tile) {
+  float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int part = 0; part < NUM_PARTS; part++) {
+    const float4 more = total(shared, block * NUM_PARTS + part, tile);
+    all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
+  }
+  return all;
+}
+
+// The worker's blocks of a layer whose decoders are needed, as many at a time as there is room for the sums of their
+// parts: `of(block)` says whose they are, `multiply(block, part, sums)` has their sums, `finish(block, tile, sum)` takes
+// them.
+template <int NUM_PARTS, class Of, class Multiply, class Finish>
 __device__ __forceinline__ void each_block(
     Shared& shared, int begin, int num_blocks, Of of, Multiply multiply, Finish finish) {
+  constexpr int AT_ONCE = BLOCKS_AT_ONCE / NUM_PARTS;
   const int warp = threadIdx.x / 32;
-  for (int first = 0; first < num_blocks; first += BLOCKS_AT_ONCE) {
-    const int count = min(BLOCKS_AT_ONCE, num_blocks - first);
+  for (int first = 0; first < num_blocks; first += AT_ONCE) {
+    const int count = AT_ONCE > 1 ? min(AT_ONCE, num_blocks - first) : 1;
     u32 mine = 0;
     for (int i = 0; i < count; i++)
       if (shared.needed & of(begin + (first + i) * WORKERS)) mine |= 1u << i;
     if (!mine) continue;
 #pragma unroll 1
-    for (int i = 0; i < count; i++) {
-      if (!(mine >> i & 1)) continue;
+    for (int i = 0; i < count * NUM_PARTS; i++) {
+      if (!(mine >> i / NUM_PARTS & 1)) continue;
       Sums sums;
       sums.clear();
-      multiply(begin + (first + i) * WORKERS, sums);
+      multiply(begin + (first + i / NUM_PARTS) * WORKERS, i % NUM_PARTS, sums);
       sums.store(shared, i);
     }
     workers_sync();
     for (int i = warp; i < count * TILES; i += WARPS)
       if (mine >> i / TILES & 1)
-        finish(begin + (first + i / TILES) * WORKERS, i % TILES, total(shared, i / TILES, i % TILES));
+        finish(begin + (first + i / TILES) * WORKERS, i % TILES, total_of_parts<NUM_PARTS>(shared, i / TILES, i % TILES));
     workers_sync();
   }
 }
@@ -182,9 +201,9 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
   workers_sync();
   if (!shared.needed) return;
   const u64 policy = stream_policy();
-  each_block(
+  each_block<1>(
       shared, begin, num_blocks, [](int block) { return block < INNER_BLOCKS ? NEEDS_SCALAR : NEEDS_PAIR; },
-      [&](int block, Sums& sums) {
+      [&](int block, int, Sums& sums) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
         multiply_past<CHUNK, CHUNKS>(
@@ -207,12 +226,12 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
   const ValueArguments& a = shared.values;
   if (!shared.needed) return;
   const u64 policy = stream_policy();
-  each_block(
+  each_block<VALUE_PARTS>(
       shared, begin, num_blocks, [](int block) { return decoder_of_bins(block); },
-      [&](int block, Sums& sums) {
-        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + threadIdx.x / 32 * GROUP;
-        multiply_past<INNER_CHUNK, INNER / INNER_CHUNK>(
-            bin_weights(a, block), policy, sums,
+      [&](int block, int part, Sums& sums) {
+        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART + threadIdx.x / 32 * GROUP;
+        multiply_past<INNER_CHUNK, VALUE_PART / INNER_CHUNK>(
+            bin_weights(a, block) + part * (BLOCK * VALUE_PART), policy, sums,
             [&](int chunk, Inputs& in) { in.load(inner + chunk * INNER_CHUNK, 2 * INNER, a.rows); });
       },
       [&](int block, int tile, float4 sum) {
@@ -223,28 +242,6 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
           out[0] = low + to_float(bias[row]), out[8] = high + to_float(bias[row + 8]);
         });
       });
-}
-
-// The logarithm of a token's probability, for the first thread; sums are in one order.
-__device__ __forceinline__ float token_logprob(Shared& shared, const float* scores, int token) {
-  Sampling& sampling = shared.sampling;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 highest = 0;
-  each_score(scores, [&](float score, int) { highest = max(highest, to_key(score)); });
-  __syncwarp();
-  highest = __reduce_max_sync(~0u, highest);
-  if (lane == 0) sampling.rough[warp] = highest;
-  workers_sync();
-  const float top = from_key(__reduce_max_sync(~0u, sampling.rough[lane % WARPS]));
-  float mass = 0.f;
-  each_score(scores, [&](float score, int) { mass += expf(score - top); });
-  __syncwarp();
-  mass = warp_sum(mass);
-  if (lane == 0) sampling.mass[warp] = mass;
-  workers_sync();
-  mass = 0.f;
-  for (int i = 0; i < WARPS; i++) mass += sampling.mass[i];
-  return load_fresh_f32(scores + max(token, 0)) - top - logf(mass);
 }
 
 // The values of rows that the worker sampled; others have zeros and certainties of one.
@@ -260,9 +257,8 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
     const float end = load_fresh_f32(scores + END), own = load_fresh_f32(scores + max(token, 0));
     if (axis < 2) {
       const Value read = read_value(token, axis, bins, bins + SCALAR_BINS);
-      if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, read.logprob, 0.f};
+      if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, 0.f, 0.f};
     }
-    const float logprob = a.has_logprobs ? token_logprob(shared, scores, token) : 0.f;
     __syncwarp();
     workers_sync();
     if (threadIdx.x == 0) {
@@ -270,7 +266,6 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
       const bool valued = token == SCALAR || token == PAIR;
       const float exists = valued ? existence(end, own) : 1.f;
       a.value[index] = float4{first.x, second.x, exists, first.y * second.y};
-      a.logprob[index] = logprob + first.z + second.z;
     }
     workers_sync();  // before the next row's
   }

@@ -1,7 +1,7 @@
 // A worker of the resident kernel: its arguments, its shared memory, its ring, and its waits.
 //
 // Constants: DIM width, FF inner width, VOCAB, CHUNK inputs of a stage, STAGE_PAGES KV pages of a stage,
-// RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
+// PARTS of the inputs of a layer's output map, RING stages of the ring, UNDER_WAY of them that are being copied at most, TILES groups of 8 tokens, SHARED bytes.
 // VALUES: whether tokens may have values (see values.cuh). DRAFTS: whether rows feed draft tokens too (see drafts.cuh).
 // T tokens of a step, at most TOKENS: one of each of B rows, or with DRAFTS as many as the step before has placed.
 #pragma once
@@ -63,8 +63,8 @@ struct Arguments {
   const float* out_bias;      // [layers, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
   bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
-  float* part;   // [TOKENS, WORKERS, HEAD_DIM]: what attention gives of a worker's quarter
-  float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
+  float* part;   // [TOKENS, WORKERS, OWN_LINES, HEAD_DIM]: what attention gives of a worker's quarter
+  float2* ends;  // [TOKENS, WORKERS, OWN_LINES]: top and sum of each part
   bf16* heads;   // [TOKENS, DIM]: of all quarters
   uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
   float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy, or of all with VALUES
@@ -73,7 +73,8 @@ struct Arguments {
   bf16 *keys, *values;           // [layers, pages, HEADS, PAGE, HEAD_DIM]
   const float *cosines, *sines;  // [positions, ROTARY_DIM / 2]
   // Of the launch's rows, by index: the row of the state R, its constraint C, and positions of the first step.
-  const i64 *row, *constraint, *position, *sample_position;  // [B]
+  const i64 *row, *constraint, *sample_position;  // [B]
+  i64* position;                 // [B]: also where a launch behind this one goes on, but for rows that draft
   const i64* pages;              // [R, row_pages]
   i64* row_token;                // [R]: the newest token, which the first step reads and every step writes
   const float *row_temperature, *row_top_p;  // [R]
@@ -112,9 +113,13 @@ struct Sampling {
 struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
   float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts
-  float2 moments[WARPS][TOKENS];
-  float2 ends[TOKENS][WARPS];
-  uint2 best[WARPS][TOKENS];
+  // Of a layer's output map: each warp's sums of the first part of the inputs, and the total of parts that are over.
+  float4 first_part[WARPS][TILES][32], parts[TILES][32];
+  float2 slices[WARPS][TOKENS], moments[TOKENS];
+  union {
+    float2 ends[TOKENS][WARPS];  // attention's
+    uint2 best[WARPS][TOKENS];   // the head's
+  };
   u64 full[RING], empty[RING];
   u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
   Sampling sampling;

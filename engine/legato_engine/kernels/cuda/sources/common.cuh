@@ -59,7 +59,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // x / (1 + exp(-2u)) is x (1 + tanh(u)) / 2.
 __device__ __forceinline__ float gelu_tanh(float x) {
-  const float power = x * (-2.302208198144325f - 0.1029432397f * x * x);  // -2u in powers of two
+  // -2u in powers of two; no contraction but this one, so that every kernel has the same bits.
+  const float power = __fmul_rn(x, __fmaf_rn(__fmul_rn(-0.1029432397f, x), x, -2.302208198144325f));
   return x * reciprocal(1.f + power_of_two(power));
 }
 __device__ __forceinline__ float gelu_exact(float x) { return 0.5f * x * (1.f + erff(x * 0.7071067811865476f)); }

@@ -38,6 +38,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS) embed(
     for (int i = lane * 8; i < count * 2; i += 256)
       add_products(sum, *reinterpret_cast<const uint4*>(weights + i), *reinterpret_cast<const uint4*>(features + i));
     sum = warp_sum(sum);
-    if (lane == 0) out[o] = to_bf16(sum + to_float(bias[first + o]));
+    if (lane == 0) out[o] = to_bf16(__fadd_rn(sum, to_float(bias[first + o])));
   }
 }

@@ -194,11 +194,11 @@ struct Terms {
   float pairs[TOKENS * ACTIVE][16], heads[TOKENS][16];
 };
 
-// x += mixed * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]. The preceding kernels
-// let this one begin only after `experts_up` had ended, so it waits only for `mixed` and for `change` [B, DIM]
+// x += heads * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]. The preceding kernels
+// let this one begin only after `experts_up` had ended, so it waits only for `heads` and for `change` [B, DIM]
 // float32, added unless null for tokens with a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
-    const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
+    const bf16* inner, const int* experts, const float* shares, const bf16* heads, const unsigned char* down,
     const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,
     const i64* slots, const i64* rows, int batch, int stages) {
   constexpr int MOST = Proj::STAGE > Down::STAGE ? Proj::STAGE : Down::STAGE;
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     });
     wait_previous();
     produce_steps<Proj>(
-        inputs, batch, policy, [&](int i, int token) { return mixed + (i64)token * MIXED + i * Proj::CHUNK; });
+        inputs, batch, policy, [&](int i, int token) { return heads + (i64)token * MIXED + i * Proj::CHUNK; });
     return;
   }
   int block = 0;

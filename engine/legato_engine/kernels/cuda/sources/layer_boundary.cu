@@ -7,7 +7,7 @@
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
 constexpr int STAGE = 16 * (OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK);
 static_assert(TILES == 1 && PARTS > 1 && PARTS <= WARPS, "unsupported sizes");
-static_assert(DIM <= PART, "the heads' output is in the first part, which is multiplied last");
+static_assert(DIM <= PART, "the heads' output is in the last part");
 
 // Blocks that have written their part of x, and all that `layer_in` writes. Zero between steps, but for the last
 // layer's second.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void add_out(
           g < batch ? load_fresh(from + part * PART + chunk * OUT_CHUNK + half * 32) : uint4{0, 0, 0, 0};
   };
 #pragma unroll
-  for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(PARTS - 1, chunk);
+  for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
   if (warp == 0)
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -55,20 +55,20 @@ __device__ __forceinline__ void add_out(
       if (t * 2 + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
     }
 #pragma unroll 1
-  for (int part = PARTS - 1; part >= 0; part--) {
+  for (int part = 0; part < PARTS; part++) {
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
       const bf16* stage = ring.get();
       if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, tokens[chunk]);
       ring.release();
-      if (part > 1) load(part - 1, chunk);
+      if (part < PARTS - 2) load(part + 1, chunk);
     }
     sums.parts[part].of[warp][0][lane] = sum[0];
-    if (part != 1) continue;
+    if (part != PARTS - 2) continue;
     wait_previous();
 #pragma unroll
-    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
+    for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(PARTS - 1, chunk);
   }
   workers_sync();
   if (warp < PARTS) sums.parts[warp].of[0][0][lane] = sums.parts[warp].total(0);
@@ -97,9 +97,9 @@ __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slice
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
   };
   const bool has[2] = {2 * q < SLICES, 2 * q + 1 < SLICES};
-  const float mean = __fmul_rn(over(has[0] ? a.x : 0.f, has[1] ? b.x : 0.f), 1.f / DIM);
-  const float variance = __fmul_rn(over(has[0] ? about(a, mean) : 0.f, has[1] ? about(b, mean) : 0.f), 1.f / DIM);
-  if (q == 0) moments[token] = float2{mean, rsqrtf(variance + 1e-5f)};
+  const float mean = mean_of(over(has[0] ? a.x : 0.f, has[1] ? b.x : 0.f));
+  const float deviation = deviation_of(over(has[0] ? about(a, mean) : 0.f, has[1] ? about(b, mean) : 0.f));
+  if (q == 0) moments[token] = float2{mean, deviation};
   __syncwarp();
 }
 
@@ -125,8 +125,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     if (lane > 0) return;
     if (adds)
       produce_weights<OUT_CHUNK>(ring, PARTS * OUT_CHUNKS, [&](int i) {
-        const int part = PARTS - 1 - i / OUT_CHUNKS;
-        return weights_out + ((i64)(first * PARTS + part) * OUT_CHUNKS + i % OUT_CHUNKS) * (16 * OUT_CHUNK);
+        return weights_out + ((i64)first * PARTS * OUT_CHUNKS + i) * (16 * OUT_CHUNK);
       });
     produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
       const i64 block = first + i / IN_CHUNKS * step;

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
       });
 }
 
-// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. `change` [B,
+// x += mixed * weights + biases + change; `weights`: the MLP's second map beside the heads' output map. `change` [B,
 // DIM] float32 may be null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,

@@ -1,7 +1,7 @@
 // Sizes, the order of rows, and the epilogue of a layer's first maps.
 //
-// Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, DIM +
-// FF]: the heads' output, then the inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
+// Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, FF +
+// DIM]: the inner activations, then the heads' output; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
 // PAGES]; `row` and `position` [B].
 #pragma once
 #include "norm_gemm.cuh"
@@ -74,15 +74,14 @@ __device__ __forceinline__ void write_in(
         a += load_fresh_f32(change + (i64)token * FF + inner);
         b += load_fresh_f32(change + (i64)token * FF + inner + 8);
       }
-      bf16* out = mixed + (i64)token * MIXED + DIM + inner;
+      bf16* out = mixed + (i64)token * MIXED + inner;
       out[0] = to_bf16(gelu_tanh(a));
       out[8] = to_bf16(gelu_tanh(b));
       continue;
     }
     if (turns) {
-      const float turned = a * c[j] - b * s[j];
-      b = a * s[j] + b * c[j];
-      a = turned;
+      const float2 both = turned(a, b, c[j], s[j]);
+      a = both.x, b = both.y;
     }
     bf16* out = which == 0 ? q + (i64)token * DIM + column
                            : (which == 1 ? keys : values) + slots[token].offset + head * PAGE * HEAD + dim;

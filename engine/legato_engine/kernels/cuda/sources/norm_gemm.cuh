@@ -2,47 +2,10 @@
 #pragma once
 #include "skinny_gemm.cuh"
 
-constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK;
+constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK, SLICES = IN_CHUNK / GROUP;
+#include "moments.cuh"
 
-constexpr int SLICES = IN_CHUNK / GROUP;       // a warp's inputs of a token are a slice
-constexpr int SLICE = IN_CHUNKS * GROUP;       // values of one
 static_assert(SLICES <= WARPS, "a warp has one slice");
-
-// The sum, and that of squared deviations from a slice's mean. Lanes t = lane % 4 have 8 values of each 32, at(chunk,
-// half).
-template <class At>
-__device__ __forceinline__ float2 slice_moments(At at) {
-  float sum[4] = {}, squares[4] = {};
-#pragma unroll
-  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
-    const uint4 v = at(i / 2, i % 2);
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], __fadd_rn(low_float((&v.x)[j]), high_float((&v.x)[j])));
-  }
-  float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
-  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
-  const float mean = __fmul_rn(total, 1.f / SLICE);
-#pragma unroll
-  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
-    const uint4 v = at(i / 2, i % 2);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float low = __fsub_rn(low_float((&v.x)[j]), mean), high = __fsub_rn(high_float((&v.x)[j]), mean);
-      squares[j] = __fmaf_rn(low, low, __fmaf_rn(high, high, squares[j]));
-    }
-  }
-  float off = __fadd_rn(__fadd_rn(squares[0], squares[1]), __fadd_rn(squares[2], squares[3]));
-  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 1));
-  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 2));
-  return {total, off};
-}
-
-// Squared deviations from the whole token's mean.
-__device__ __forceinline__ float about(float2 slice, float mean) {
-  const float off = __fsub_rn(__fmul_rn(slice.x, 1.f / SLICE), mean);
-  return __fmaf_rn(__fmul_rn(off, off), (float)SLICE, slice.y);
-}
 
 // Mean and inverse deviation, a warp a token, four lanes a slice.
 __device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int batch) {
@@ -57,15 +20,10 @@ __device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int
       return x;
     };
     const bool has = slice < SLICES;
-    const float mean = __fmul_rn(over(has ? mine.x : 0.f), 1.f / DIM);
-    const float variance = __fmul_rn(over(has ? about(mine, mean) : 0.f), 1.f / DIM);
-    if (lane == 0) moments[token] = float2{mean, rsqrtf(variance + 1e-5f)};
+    const float mean = mean_of(over(has ? mine.x : 0.f));
+    const float deviation = deviation_of(over(has ? about(mine, mean) : 0.f));
+    if (lane == 0) moments[token] = float2{mean, deviation};
   }
-}
-
-// `sum` is of raw inputs; rows[0] is what a row's weights add up to, rows[1] its bias with the norm's.
-__device__ __forceinline__ float normed(float sum, float2 moment, float2 row) {
-  return moment.y * (sum - moment.x * row.x) + row.y;
 }
 
 struct Folded {

@@ -13,8 +13,6 @@
 // 32 of its line's tiles; old positions are copied while the preceding kernel still runs.
 #include "paged_attention.cuh"
 
-constexpr int LINES = 8;
-constexpr int TURNS = 4;  // tracks of a line
 constexpr int MOST = 8;   // tokens of a group
 constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
 constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
@@ -250,22 +248,11 @@ extern "C" __global__ void __launch_bounds__(
                      *reinterpret_cast<const float2*>(&part.top)};
       };
       Slice lines[LINES];
-      float2 value = {0.f, 0.f};
-      float top = -INFINITY, total = 0.f;
 #pragma unroll
-      for (int i = 0; i < LINES; i++) {
-        lines[i] = SPLITS > 1 ? slice(i) : merged(slice(i), slice(i + LINES));
-        top = fmaxf(top, lines[i].end.x);
-      }
-#pragma unroll
-      for (int i = 0; i < LINES; i++) {
-        const float weight = power_of_two(lines[i].end.x - top);
-        total = __fmaf_rn(weight, lines[i].end.y, total);
-        value.x = __fmaf_rn(weight, lines[i].out.x, value.x);
-        value.y = __fmaf_rn(weight, lines[i].out.y, value.y);
-      }
+      for (int i = 0; i < LINES; i++) lines[i] = SPLITS > 1 ? slice(i) : merged(slice(i), slice(i + LINES));
+      const float2 value = result_of(lines);
       bf16* target = out + place(group.first + token, index % HEADS, MIXED) + lane * 2;
-      *reinterpret_cast<u32*>(target) = pack(value.x / total * value_unit, value.y / total * value_unit);
+      *reinterpret_cast<u32*>(target) = pack(value.x * value_unit, value.y * value_unit);
     }
     group = later;
     if (SPLITS == 1) {

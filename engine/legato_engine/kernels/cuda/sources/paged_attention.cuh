@@ -2,8 +2,7 @@
 // = 4g + t; columns are tokens.
 #pragma once
 #include "kv_tiles.cuh"
-
-constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
+#include "softmax_parts.cuh"
 
 // `out` is still to be divided by `sum`.
 struct Part {
@@ -37,17 +36,6 @@ struct Parts {
   }
 };
 
-// A part without positions has weight 0.
-struct Weights {
-  float top, first, second;
-  __device__ __forceinline__ Weights(float a, float b) : top(fmaxf(a, b)) {
-    const float base = top == -INFINITY ? 0.f : top;
-    first = power_of_two(a - base);
-    second = power_of_two(b - base);
-  }
-  __device__ __forceinline__ float add(float a, float b) const { return __fmaf_rn(a, first, __fmul_rn(b, second)); }
-};
-
 __device__ __forceinline__ Parts merged(const Parts& a, const Parts& b) {
   const Weights left(a.top.x, b.top.x), right(a.top.y, b.top.y);
   Parts all;
@@ -61,16 +49,6 @@ __device__ __forceinline__ Parts merged(const Parts& a, const Parts& b) {
   all.top = float2{left.top, right.top};
   all.sum = float2{left.add(a.sum.x, b.sum.x), right.add(a.sum.y, b.sum.y)};
   return all;
-}
-
-struct Slice {
-  float2 out, end;  // `end`: top and sum
-};
-
-__device__ __forceinline__ Slice merged(const Slice& a, const Slice& b) {
-  const Weights weights(a.end.x, b.end.x);
-  return Slice{{weights.add(a.out.x, b.out.x), weights.add(a.out.y, b.out.y)},
-               {weights.top, weights.add(a.end.y, b.end.y)}};
 }
 
 struct Quad {
@@ -103,14 +81,14 @@ __device__ __forceinline__ void attend_step(
     float4& score = scores[tile];
     score = Keys(stage.keys + tile * TILE * HEAD).scores(query);
     const int low = tile * TILE + g, high = low + 8;
-    score.x = low < left ? score.x * unit : -INFINITY;
-    score.y = low < right ? score.y * unit : -INFINITY;
-    score.z = high < left ? score.z * unit : -INFINITY;
-    score.w = high < right ? score.w * unit : -INFINITY;
+    score.x = low < left ? score.x : -INFINITY;
+    score.y = low < right ? score.y : -INFINITY;
+    score.z = high < left ? score.z : -INFINITY;
+    score.w = high < right ? score.w : -INFINITY;
     const float2 here = {fmaxf(score.x, score.z), fmaxf(score.y, score.w)};
     most = tile == 0 ? here : float2{fmaxf(most.x, here.x), fmaxf(most.y, here.y)};
   }
-  const float2 top = {fmaxf(track.top.x, column_max(most.x)), fmaxf(track.top.y, column_max(most.y))};
+  const float2 top = {fmaxf(track.top.x, column_max(most.x) * unit), fmaxf(track.top.y, column_max(most.y) * unit)};
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
@@ -120,8 +98,8 @@ __device__ __forceinline__ void attend_step(
 #pragma unroll
   for (int tile = 0; tile < STEP_TILES; tile++) {
     const float4 score = scores[tile];
-    early[tile] = transposed(pack_cached(power_of_two(score.x - base.x), power_of_two(score.y - base.y)));
-    late[tile] = transposed(pack_cached(power_of_two(score.z - base.x), power_of_two(score.w - base.y)));
+    early[tile] = transposed(pack_cached(weight_of(score.x, unit, base.x), weight_of(score.y, unit, base.y)));
+    late[tile] = transposed(pack_cached(weight_of(score.z, unit, base.x), weight_of(score.w, unit, base.y)));
     multiply_cached(sum, ONES, ONES, ONES, ONES, early[tile], late[tile]);
   }
   track.sum = float2{sum.x, sum.y};

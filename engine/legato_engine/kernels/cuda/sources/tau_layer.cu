@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
               a += load_fresh_f32(change + token * FF + (row - QKV));
               b += load_fresh_f32(change + token * FF + (row - QKV) + 8);
             }
-            bf16* out = mixed + token * MIXED + DIM + (row - QKV);
+            bf16* out = mixed + token * MIXED + (row - QKV);
             out[0] = to_bf16(gelu_tanh(a));
             out[8] = to_bf16(gelu_tanh(b));
           }

@@ -24,10 +24,11 @@ extern "C" __global__ void __launch_bounds__(64) value_argmax(
   if (threadIdx.x != 0) return;
   float exists = 1.f;
   if (token == SCALAR || token == PAIR) {
-    const float* own = logits + (i64)batch * VOCAB;
     const i64 index = load_fresh_i64(constraint + (entry ? load_fresh_i64(entry + batch) : batch));
-    const float end = load_fresh_f32(own + END) + load_fresh_f32(constraints + index * VOCAB + END);
-    exists = existence(end, load_fresh_f32(own + token));
+    const float *own = logits + (i64)batch * VOCAB, *change = constraints + index * VOCAB;
+    exists = existence(
+        __fadd_rn(load_fresh_f32(own + END), load_fresh_f32(change + END)),
+        __fadd_rn(load_fresh_f32(own + token), load_fresh_f32(change + token)));
   }
   certainty[batch * 2] = exists;
   certainty[batch * 2 + 1] = nearby[0] * nearby[1];
