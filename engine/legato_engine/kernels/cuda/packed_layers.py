@@ -19,7 +19,7 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
     `rotated` puts the rows of each rotated pair where the first map's kernel rotates them.
     """
     assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
-    weights, folded = fold_norm(*_stacked([layer.qkv, layer.mlp.fc1]), layer.norm)
+    weights, folded = folded_first(layer, layer.mlp)
     if rotated:
         order = torch.arange(len(weights), device=weights.device)
         paired = pair_rotated(sizes.num_heads, weights.device)
@@ -32,6 +32,11 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
         proj_bias=layer.proj.bias,
         fc2_bias=layer.mlp.fc2.bias,
     )
+
+
+def folded_first(layer: DecoderLayer, mlp: DenseMlp) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both first maps with the norm folded in, as one: products of another shape round otherwise."""
+    return fold_norm(*_stacked([layer.qkv, mlp.fc1]), layer.norm)
 
 
 def packed_tau_layer(layer: DecoderLayer, sizes: DecoderSizes) -> TauLayer:

@@ -16,6 +16,7 @@ import torch
 
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.module import Argument, Compile, Module
+from legato_engine.kernels.cuda.packed_layers import folded_first
 from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
@@ -91,9 +92,9 @@ class ResidentWeights:
         folded, biases = [], []
         for index, layer in enumerate(layers):
             assert isinstance(layer.mlp, DenseMlp), "a layer with experts has another layout"
-            qkv, folded_qkv = fold_norm(*layer.qkv, layer.norm)
-            fc1, folded_fc1 = fold_norm(*layer.mlp.fc1, layer.norm)
-            folded.append(torch.cat([folded_qkv[rows], folded_fc1]))
+            first, both = folded_first(layer, layer.mlp)
+            qkv, fc1 = first[: len(rows)], first[len(rows) :]
+            folded.append(torch.cat([both[: len(rows)][rows], both[len(rows) :]]))
             biases.append(layer.mlp.fc2.bias.float() + layer.proj.bias.float())
             maps = {
                 Matrix.QKV: qkv[rows],

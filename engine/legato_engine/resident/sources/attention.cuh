@@ -75,21 +75,22 @@ struct Softmax {
     const int t = threadIdx.x % 4;
     const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
     float scores[4] = {near.x, near.y, far.x, far.y};
-    float highest = top;
+    float highest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int position = page.begin + i / 2 * 8 + t * 2 + i % 2;
-      scores[i] = position <= own ? __fmul_rn(scores[i], SCALE) : -INFINITY;
+      scores[i] = position <= own ? scores[i] : -INFINITY;
       highest = fmaxf(highest, scores[i]);
     }
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    highest = fmaxf(top, highest * SCALE);
     const float base = base_of(highest), scale = power_of_two(top - base);
     top = highest;
     u32 weights[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      weights[i] = pack(power_of_two(__fsub_rn(scores[2 * i], base)), power_of_two(__fsub_rn(scores[2 * i + 1], base)));
+      weights[i] = pack(weight_of(scores[2 * i], SCALE, base), weight_of(scores[2 * i + 1], SCALE, base));
     const float left = __shfl_sync(~0u, scale, t * 8), right = __shfl_sync(~0u, scale, t * 8 + 4);
     // The sum is one more dimension, whose values are all 1.
     constexpr u32 ONES = 0x3f803f80u;

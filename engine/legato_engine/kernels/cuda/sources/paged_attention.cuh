@@ -81,14 +81,14 @@ __device__ __forceinline__ void attend_step(
     float4& score = scores[tile];
     score = Keys(stage.keys + tile * TILE * HEAD).scores(query);
     const int low = tile * TILE + g, high = low + 8;
-    score.x = low < left ? __fmul_rn(score.x, unit) : -INFINITY;
-    score.y = low < right ? __fmul_rn(score.y, unit) : -INFINITY;
-    score.z = high < left ? __fmul_rn(score.z, unit) : -INFINITY;
-    score.w = high < right ? __fmul_rn(score.w, unit) : -INFINITY;
+    score.x = low < left ? score.x : -INFINITY;
+    score.y = low < right ? score.y : -INFINITY;
+    score.z = high < left ? score.z : -INFINITY;
+    score.w = high < right ? score.w : -INFINITY;
     const float2 here = {fmaxf(score.x, score.z), fmaxf(score.y, score.w)};
     most = tile == 0 ? here : float2{fmaxf(most.x, here.x), fmaxf(most.y, here.y)};
   }
-  const float2 top = {fmaxf(track.top.x, column_max(most.x)), fmaxf(track.top.y, column_max(most.y))};
+  const float2 top = {fmaxf(track.top.x, column_max(most.x) * unit), fmaxf(track.top.y, column_max(most.y) * unit)};
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void attend_step(
 #pragma unroll
   for (int tile = 0; tile < STEP_TILES; tile++) {
     const float4 score = scores[tile];
-    early[tile] = transposed(pack_cached(power_of_two(__fsub_rn(score.x, base.x)), power_of_two(__fsub_rn(score.y, base.y))));
-    late[tile] = transposed(pack_cached(power_of_two(__fsub_rn(score.z, base.x)), power_of_two(__fsub_rn(score.w, base.y))));
+    early[tile] = transposed(pack_cached(weight_of(score.x, unit, base.x), weight_of(score.y, unit, base.y)));
+    late[tile] = transposed(pack_cached(weight_of(score.z, unit, base.x), weight_of(score.w, unit, base.y)));
     multiply_cached(sum, ONES, ONES, ONES, ONES, early[tile], late[tile]);
   }
   track.sum = float2{sum.x, sum.y};

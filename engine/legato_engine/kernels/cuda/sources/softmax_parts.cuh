@@ -9,6 +9,12 @@ constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powe
 constexpr int LINES = 8;
 constexpr int TURNS = 4;  // tracks of a line
 
+// The weight of a position, of the product of query and key, -INFINITY where there is none. `base` is at least all products times
+// `unit`.
+__device__ __forceinline__ float weight_of(float product, float unit, float base) {
+  return power_of_two(__fmaf_rn(product, unit, -base));
+}
+
 // A part without positions has weight 0.
 struct Weights {
   float top, first, second;
