@@ -34,6 +34,7 @@ def test_steps_are_the_models(world: World, num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "num_rows"),
     [*((EVEN, num_rows) for num_rows in (1, 5, 9, 20, 32)), (WIDE, 1), (WIDE, 9), (WIDE, 32)],
+    ids=lambda each: str(each) if isinstance(each, int) else f"width {each.dim}",
 )
 def test_bits_are_those_of_captured_steps(sizes: ModelSizes, num_rows: int) -> None:
     """Whose thread blocks are clusters of two from three rows on."""

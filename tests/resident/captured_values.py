@@ -41,7 +41,7 @@ class CapturedValues:
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inner activations [B, 2F], and bins [B, N] and [B, S]; NaN of decoders that do not run."""
+        """Inner activations [B, 2F], bins [B, N] and [B, S]; NaN of decoders that do not run."""
         bins, count = self._bins, len(token_B)
         for each in (bins._inner_BF, bins.scalar_bins_BN, bins.pair_bins_BS):
             each.fill_(torch.nan)

@@ -188,7 +188,7 @@ def test_its_launches_are_loops_among_other_launches(
 @pytest.mark.parametrize("has_values", [True, False])
 def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool) -> None:
     """Answers of every skill, with and without log-probabilities, are what they are alone; without
-    values it gets words alone.
+    values it gets words alone, and log-probabilities it never gets.
     """
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
