@@ -142,7 +142,9 @@ class DecodeLoops:
     def _most_rows(self, kind: Kind) -> int:
         assert self._resident is not None, "rows of no kernel"
         rows = range(self._resident.max_rows, 0, -1)
-        return next((count for count in rows if self.choice.takes(kind, count)), 0)
+        takes = self.choice.takes
+        either = (n for n in rows if takes(kind, n, drawn=False) or takes(kind, n, drawn=True))
+        return next(either, 0)
 
     def without_kernel(self) -> None:
         """Nothing may be in flight."""
@@ -299,7 +301,7 @@ def _takes(resident: ResidentSteps, choice: Choice, num_rows: int, needs: Needs)
     kind = Kind.DRAFTS if resident.drafts else kind
     if num_rows > resident.max_rows or needs.logprobs or kind not in _kinds(resident):
         return False
-    return choice.takes(kind, num_rows)
+    return choice.takes(kind, num_rows, drawn=needs.sampled)
 
 
 def _widened(needs: Needs) -> Needs:

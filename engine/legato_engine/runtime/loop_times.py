@@ -19,8 +19,10 @@ from legato_engine.runtime.request_descriptors import DESCRIPTOR, STARTS, WORDS,
 from legato_engine.runtime.resources import Resources
 from legato_engine.speculative.block_policy import INITIAL_RATE
 
-_STEPS = 16
+_STEPS = 10
 _CONTEXT = 512  # positions: an image, a question and half of an answer
+_TEMPERATURE, _TOP_P = 0.7, 0.9  # of drawn rows
+_FREE = 0  # the constraint of words
 _SLOT = 0
 
 
@@ -29,7 +31,7 @@ class LoopTimes:
 
     Rows read pages of their own, as sequences do, and write to the scratch page alone. In lists all
     tokens have values, and drafts are of an answer that repeats one token, so that all are
-    accepted.
+    accepted. Among drawn lists every other row has words: a value's token is drawn from one.
     """
 
     def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
@@ -42,22 +44,27 @@ class LoopTimes:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within it rows have pages, and their constraints stay as they are."""
-        resources = self._resources
-        table_RM, successor_C2 = resources.state.page_table_RM, resources.successor_C2
-        kept: list[torch.Tensor] = []
+        """Within it rows have pages, what drawn rows draw by, and constraints that stay."""
+        resources, state = self._resources, self._resources.state
+        successor_C2 = resources.successor_C2
+        rules = (state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def begin() -> None:
-            kept.extend((table_RM.clone(), successor_C2.clone()))
+            changed = (state.page_table_RM, *rules, successor_C2)
+            kept.extend((each, each.clone()) for each in changed)
             self._take_pages()
+            state.top_p_R.fill_(_TOP_P)
+            state.top_k_R.zero_()
+            state.seed_R.copy_(torch.arange(len(state.seed_R)))
             successor_C2[:, 0] = ANY
             successor_C2[:, 1] = torch.arange(len(successor_C2), device=successor_C2.device)
 
         def end() -> None:
-            table_RM.copy_(kept[0])
-            successor_C2.copy_(kept[1])
-            if resources.state.drafts is not None:
-                resources.state.drafts.clear()
+            for each, copy in kept:
+                each.copy_(copy)
+            if state.drafts is not None:
+                state.drafts.clear()
 
         resources.compute.submit(begin)
         try:
@@ -66,17 +73,22 @@ class LoopTimes:
             resources.compute.submit(end)
             resources.compute.record().wait()
 
-    def seconds(self, kind: Kind, num_rows: int, resident: bool) -> float:
+    def seconds(self, kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float:
         """Of a step, once, within `rehearsing`."""
         resources, loops = self._resources, self._loops
         compute, slot = resources.compute, resources.slots[_SLOT]
         before, loops.choice = loops.choice, ALL if resident else NONE
+
+        def set_temperature() -> None:
+            resources.state.temperature_R.fill_(_TEMPERATURE if drawn else 0.0)
+
         try:
-            num_tokens = self._stage(kind, num_rows)
+            compute.submit(set_temperature)
+            num_tokens = self._stage(kind, num_rows, drawn)
             slot.staged.upload(compute)
             slot.constraint.upload(compute)
             begun = compute.record()
-            needs = Needs(sampled=False, payload=kind is Kind.VALUES, logprobs=False)
+            needs = Needs(sampled=drawn, payload=kind is Kind.VALUES, logprobs=False)
             bucket = bucket_for(resources.buckets, num_tokens)
             loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs)
             ended = compute.record()
@@ -108,15 +120,23 @@ class LoopTimes:
         drafts.descriptor_R4.copy_(torch.from_numpy(words).expand_as(drafts.descriptor_R4))
         self._resources.state.token_R.fill_(token)
 
-    def _stage(self, kind: Kind, num_rows: int) -> int:
+    def _constraints(self, kind: Kind, drawn: bool) -> list[int]:
+        """Of rows, in turn."""
+        if kind is Kind.WORDS or not self._lone:
+            return [_FREE]
+        if kind is Kind.DRAFTS:
+            return self._lone[:1]
+        return [index for each in self._lone for index in (each, _FREE)] if drawn else self._lone
+
+    def _stage(self, kind: Kind, num_rows: int, drawn: bool) -> int:
         """Stage rows at the end of the context; return their tokens of a step, at most."""
         slot, scratch_row = self._resources.slots[_SLOT], self._resources.state.scratch_row
         staged, constraint = slot.staged.host, slot.constraint.host["constraint"]
-        lone = {Kind.WORDS: [], Kind.VALUES: self._lone, Kind.DRAFTS: self._lone[:1]}[kind] or [0]
-        constraint[:num_rows] = [lone[row % len(lone)] for row in range(num_rows)]
+        cycle = self._constraints(kind, drawn)
+        constraint[:num_rows] = [cycle[row % len(cycle)] for row in range(num_rows)]
         drafts = self._resources.state.drafts
         if drafts is not None:
-            allowed = self._resources.model.constraints[lone[0]].allowed or (0,)
+            allowed = self._resources.model.constraints[cycle[0]].allowed or (0,)
             self._resources.compute.submit(lambda: self._repeat(drafts, allowed[0]))
             staged["scheduled_row"].fill(scratch_row)
             staged["scheduled_row"][:num_rows] = range(num_rows)

@@ -6,7 +6,8 @@ Both paths have the same bits, so that the choice is of speed alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -22,18 +23,27 @@ Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
 
 
 class StepTimes(msgspec.Struct, frozen=True, order=True):
-    """A step of so many rows, in a launch of the kernel and in a captured loop."""
+    """A step of so many rows, all drawn or all greedy, in a launch of the kernel and in a captured
+    loop.
+    """
 
     kind: Kind
     rows: int
+    drawn: bool
     resident: Seconds
     loop: Seconds
 
 
 class Choice(Protocol):
-    """What goes to the kernel, of what it can take."""
+    """What goes to the kernel, of what it can take; `drawn`: some row is not greedy."""
 
-    def takes(self, kind: Kind, num_rows: int) -> bool: ...
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool: ...
+
+
+class Timer(Protocol):
+    """Seconds of a step, whose rows are all `drawn` or all greedy, in the kernel or captured."""
+
+    def __call__(self, kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float: ...
 
 
 class Fixed:
@@ -42,8 +52,8 @@ class Fixed:
     def __init__(self, takes: bool) -> None:
         self._takes = takes
 
-    def takes(self, kind: Kind, num_rows: int) -> bool:
-        del kind, num_rows
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool:
+        del kind, num_rows, drawn
         return self._takes
 
 
@@ -56,13 +66,13 @@ class PathTable:
     def __init__(self, times: Iterable[StepTimes]) -> None:
         self.times = tuple(sorted(times))
 
-    def takes(self, kind: Kind, num_rows: int) -> bool:
-        rows = (each for each in self.times if each.kind == kind and each.rows >= num_rows)
-        least = next(rows, None)
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool:
+        same = (each for each in self.times if each.kind == kind and each.drawn == drawn)
+        least = next((each for each in same if each.rows >= num_rows), None)
         return least is not None and _wins(least)
 
     def wanted(self, builds: Sequence[Build]) -> tuple[Build, ...]:
-        """Those that the launches of the kernel need."""
+        """Those that the launches of the kernel need, drawn or greedy."""
         wins = {(each.kind, each.rows) for each in self.times if _wins(each)}
         return tuple(
             build
@@ -76,6 +86,7 @@ class PathTable:
             {
                 "kind": str(each.kind),
                 "rows": each.rows,
+                "drawn": each.drawn,
                 "resident": round(each.resident * 1e3, 4),
                 "loop": round(each.loop * 1e3, 4),
             }
@@ -83,16 +94,18 @@ class PathTable:
         ]
 
 
-def measure(builds: Sequence[Build], seconds: Callable[[Kind, int, bool], float]) -> PathTable:
-    """Measure a lone row of each kind, and the most rows of each build.
-
-    `seconds` of a step by kind, rows and whether in the kernel; both paths are measured in turns.
+def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
+    """Measure a lone row of each kind and the most rows of each build, greedy and drawn, both paths
+    in turns.
     """
     counts = [each for build in builds for each in _measured_by(build, builds)]
     times = []
-    for kind, rows in counts:
-        turns = [(seconds(kind, rows, True), seconds(kind, rows, False)) for _ in range(_TURNS)]
-        times.append(StepTimes(kind, rows, *map(min, zip(*turns, strict=True))))
+    for (kind, rows), drawn in product(counts, (False, True)):
+        turns = [
+            [seconds(kind, rows, drawn=drawn, resident=resident) for resident in (True, False)]
+            for _ in range(_TURNS)
+        ]
+        times.append(StepTimes(kind, rows, drawn, *map(min, zip(*turns, strict=True))))
     return PathTable(times)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from legato_engine.kernels.cuda.resident_decoder import builds_for
 from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.kernels.resident_builds import Build, Kind, ResidentOffer
 from legato_engine.runtime import decode_loop
+from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.loop_times import LoopTimes
 from legato_engine.runtime.model_runner import ModelRunner
@@ -50,13 +52,14 @@ class Kernel:
     """What a model has of the kernel, and at how many rows its steps are said to be faster."""
 
     wins: Mapping[Kind, Collection[int]] = dataclasses.field(default_factory=dict)
+    drawn: Mapping[Kind, Collection[int]] | None = None  # of drawn rows; None: the same
     values: bool = True
     refused: str | None = None
     sources: str = "these"
     steps: int | None = None  # after the warm-up, until it is stuck
     fake: Fake | None = None
     built: list[tuple[Build, ...]] = dataclasses.field(default_factory=list)
-    timed: list[tuple[Kind, int, bool]] = dataclasses.field(default_factory=list)
+    timed: list[tuple[Kind, int, bool, bool]] = dataclasses.field(default_factory=list)
     took: list[float] = dataclasses.field(default_factory=list)
 
     def offer(self, max_rows: int, policy: BlockPolicy | None) -> ResidentOffer | str:
@@ -71,10 +74,11 @@ class Kernel:
         self.fake.drafts = Kind.DRAFTS in kinds
         return self.fake
 
-    def seconds(self, kind: Kind, rows: int, resident: bool, took: float) -> float:
-        self.timed.append((kind, rows, resident))
+    def seconds(self, kind: Kind, rows: int, drawn: bool, resident: bool, took: float) -> float:
+        self.timed.append((kind, rows, drawn, resident))
         self.took.append(took)
-        return 1.0 if resident == (rows in self.wins.get(kind, ())) else 2.0
+        wins = self.drawn if drawn and self.drawn is not None else self.wins
+        return 1.0 if resident == (rows in wins.get(kind, ())) else 2.0
 
 
 @pytest.fixture
@@ -91,8 +95,11 @@ def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
             del backend
             return kernel.offer(max_rows, policy)
 
-        def seconds(times: LoopTimes, kind: Kind, rows: int, resident: bool) -> float:
-            return kernel.seconds(kind, rows, resident, timed(times, kind, rows, resident))
+        def seconds(
+            times: LoopTimes, kind: Kind, num_rows: int, *, drawn: bool, resident: bool
+        ) -> float:
+            took = timed(times, kind, num_rows, drawn=drawn, resident=resident)
+            return kernel.seconds(kind, num_rows, drawn, resident, took)
 
         monkeypatch.setattr(TorchBackend, "resident", resident)
         monkeypatch.setattr(LoopTimes, "seconds", seconds)
@@ -129,13 +136,16 @@ def test_a_first_start_measures_and_a_later_one_reads(start: Start, graph: Assem
     first = Kernel({Kind.WORDS: [1, MOST], Kind.VALUES: []})
     assembly, said = start(first)
     assert first.built == [(Build(Kind.WORDS, MOST), Build(Kind.VALUES, MOST))]
-    cells = {(kind, rows) for kind, rows, _ in first.timed}
-    assert cells == {(kind, rows) for kind in (Kind.WORDS, Kind.VALUES) for rows in (1, MOST)}
+    cells = {(kind is Kind.VALUES, rows, drawn) for kind, rows, drawn, _ in first.timed}
+    assert cells == set(product((False, True), (1, MOST), (False, True)))
+    assert first.fake is not None
+    assert first.fake.kinds == cells
     assert min(first.took) > 0.0
     assert [line["measured"] for line in said] == ["now"]
     assert said[0]["milliseconds"][0] == {
         "kind": "values",
         "rows": 1,
+        "drawn": False,
         "resident": 2000.0,
         "loop": 1000.0,
     }
@@ -162,7 +172,30 @@ def test_more_rows_than_it_wins_with_are_loops(start: Start, graph: Assembly) ->
         fake.kinds.clear()
         assert assembly.runner.resident_rows == 1
         assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
-        assert fake.kinds == {(False, 1)}
+        assert fake.kinds == {(False, 1, False)}
+
+
+@pytest.mark.parametrize(
+    ("greedy", "drawn", "kinds"),
+    [
+        ([1, MOST], [], {(1, False), (2, False)}),
+        ([1, MOST], [1], {(1, False), (2, False), (1, True)}),
+        ([1], [MOST], {(1, False), (2, True), (3, True), (4, True)}),
+    ],
+)
+def test_a_launch_with_a_drawn_row_goes_by_the_times_of_drawn_rows(
+    start: Start, graph: Assembly, greedy: list[int], drawn: list[int], kinds: set[tuple[int, bool]]
+) -> None:
+    """Also where other rows of it are greedy; the same build serves both."""
+    for kernel in (Kernel({Kind.WORDS: greedy}, {Kind.WORDS: drawn}), Kernel()):
+        assembly, _ = start(kernel)
+        fake = kernel.fake
+        assert fake is not None
+        fake.kinds.clear()
+        for lengths in ([40, 7, 30, 20], [20, 40, 7, 30]):  # the first and third are greedy
+            assert answers(assembly, lengths) == answers(graph, lengths)
+        assert fake.kinds == {(False, *kind) for kind in kinds}
+    assert kernel.built == [(Build(Kind.WORDS, MOST),)]
 
 
 def test_where_it_wins_nowhere_nothing_is_built_later(start: Start, graph: Assembly) -> None:
@@ -184,15 +217,17 @@ def test_drafting_steps_are_measured_with_all_their_drafts(
     """By the builds for rows that draft; the acceptance of what was measured is forgotten."""
     kernel = Kernel({Kind.DRAFTS: range(1, MOST + 1)})
     assembly, _ = start(kernel, setting)
-    assert {kind for kind, _, _ in kernel.timed} == {Kind.DRAFTS}
+    assert {kind for kind, _, _, _ in kernel.timed} == {Kind.DRAFTS}
+    assert kernel.fake is not None
+    assert {drawn for _, _, drawn in kernel.fake.kinds} == {False, True}
     drafts = assembly.runner._drafts
     assert drafts is not None
     fresh = drafts.overall.clone()
     drafts.forget()
     assert torch.equal(fresh, drafts.overall)
+    kernel.fake.kinds.clear()
     assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
-    assert kernel.fake is not None
-    assert kernel.fake.launches > 0
+    assert kernel.fake.kinds != set()
 
 
 def test_measuring_leaves_pages_and_constraints_as_they_were(start: Start, graph: Assembly) -> None:
@@ -204,6 +239,39 @@ def test_measuring_leaves_pages_and_constraints_as_they_were(start: Start, graph
     assert torch.equal(assembly.kv.v_LNHSE[:, 1:], kept[1])
     assert torch.equal(assembly.runner._resources.successor_C2, successor_C2)
     assert not assembly.runner._resources.state.page_table_RM.any()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_rules_of_sampling_are_of_the_measurement_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, drawn: bool
+) -> None:
+    """All measured rows have a temperature, or none; afterwards the state has its own again."""
+    assembly, _ = start(Kernel())
+    resources, loops = assembly.runner._resources, assembly.runner._loops
+    assert loops is not None
+    state, begin = resources.state, loops.start
+    rules = (state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R)
+    for value, each in enumerate(rules, 3):
+        each.fill_(value)
+    before = [each.clone() for each in rules]
+    needs: list[Needs] = []
+    measured: list[torch.Tensor] = []
+
+    def started(*given: Any) -> None:
+        needs.extend(each for each in given if isinstance(each, Needs))
+        resources.compute.submit(lambda: measured.extend(each.clone() for each in rules))
+        begin(*given)
+
+    monkeypatch.setattr(loops, "start", started)
+    times = LoopTimes(resources, loops)
+    with times.rehearsing():
+        times.seconds(Kind.WORDS, 2, drawn=drawn, resident=False)
+    assert [each.sampled for each in needs] == [drawn]
+    temperature_R, top_p_R, top_k_R, seed_R = (each[:2] for each in measured)
+    assert temperature_R.tolist() == pytest.approx([0.7 if drawn else 0.0] * 2)
+    assert top_p_R.tolist() == pytest.approx([0.9] * 2)
+    assert (top_k_R.tolist(), seed_R.tolist()) == ([0, 0], [0, 1])
+    assert all(map(torch.equal, rules, before))
 
 
 def test_other_kernels_are_measured_again(start: Start) -> None:

@@ -14,13 +14,21 @@ WORDS, VALUES, DRAFTS = Kind
 SUBJECT = {"gpu": "a GPU", "sources": "abc"}
 
 
-def table(**wins: tuple[int, ...]) -> PathTable:
-    """Where the kernel wins at these counts of rows, of 1, 8, 16 and 32."""
+def table(drawn: tuple[int, ...] = (), **wins: tuple[int, ...]) -> PathTable:
+    """Where the kernel wins at these counts of greedy rows, of 1, 8, 16 and 32, and of `drawn` rows
+    of words.
+    """
     return PathTable(
-        StepTimes(kind, rows, 1.0 + (rows not in wins.get(kind, ())), 1.5)
+        StepTimes(kind, rows, is_drawn, 1.0 + (rows not in won), 1.5)
         for kind in (WORDS, VALUES)
+        for is_drawn in (True, False)
+        for won in [drawn * (kind is WORDS) if is_drawn else wins.get(kind, ())]
         for rows in (32, 16, 8, 1)
     )
+
+
+def taken(by_times: PathTable, kind: Kind, *, drawn: bool) -> list[int]:
+    return [rows for rows in range(1, 40) if by_times.takes(kind, rows, drawn=drawn)]
 
 
 @pytest.mark.parametrize(
@@ -49,14 +57,25 @@ def test_builds_are_for_as_many_rows_as_a_launch_may_have(
 def test_rows_between_measured_counts_go_with_the_next_larger() -> None:
     """More than were measured are loops."""
     by_times = table(words=(1, 16))
-    taken = [rows for rows in range(1, 40) if by_times.takes(WORDS, rows)]
-    assert taken == [1, *range(9, 17)]
-    assert not any(by_times.takes(VALUES, rows) for rows in range(1, 40))
-    assert not by_times.takes(DRAFTS, 1)
+    assert taken(by_times, WORDS, drawn=False) == [1, *range(9, 17)]
+    assert taken(by_times, VALUES, drawn=False) == []
+    assert taken(by_times, DRAFTS, drawn=False) == []
+
+
+def test_launches_with_a_drawn_row_go_by_what_drawn_rows_take() -> None:
+    """And greedy ones by theirs."""
+    everywhere = (1, 8, 16, 32)
+    nowhere = table(words=everywhere)
+    assert taken(nowhere, WORDS, drawn=False) == list(range(1, 33))
+    assert taken(nowhere, WORDS, drawn=True) == []
+    lone = table(words=everywhere, drawn=(1,))
+    assert taken(lone, WORDS, drawn=True) == [1]
+    assert taken(table(drawn=(8,)), WORDS, drawn=True) == list(range(2, 9))
+    assert taken(table(drawn=(8,)), WORDS, drawn=False) == []
 
 
 def test_only_builds_that_win_are_wanted() -> None:
-    """A lone row needs the build of eight."""
+    """A lone row needs the build of eight; drawn rows need the builds of greedy ones."""
     builds = builds_for(32, values=True)
     assert table().wanted(builds) == ()
     assert table(words=(1,)).wanted(builds) == (Build(WORDS, 8),)
@@ -65,36 +84,39 @@ def test_only_builds_that_win_are_wanted() -> None:
         Build(VALUES, 8),
         Build(VALUES, 32),
     )
+    assert table(drawn=(1,)).wanted(builds) == (Build(WORDS, 8),)
+    assert table(words=(8,), drawn=(32,)).wanted(builds) == (Build(WORDS, 8), Build(WORDS, 32))
 
 
 def test_both_paths_are_measured_in_turns_and_the_shortest_counts() -> None:
-    """A lone row too, by the smallest build, unless that is for one."""
-    calls: list[tuple[Kind, int, bool]] = []
+    """A lone row too, by the smallest build, unless that is for one; all are greedy, then drawn."""
+    calls: list[bool] = []
 
-    def seconds(kind: Kind, rows: int, resident: bool) -> float:
-        calls.append((kind, rows, resident))
+    def seconds(kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float:
+        del kind
+        calls.append(resident)
         disturbed = 5.0 if len(calls) % 6 == 1 else 0.0
-        return disturbed + rows + (0.5 if resident == (rows > 1) else 0.0)
+        slower = 0.5 if resident == (num_rows > 1) else 0.0
+        return disturbed + num_rows + slower + (0.25 if drawn and resident else 0.0)
 
     measured = measure([Build(WORDS, 8), Build(WORDS, 16), Build(VALUES, 1)], seconds)
-    assert [(each.kind, each.rows) for each in measured.times] == [
-        (VALUES, 1),
-        (WORDS, 1),
-        (WORDS, 8),
-        (WORDS, 16),
-    ]
-    assert [(each.resident, each.loop) for each in measured.times] == [
-        (1.0, 1.5),
-        (1.0, 1.5),
-        (8.5, 8.0),
-        (16.5, 16.0),
-    ]
-    assert [resident for _, _, resident in calls] == [True, False] * (len(calls) // 2)
+    assert measured.times == (
+        StepTimes(VALUES, 1, False, 1.0, 1.5),
+        StepTimes(VALUES, 1, True, 1.25, 1.5),
+        StepTimes(WORDS, 1, False, 1.0, 1.5),
+        StepTimes(WORDS, 1, True, 1.25, 1.5),
+        StepTimes(WORDS, 8, False, 8.5, 8.0),
+        StepTimes(WORDS, 8, True, 8.75, 8.0),
+        StepTimes(WORDS, 16, False, 16.5, 16.0),
+        StepTimes(WORDS, 16, True, 16.75, 16.0),
+    )
+    assert calls == [True, False] * (len(calls) // 2)
 
 
 def test_a_named_path_is_always_that() -> None:
-    assert ALL.takes(WORDS, 1)
-    assert not NONE.takes(WORDS, 1)
+    for drawn in (False, True):
+        assert ALL.takes(WORDS, 1, drawn=drawn)
+        assert not NONE.takes(WORDS, 1, drawn=drawn)
 
 
 @pytest.fixture
@@ -107,7 +129,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 def test_a_kept_table_is_read_again(kept: Kept) -> None:
     """Whole, and of its own subject alone."""
     assert kept.read() is None
-    written = table(words=(1, 8))
+    written = table(words=(1, 8), drawn=(8,))
     kept.write(written)
     again = Kept(dict(reversed(SUBJECT.items()))).read()
     assert again is not None
@@ -126,14 +148,17 @@ def test_a_kept_table_is_read_again(kept: Kept) -> None:
         '{"subject": {"gpu": "another", "sources": "abc"}, "times": [GOOD]}',
         '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [{"kind": "words"}]}',
         '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [BAD]}',
+        '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [GREEDY]}',
         "\xff",
     ],
 )
 def test_a_file_that_is_no_table_of_the_subject_is_not_read(kept: Kept, text: str) -> None:
-    """It is measured again."""
-    good = '{"kind": "words", "rows": 1, "resident": 0.1, "loop": 0.2}'
+    """It is measured again, also if it does not say which rows were drawn."""
+    good = '{"kind": "words", "rows": 1, "drawn": false, "resident": 0.1, "loop": 0.2}'
+    greedy = good.replace('"drawn": false, ', "")
     kept.path().parent.mkdir()
     text = text.replace("GOOD", good).replace("BAD", good.replace("0.1", "-0.1"))
+    text = text.replace("GREEDY", greedy)
     kept.path().write_bytes(text.encode("latin-1"))
     assert kept.read() is None
     right = '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [GOOD]}'

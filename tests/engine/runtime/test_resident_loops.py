@@ -23,6 +23,7 @@ from legato_engine.runtime.passes import bucket_for
 from legato_engine.runtime.path_table import ALL
 from legato_engine.runtime.resident_drafts import DraftSnapshot
 from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.step_record import StepRecord
@@ -58,7 +59,7 @@ class Fake:
         self.has_values = has_values
         self.left = steps
         self.launches = 0
-        self.kinds: set[tuple[bool, int]] = set()  # whether with values, and rows
+        self.kinds: set[tuple[bool, int, bool]] = set()  # with values, rows, whether any is drawn
         self.stuck = False
 
     def bind(self, runner: ModelRunner) -> None:
@@ -81,7 +82,6 @@ class Fake:
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
-        self.kinds.add((payload, num_rows))
         if self.left is not None:
             self.stuck = num_steps > self.left
             num_steps = min(num_steps, self.left)
@@ -91,6 +91,9 @@ class Fake:
         needs = Needs(sampled=True, payload=payload, logprobs=False)
         bucket = bucket_for(self._buckets, max(num_rows, num_tokens))
         staged = self._slots[slot].staged.device
+        own_B = staged["scheduled_row" if self.drafts else "row"][:num_rows]
+        drawn = bool((rows.state.temperature_R[own_B] > GREEDY_TEMPERATURE).any())
+        self.kinds.add((payload, num_rows, drawn))
         kept = {name: staged[name].clone() for name in ("fresh", "sample_position")}
         if num_steps:
             self._loops._limit.fill_(num_steps)
@@ -193,7 +196,7 @@ def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool)
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
     assert totals["different"] == 0
-    assert any(with_values for with_values, _ in fake.kinds) == has_values
+    assert any(with_values for with_values, _, _ in fake.kinds) == has_values
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
