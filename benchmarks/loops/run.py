@@ -6,11 +6,11 @@ One model, one run.
 
 `step`: milliseconds of a decode step of `--streams` answers, by wall time from the last first token
 to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
-`launches`, `waits`: decodes of one answer, and waits of the host for one to end. `blocking` is the
-graph with one launch at a time. `join`: how long a request that arrives while others decode waits
-for its first token. `--steps` of short answers of every skill, with random lengths, arrivals and
-aborts, are compared with each other: tokens, values and log-probabilities depend on the question
-alone.
+`launches`, `waits`: decodes of one answer, and waits of the host for one to end. `same tokens`:
+whether all are the graph's, in every run. `blocking` is the graph with one launch at a time.
+`join`: how long a request that arrives while others decode waits for its first token. `--steps` of
+short answers of every skill, with random lengths, arrivals and aborts, are compared with each
+other: tokens, values and log-probabilities depend on the question alone.
 """
 
 from __future__ import annotations
@@ -142,15 +142,8 @@ def _row(
             path, depth = STEPS[name]
             runs[name].append(run_once(assemblies[path], streams, depth))
     tokens = runs["graph"][0]["tokens"]
-    own = {
-        name: taken[0]["tokens"] if name == "resident" else tokens for name, taken in runs.items()
-    }
-    row: dict[str, Any] = {
-        "streams": streams,
-        "identical": all(
-            run["tokens"] == own[name] for name, taken in runs.items() for run in taken
-        ),
-    }
+    same = {name: all(run["tokens"] == tokens for run in taken) for name, taken in runs.items()}
+    row: dict[str, Any] = {"streams": streams, "identical": all(same.values())}
     for path, all_runs in runs.items():
         kept = all_runs[1:]
         row[path] = {
@@ -158,6 +151,7 @@ def _row(
             for what in ("ms", "host_us", "launches", "waits")
         }
         row[path]["all_ms"] = [run["ms"] for run in kept]
+        row[path]["same_tokens"] = same[path]
     return row
 
 
@@ -180,7 +174,7 @@ def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
 def _cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
     of = row[path]
     times = f"{of['ms']:.3f}", f"{of['host_us']:.0f}"
-    return row["streams"], path, *times, of["launches"], of["waits"], row["identical"]
+    return row["streams"], path, *times, of["launches"], of["waits"], of["same_tokens"]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

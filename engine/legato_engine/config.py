@@ -79,8 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `decode_path`: `graph` launches every decode step; `loop` runs many steps in one launch where no
     row needs the host between them; `resident` runs these as one kernel where it can, with
-    speculation by lookups alone. `auto` is `loop` where a GPU has kernels for the model's steps;
-    else `graph`.
+    speculation by lookups alone. `auto` is `loop` where a GPU has kernels for the model's steps, or
+    `resident` for launches that are measured to be faster so; else `graph`.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.

@@ -73,8 +73,9 @@ class SequencePages:
 class Progress:
     """Written by the scheduler.
 
-    `num_launched` counts tokens certain to be sampled: one per launch, plus accepted draft tokens.
-    Launches in flight may accept `inflight_drafts` more.
+    `num_launched` counts tokens certain to be sampled: one per launch that is no loop, and of loops
+    one per step that was read, as they may give up; plus accepted draft tokens. Launches in flight
+    may accept `inflight_drafts` more.
     """
 
     num_launched: int = 0
@@ -229,6 +230,11 @@ class Sequence:
         self.tokens.append((token.token_id, token.payload))
         if self.task.has_payload and token.certainty is not None:
             self.certainties.append(token.certainty)
+
+    def take_back(self) -> None:
+        """Count a decode no longer: its row had ended, or it ran behind a loop that gave up."""
+        self.progress.num_launched -= 1
+        self.progress.last_position -= 1
 
     def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count a committed launch's draft tokens.

@@ -1,4 +1,6 @@
-"""On a GPU: a loop of decode steps is one launch, and its answers have the bits of single steps."""
+"""On a GPU: a loop of decode steps is one launch, and its answers have the bits of single steps, in
+captured loops and in the resident kernel.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ def graph() -> Iterator[Assembly]:
     made.device.close()
 
 
-@pytest.fixture(scope="module")
-def looping(graph: Assembly) -> Assembly:
-    made = with_decode_path(graph, "loop")
+@pytest.fixture(scope="module", params=["loop", "resident"])
+def looping(graph: Assembly, request: pytest.FixtureRequest) -> Assembly:
+    made = with_decode_path(graph, request.param)
     assert made.runner.decodes_by_loops
+    if request.param == "resident" and not made.runner.resident_rows:
+        pytest.skip("needs a GPU of compute capability 9.0")
     return made
 
 

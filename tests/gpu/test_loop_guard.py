@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from cuda.bindings import driver, runtime
-from legato_engine.config import EngineConfig
+from legato_engine.config import LOOP_PATHS, EngineConfig
 from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating, with_decode_path
@@ -89,15 +89,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembly]:
 
 @pytest.mark.parametrize("adapters", [(), ("x", "y")])
 @pytest.mark.parametrize(
-    "setting", ["graph", "loop", "fixed:3", "seed", "budget", "loop fixed:3", "loop budget"]
+    "setting",
+    [
+        *("graph", "loop", "resident", "fixed:3", "seed", "budget"),
+        *("loop fixed:3", "loop budget", "resident fixed:3"),
+    ],
 )
 def test_a_warm_decode_loop_is_quiet(
     large: Assembly, setting: str, adapters: tuple[str, ...]
 ) -> None:
-    """Plain, in loops and with speculation, with rows of adapters and without."""
+    """Plain, in loops, in the resident kernel and with speculation, with rows of adapters, which
+    the kernel leaves to loops, and without.
+    """
     assembly, num_steps, num_launches = large, 40, 40
     path, _, drafts = setting.partition(" ")
-    if path == "loop":  # of up to 256 steps; behind it is a single one
+    if path in LOOP_PATHS:  # of up to 256 steps; behind it is a single one
         assembly = speculating(large, drafts) if drafts else large
         assembly = with_decode_path(assembly, path)
         num_steps, num_launches = (60, 0) if drafts else (300, 2)
@@ -111,7 +117,7 @@ def test_a_warm_decode_loop_is_quiet(
             scheduler.step()
     launches = seen.kinds[before:]
     assert launches == [LaunchKind.DECODE] * max(num_launches, len(launches))
-    assert len(launches) < num_steps or path != "loop"
+    assert len(launches) < num_steps or path not in LOOP_PATHS
     assert scheduler.load().running == ROWS
     for index in range(ROWS):
         scheduler.abort(RequestKey(str(index)))

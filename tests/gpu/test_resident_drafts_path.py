@@ -72,6 +72,7 @@ def test_requests_come_and_go(drafting: Assembly) -> None:
     rows than it takes: no hang.
     """
     totals = randomly(drafting, num_steps=3000, seed=7, skills=False)
+    assert totals["different"] == 0
     assert totals["aborted"] > 20
     assert steps_of(drafting) is not None
 
@@ -83,7 +84,8 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int)
     was settled in the one after it.
     """
     assembly = speculating(plain, "fixed:7")
-    wanted = answers(assembly, [60, 60, 60])
+    wanted = answers(plain, [60, 60, 60])
+    answers(assembly, [60, 60, 60])
     steps = steps_of(assembly)
     build = next(each for each in steps.builds if each.tokens >= 24)
     # An instruction of one worker waits for one signal more than there is in that step.
@@ -97,10 +99,7 @@ def test_a_stuck_launch_loses_no_request(plain: Assembly, kind: Kind, step: int)
     build.patience_ms = 50
     ours = answers(assembly, [60, 60, 60])
     assert steps_of(assembly) is None
-    assert [len(tokens) for tokens in ours.tokens] == [60, 60, 60]
-    assert [tokens[: step + 1] for tokens in ours.tokens] == [
-        tokens[: step + 1] for tokens in wanted.tokens
-    ]
+    assert ours.tokens == wanted.tokens
 
 
 def test_another_draft_is_left_to_loops(plain: Assembly) -> None:

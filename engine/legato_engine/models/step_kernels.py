@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
-    from legato_engine.kernels.resident import ResidentSteps
+    from legato_engine.kernels.resident_builds import ResidentOffer
     from legato_engine.speculative.block_policy import BlockPolicy
 
 
@@ -70,8 +70,8 @@ class StepKernels(Protocol):
         """Write the tokens' payloads, also to their rows' state, and their certainties."""
         ...
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
-        """Make launches of several steps of up to `max_rows` rows, which draft by a `policy` if
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+        """Offer launches of several steps of up to `max_rows` rows, which draft by a `policy` if
         there is one, or say why there are none.
         """
         ...

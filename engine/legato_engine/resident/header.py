@@ -43,7 +43,8 @@ def header() -> str:
         f"  short {', '.join(FIELDS)};",
         f"  short unused[{WORDS - len(FIELDS)}];",
         "};",
-        f'static_assert(sizeof(Instruction) == {WORDS * WORD_BYTES}, "an instruction has {WORDS} words");',
+        f"static_assert(sizeof(Instruction) == {WORDS * WORD_BYTES},"
+        f' "an instruction has {WORDS} words");',
     ]
     return "\n".join(lines) + "\n"
 

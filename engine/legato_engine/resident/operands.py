@@ -75,6 +75,7 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
         return
     op = Op(it.op)
     yield from _missing(sizes, op)
+    yield from _large(it)
     for field in dataclasses.fields(it):
         unused = field.name not in _FREE | _USED[op]
         if unused and getattr(it, field.name) != getattr(_UNUSED, field.name):
@@ -89,11 +90,14 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
     yield from _buffer_problems(sizes, op, it)
     if {"block", "num_blocks"} & _USED[op]:
         yield from _block_problems(sizes, worker, op, it)
-    large = [name for name in FIELDS if not -_LARGEST <= getattr(it, name) < _LARGEST]
-    if large:
-        yield f"{', '.join(large)} beyond {8 * WORD_BYTES} bits"
     if it.num_stages and it.stage != stage:
         yield f"stage {it.stage} instead of {stage}"
+
+
+def _large(it: Instruction) -> Iterator[str]:
+    for name in FIELDS:
+        if not -_LARGEST <= getattr(it, name) < _LARGEST:
+            yield f"{name} {getattr(it, name)} beyond {8 * WORD_BYTES} bits"
 
 
 def _missing(sizes: ModelSizes, op: Op) -> Iterator[str]:

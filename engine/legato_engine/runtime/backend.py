@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
-from legato_engine.kernels.resident import ResidentSteps
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.speculative.block_policy import BlockPolicy
@@ -51,8 +51,8 @@ class Backend(Protocol):
         """The work of a step, in order, to be repeated at fixed addresses."""
         ...
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
-        """Make launches of several steps in one kernel, whose rows draft by a `policy` if there is
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
+        """Offer launches of several steps in one kernel, whose rows draft by a `policy` if there is
         one, or say why there are none.
         """
         ...

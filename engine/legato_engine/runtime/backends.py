@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
 from legato_engine.kernels.resident import ResidentSteps
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Backend
+from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.draft_state import DraftState
+from legato_engine.runtime.loop_times import LoopTimes
+from legato_engine.runtime.path_table import ALL, Choice, Kept, measure
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.speculative.lookup import LookupProposer
@@ -32,17 +38,53 @@ def backend_for(kernels: StepKernels | None, resources: Resources) -> Backend:
     return KernelBackend(kernels, resources)
 
 
-def resident_steps(
-    backend: Backend, max_rows: int, drafts: DraftState | None
-) -> ResidentSteps | None:
-    """None, with the reason in the log, where loops stand in."""
-    steps: ResidentSteps | str
-    if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
-        steps = "takes draft tokens of lookups alone"
-    else:
-        steps = backend.resident(max_rows, None if drafts is None else drafts.policy)
-    if isinstance(steps, str):
-        _log.warning("no_resident_kernel", reason=f"it {steps}", instead="decode_path loop")
-        return None
+class Paths(NamedTuple):
+    """The resident kernel, what of its launches are chosen, and what is to be measured for that
+    when all is warm.
+    """
+
+    resident: ResidentSteps | None
+    choice: Choice = ALL
+    unmeasured: ResidentOffer | None = None
+
+
+def paths_for(
+    backend: Backend, max_rows: int, drafts: DraftState | None, *, by_times: bool
+) -> Paths:
+    """With or without a resident kernel, by the `times` of an earlier start or always; the log says
+    where loops stand in for it, and why.
+    """
+    offer = _offer(backend, max_rows, drafts)
+    if isinstance(offer, str):
+        if by_times:
+            _log.info("decode_paths", all="loop", reason=f"the resident kernel {offer}")
+        else:
+            _log.warning("no_resident_kernel", reason=f"it {offer}", instead="decode_path loop")
+        return Paths(None)
+    table = Kept(offer.subject).read() if by_times else None
+    if table is not None:
+        _log.info("decode_paths", milliseconds=table.milliseconds(), measured="at an earlier start")
+        wanted = table.wanted(offer.builds)
+        return Paths(offer.make(wanted) if wanted else None, table)
+    steps = offer.make(offer.builds)
     _log.info("resident_kernel", max_rows=steps.max_rows, values=steps.has_values)
-    return steps
+    return Paths(steps, unmeasured=offer if by_times else None)
+
+
+def choose(offer: ResidentOffer, times: LoopTimes, loops: DecodeLoops) -> None:
+    """Measure both paths, choose by it, and keep it for later starts; nothing may be in flight."""
+    with times.rehearsing():
+        table = measure(offer.builds, times.seconds)
+    if not loops.resident_rows:  # it was stuck
+        return
+    _log.info("decode_paths", milliseconds=table.milliseconds(), measured="now")
+    Kept(offer.subject).write(table)
+    loops.choice = table
+    if not table.wanted(offer.builds):
+        loops.without_kernel()
+
+
+def _offer(backend: Backend, max_rows: int, drafts: DraftState | None) -> ResidentOffer | str:
+    if drafts is not None and not isinstance(drafts.proposer, LookupKernel | LookupProposer):
+        return "takes draft tokens of lookups alone"
+    return backend.resident(max_rows, None if drafts is None else drafts.policy)

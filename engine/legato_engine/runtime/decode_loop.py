@@ -24,13 +24,14 @@ from legato_engine.kernels.decode_loop import (
     AnyLoop,
     DraftLoopTensors,
     LoopTensors,
-    control_drafting_step,
-    control_step,
     place_behind,
 )
 from legato_engine.kernels.resident import ResidentRows, ResidentSteps
+from legato_engine.kernels.resident_builds import Kind
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.host_loop import host_loop
+from legato_engine.runtime.path_table import ALL, Choice
 from legato_engine.runtime.resident_drafts import DraftLaunches
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.staging import StagingBuffer
@@ -47,12 +48,18 @@ class DecodeLoops:
     """The loops of every slot, each made once for a batch."""
 
     def __init__(
-        self, resources: Resources, backend: Backend, resident: ResidentSteps | None = None
+        self,
+        resources: Resources,
+        backend: Backend,
+        resident: ResidentSteps | None = None,
+        choice: Choice = ALL,
     ) -> None:
+        """`choice`: what is `resident`, of what that takes."""
         on = resources.device.torch_device
         self._resources = resources
         self._backend = backend
         self._resident = resident
+        self.choice = choice
         self._rings = [
             TokenRing(resources.device, slot.outputs, max_steps=MAX_STEPS)
             for slot in resources.slots
@@ -79,8 +86,8 @@ class DecodeLoops:
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
         if self._resident is not None:
-            for payload in (False, True)[: 1 + self._resident.has_values]:
-                plain = Needs(sampled=False, payload=payload, logprobs=False)
+            for kind in filter(self._most_rows, _kinds(self._resident)):
+                plain = Needs(sampled=False, payload=kind is Kind.VALUES, logprobs=False)
                 for slot in slots if self._resident.drafts else (0,):
                     self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
@@ -112,7 +119,7 @@ class DecodeLoops:
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
-        if resident is not None and not rank and _takes(resident, num_rows, needs):
+        if resident is not None and not rank and _takes(resident, self.choice, num_rows, needs):
             if num_steps:
                 self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
@@ -128,8 +135,18 @@ class DecodeLoops:
 
     @property
     def resident_rows(self) -> int:
-        """The most rows that the resident kernel takes; 0 after it was stuck."""
-        return 0 if self._resident is None else self._resident.max_rows
+        """The most rows whose launches are the resident kernel's; 0 after it was stuck."""
+        resident = self._resident
+        return 0 if resident is None else max(map(self._most_rows, _kinds(resident)))
+
+    def _most_rows(self, kind: Kind) -> int:
+        assert self._resident is not None, "rows of no kernel"
+        rows = range(self._resident.max_rows, 0, -1)
+        return next((count for count in rows if self.choice.takes(kind, count)), 0)
+
+    def without_kernel(self) -> None:
+        """Nothing may be in flight."""
+        self._resident = self._drafting = None
 
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
@@ -145,10 +162,24 @@ class DecodeLoops:
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                self._forget_stuck(slot)
                 break
             time.sleep(seconds)
         return None
+
+    def restore(self, slot: int) -> bool:
+        """After a launch that gave up a wait, let rows go on after the last step that they have; no
+        other of the kind follows. Whether the rows' state is now an earlier one, so that a decode
+        behind the launch does not count.
+        """
+        if self._resident is None or not (fault := self._resident.fault()):
+            return False
+        _log.error("resident_kernel_stuck", wait=fault)
+        self._resident = None
+        if (drafting := self._drafting) is not None:
+            compute = self._resources.compute
+            compute.submit(lambda: drafting.restore(slot))
+            compute.record().wait()
+        return drafting is not None
 
     def _submit(
         self,
@@ -186,16 +217,6 @@ class DecodeLoops:
             )
         )
 
-    def _forget_stuck(self, slot: int) -> None:
-        """After a launch that gave up a wait, whose rows go on after the last step that they have,
-        there is no other of the kind.
-        """
-        if self._resident is not None and (fault := self._resident.fault()):
-            _log.error("resident_kernel_stuck", wait=fault)
-            self._resident = None
-            if self._drafting is not None:
-                self._drafting.restore(slot)
-
     def _place_work(self, slot: int) -> Work:
         slots, scratch_row = self._resources.slots, self._resources.state.scratch_row
         staged, loop = slots[slot].staged.device, slots[1 - slot].staged.device
@@ -226,7 +247,7 @@ class DecodeLoops:
         works = self._backend.loop_works(slot, bucket, rank, needs)
         if works not in self._by_works:
             loop = self._tensors(slot, bucket)
-            self._by_works[works] = captured_loop(works, loop) or _on_the_host(works, loop)
+            self._by_works[works] = captured_loop(works, loop) or host_loop(works, loop)
         return self._by_works[works]
 
     def _tensors(self, slot: int, bucket: int) -> AnyLoop:
@@ -267,34 +288,20 @@ class DecodeLoops:
         )
 
 
-def _takes(resident: ResidentSteps, num_rows: int, needs: Needs) -> bool:
-    has_all = resident.has_values or not needs.payload
-    return num_rows <= resident.max_rows and has_all and not needs.logprobs
+def _kinds(resident: ResidentSteps) -> tuple[Kind, ...]:
+    if resident.drafts:
+        return (Kind.DRAFTS,)
+    return (Kind.WORDS, Kind.VALUES) if resident.has_values else (Kind.WORDS,)
+
+
+def _takes(resident: ResidentSteps, choice: Choice, num_rows: int, needs: Needs) -> bool:
+    kind = Kind.VALUES if needs.payload else Kind.WORDS
+    kind = Kind.DRAFTS if resident.drafts else kind
+    if num_rows > resident.max_rows or needs.logprobs or kind not in _kinds(resident):
+        return False
+    return choice.takes(kind, num_rows)
 
 
 def _widened(needs: Needs) -> Needs:
     """Log-probabilities are rare, and one loop with values does for all of them."""
     return needs._replace(payload=True) if needs.logprobs else needs
-
-
-def _on_the_host(works: tuple[Work, ...], loop: AnyLoop) -> Work:
-    """The same loop where work is not captured."""
-
-    def work() -> None:
-        while True:
-            for each in works:
-                each()
-            if not _control(loop):
-                return
-
-    return work
-
-
-def _control(loop: AnyLoop) -> bool:
-    match loop:
-        case LoopTensors():
-            return control_step(loop)
-        case DraftLoopTensors():
-            return control_drafting_step(loop)
-        case _:
-            raise AssertionError(f"no control step for {type(loop).__name__}")

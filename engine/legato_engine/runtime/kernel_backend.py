@@ -16,7 +16,7 @@ from itertools import product
 from legato_engine.device.base import Event
 from legato_engine.kernels import ops
 from legato_engine.kernels.accelerated import SampledTokens, Sampler
-from legato_engine.kernels.resident import ResidentSteps
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.backend import Needs
@@ -131,7 +131,7 @@ class KernelBackend:
             works.append(graphs.captured(self._logprobs_work, slot, payload, False))
         return tuple(works)
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
         return self._kernels.resident(max_rows, policy)
 
     def grow(self, slot: int) -> None:

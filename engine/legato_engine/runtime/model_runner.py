@@ -13,16 +13,18 @@ import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.backends import backend_for, resident_steps, step_kernels
+from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
+from legato_engine.runtime.loop_times import LoopTimes
 from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
@@ -52,6 +54,7 @@ class LaunchEvents:
     sample_end: Event
     copy_end: Event
     needs: Needs = dataclasses.field(default=Needs(False, False, False), kw_only=True)
+    is_void: bool = dataclasses.field(default=False, kw_only=True)  # a decode does not count
 
 
 class ModelRunner:
@@ -73,13 +76,13 @@ class ModelRunner:
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
         loops: bool | None = False,
-        resident: bool = False,
+        resident: bool | None = False,
     ) -> None:
         """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
         with a `proposer`), which computes up to `max_images` images. `proposer` drafts as
-        many tokens as `block_policy` says. With `loops` launches may be loops, with `resident`
-        besides in one kernel, where it can run; None is for loops that are captured kernels, whose
-        bits do not depend on the batch.
+        many tokens as `block_policy` says. With `loops` launches may be loops; None is for loops
+        that are captured kernels, whose bits do not depend on the batch. With `resident` loops are
+        one kernel, where it can run; None: where `choose_paths` finds it faster.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
@@ -121,10 +124,15 @@ class ModelRunner:
         self._slots = slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
-        self._loops = None
+        self._loops: DecodeLoops | None = None
+        self._unmeasured: ResidentOffer | None = None
         if loops:
-            steps = resident_steps(self._backend, max_running, self._drafts) if resident else None
-            self._loops = DecodeLoops(self._resources, self._backend, steps)
+            paths = Paths(None)
+            if resident is not False:
+                by_times = resident is None
+                paths = paths_for(self._backend, max_running, self._drafts, by_times=by_times)
+            self._unmeasured = paths.unmeasured
+            self._loops = DecodeLoops(self._resources, self._backend, paths.resident, paths.choice)
         self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
@@ -135,10 +143,6 @@ class ModelRunner:
     @property
     def decodes_by_loops(self) -> bool:
         return self._loops is not None
-
-    @property
-    def loops_differ(self) -> bool:
-        return self.resident_rows > 0
 
     @property
     def resident_rows(self) -> int:
@@ -162,6 +166,14 @@ class ModelRunner:
         if self._refine is not None:
             self._refine.warm_up()
         compute.record().wait()
+        if self._loops is not None:
+            self._loops.restore(0)  # what is stuck already is not tried again
+
+    def choose_paths(self) -> None:
+        """Measure what no earlier start has; nothing may be in flight."""
+        if self._loops is not None and (offer := self._unmeasured) is not None:
+            choose(offer, LoopTimes(self._resources, self._loops), self._loops)
+            self._unmeasured = None
 
     def costs(self) -> StepCosts:
         """Nothing may be in flight."""
@@ -180,7 +192,7 @@ class ModelRunner:
     def forward(self, launch: Launch) -> None:
         failpoints.hit("engine.forward")
         rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
-        slot = self._slots[launch.slot]
+        slot, events.is_void = self._slots[launch.slot], False
         if launch.plan.kind is LaunchKind.DECODE:
             bucket = self._staging.decode(slot, launch.plan)
             events.forward_start = compute.record(events.forward_start)
@@ -221,7 +233,7 @@ class ModelRunner:
         if launch.plan.loops:
             self._loop(launch)
         events.sample_start = compute.record(events.sample_start)
-        if rows and not launch.plan.loops:
+        if rows and not (launch.plan.loops or self._is_void(launch)):
             needs = events.needs = needs_of(rows)
             bucket = self._staging.bucket(count)
             self._backend.sample(launch.slot, bucket, sampled=needs.sampled, payload=needs.payload)
@@ -249,9 +261,11 @@ class ModelRunner:
         self._loops.start(launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs)
         events.forward_end = self._device.compute.record(events.forward_end)
 
-    def collect(self, launch: Launch) -> list[RowTokens]:
+    def collect(self, launch: Launch) -> list[RowTokens] | None:
         events, rows = self._events[launch.slot], launch.plan.sampled_rows
         events.copy_end.wait()
+        if self._is_void(launch):
+            return None
         if launch.plan.refinement is not None and self._refine is not None:
             launch.plan.refinement.answer = self._refine.answer(launch.slot)
         if not rows or launch.plan.loops:
@@ -270,7 +284,14 @@ class ModelRunner:
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
         assert self._loops is not None, "a loop on a runner without loops"
         outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
-        return None if outputs is None else self._sampled(outputs, launch)
+        if outputs is not None:
+            return self._sampled(outputs, launch)
+        if self._loops.restore(launch.slot):
+            self._events[1 - launch.slot].is_void = True
+        return None
+
+    def _is_void(self, launch: Launch) -> bool:
+        return launch.plan.kind is LaunchKind.DECODE and self._events[launch.slot].is_void
 
     def end_loop(self, launch: Launch) -> None:
         assert self._loops is not None, "a loop on a runner without loops"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from legato_engine.kernels.resident import ResidentSteps
+from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.draft_state import Layout
@@ -58,7 +58,7 @@ class TorchBackend:
         else:
             self._graphs.run(self._forward_work, slot, bucket, 1, rank)
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
         del max_rows, policy
         return "needs kernels for the model"
 

@@ -44,7 +44,8 @@ def warm_runner(
     proposer: Proposer | None = None,
     progress: Progress = lambda fraction: None,
 ) -> ModelRunner:
-    """Build and warm a runner; measure its step costs if the speculation policy needs them.
+    """Build and warm a runner; measure its step costs if the speculation policy needs them, and its
+    decode paths if they are to be chosen.
 
     Draft tokens come from `proposer`, else the configured draft, else `draft`, the model's file.
     `progress` is called with the fraction done.
@@ -70,7 +71,7 @@ def warm_runner(
         max_images=config.pictures_per_launch,
         refiner=refiner,
         loops=None if config.decode_path == AUTO_PATH else config.decode_path in LOOP_PATHS,
-        resident=config.decode_path == RESIDENT_PATH,
+        resident=None if config.decode_path == AUTO_PATH else config.decode_path == RESIDENT_PATH,
     )
     progress(0.0)
     runner.warm_up()
@@ -78,6 +79,7 @@ def warm_runner(
     if isinstance(policy, TokenBudgetPolicy):
         costs = runner.costs().table(lambda done: progress(_WARM + (1 - _WARM) * done))
         runner.set_costs(dataclasses.replace(policy, costs=costs))
+    runner.choose_paths()
     return runner
 
 

@@ -21,7 +21,7 @@ class DraftingLoops(Loops):
         super().launched(plan)
         if plan.loops:
             for row in plan.rows:
-                row.sequence.progress.inflight_drafts += plan.num_steps - 1
+                row.sequence.progress.inflight_drafts += row.num_drafts + plan.num_steps
 
     def is_ending(self, record: StepRecord) -> bool:
         """It may go on nonetheless, if the device accepts fewer tokens than in its latest step."""
@@ -38,8 +38,8 @@ class DraftingLoops(Loops):
                 sequence.settle_drafts(num_drafts, 0)
                 outputs.commit_pages(sequence, row.num_drafts, pressed=False)
 
-    def _next_decode(self, record: StepRecord) -> Plan | None:
-        goes_on = any(_goes_on(row, record) for row in record.launch.plan.rows)
+    def behind(self, record: StepRecord) -> Plan | None:
+        goes_on = any(_goes_on(row) for row in record.launch.plan.rows)
         return self._decode.plan() if goes_on and self.is_ending(record) else None
 
     def _most_pages(self) -> int:
@@ -60,8 +60,7 @@ class DraftingLoops(Loops):
         output: RowTokens,
         outputs: OutputProcessor,
     ) -> None:
-        if record.num_followed:  # what is certain of a step was a draft of the launch
-            row.sequence.settle_drafts(1, 1)
+        row.sequence.settle_drafts(1, 1)  # what is certain of a step was a draft of the launch
         outputs.process_block(record, row, output, len(output.tokens) - 1)
 
 
@@ -69,19 +68,15 @@ def _may_end(row: ScheduledSequence, record: StepRecord) -> bool:
     """Whether a loop ends with the step that it is in, if this row accepts as many tokens as it has
     drafted in its latest step.
     """
-    end = row.reach(record.launch.plan.num_steps)
-    newest = _newest_fed(row, record) + 1 + min(latest_block(row.sequence), row.num_drafts)
-    num_left = row.sequence.max_length - 1 - newest
+    sequence, end = row.sequence, row.reach(record.launch.plan.num_steps)
+    accepted = min(latest_block(sequence), row.num_drafts)
+    newest = sequence.progress.last_position + 1 + accepted
+    num_left = sequence.max_length - 1 - newest
     return num_left < 0 or newest + 1 + min(row.num_drafts, num_left) > end
 
 
-def _goes_on(row: ScheduledSequence, record: StepRecord) -> bool:
+def _goes_on(row: ScheduledSequence) -> bool:
     """Whether a row has tokens left after the step that its loop is in, whatever that accepts."""
     sequence = row.sequence
-    newest = _newest_fed(row, record) + 1 + row.num_drafts
+    newest = sequence.progress.last_position + 1 + row.num_drafts
     return newest < sequence.max_length and not (sequence.finalized or sequence.preempted)
-
-
-def _newest_fed(row: ScheduledSequence, record: StepRecord) -> int:
-    """The position of the newest token that a loop's step in flight feeds."""
-    return row.sequence.progress.last_position - (not record.num_followed)

@@ -92,9 +92,9 @@ class Plan:
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
     then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
-    full. A decode that `loops` has at most `num_steps` steps, and positions for so many tokens a
-    row; the host follows them. `behind` are the indices of the decodes in the loop that is in
-    flight before them; one that ended in it, because its positions did, is padding. With
+    full. A loop is a decode of at most `num_steps` steps, more than one, with positions for so many
+    tokens a row; the host follows them. `behind` are the indices of the decodes in the loop that is
+    in flight before them; one that ended in it, because its positions did, is padding. With
     speculation the device knows where every row is.
     """
 
@@ -104,8 +104,11 @@ class Plan:
     refinement: Refinement | None = None
     under_pressure: bool = False
     num_steps: int = 1
-    loops: bool = False
     behind: tuple[int, ...] = ()
+
+    @property
+    def loops(self) -> bool:
+        return self.num_steps > 1
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:

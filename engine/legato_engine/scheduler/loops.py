@@ -51,17 +51,11 @@ class Loops(ABC):
     def extend(self, plan: Plan, *, only_decodes: bool) -> Plan:
         """Return a decode of all running sequences with as many steps as they have tokens left and
         pages for, if these are enough; any other plan as it is.
-
-        Where loops differ from single steps, any other decode becomes a loop of one step.
         """
-        if plan.kind is not LaunchKind.DECODE or not all(_may_loop(s.sequence) for s in plan.rows):
+        if plan.kind is not LaunchKind.DECODE or not only_decodes:
             return plan
-        steps = self._extended(plan) if only_decodes else plan
-        if self._runner.loops_differ:
-            return dataclasses.replace(steps, loops=True)
-        return steps
-
-    def _extended(self, plan: Plan) -> Plan:
+        if not all(_may_loop(row.sequence) for row in plan.rows):
+            return plan
         if len(plan.rows) < len(self._running) or self._num_decodes < self._num_needed:
             return plan
         lengths = [tokens_left(row.sequence) for row in plan.rows]
@@ -77,14 +71,15 @@ class Loops(ABC):
             return plan
         for row in plan.rows:
             steps = min(steps, self._reserve(row, steps))
-        return dataclasses.replace(plan, num_steps=steps, loops=steps > 1)
+        return dataclasses.replace(plan, num_steps=steps)
 
     def follow(
         self, record: StepRecord, outputs: OutputProcessor, *, ends: bool, is_cut: bool
     ) -> bool:
         """Wait for the next step and process its tokens; return False when there was none.
 
-        A launch may end before its steps do: the rows go on after the last step that there was.
+        A launch may give up before any of its steps: the rows go on after the last one that there
+        was.
 
         `ends`: another launch waits, so the loop ends after the step that it is in; `is_cut`: one
         that is no decode.
@@ -99,10 +94,6 @@ class Loops(ABC):
             self._num_needed = _SETTLED
         tokens = self._runner.next_tokens(launch)
         if tokens is None:
-            if not record.num_followed:  # the launch gave up before its first step
-                for row in rows:
-                    row.sequence.progress.num_launched -= 1
-                    row.sequence.progress.last_position -= 1
             return False
         record.zombies = sum(row.sequence.finalized for row in rows)
         num_tokens = outputs.num_tokens
@@ -113,25 +104,21 @@ class Loops(ABC):
         record.tokens += outputs.num_tokens - num_tokens
         return True
 
-    def behind(self, record: StepRecord) -> Plan | None:
-        """The next decode of a loop's rows, wherever it ends, to be launched before it has.
-
-        Rows without a page for it are left out.
-        """
-        return None if self._runner.loops_differ else self._next_decode(record)
-
     def is_ending(self, record: StepRecord) -> bool:
         """Whether a loop has no further step for some row, after the one that it is in."""
         finalized = any(row.sequence.finalized for row in record.launch.plan.rows)
         return finalized or is_in_last_step(record)
 
     @abstractmethod
-    def settle(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
-        """After a loop, take back what neither it nor the launch behind it has run."""
+    def behind(self, record: StepRecord) -> Plan | None:
+        """The next decode of a loop's rows, wherever it ends, to be launched before it has.
+
+        Rows without a page for it are left out.
+        """
 
     @abstractmethod
-    def _next_decode(self, record: StepRecord) -> Plan | None:
-        """What `behind` returns where loops and single steps are alike."""
+    def settle(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
+        """After a loop, take back what neither it nor the launch behind it has run."""
 
     def _most_pages(self) -> int:
         """The most that a loop may take."""
@@ -149,7 +136,7 @@ class Loops(ABC):
         output: RowTokens,
         outputs: OutputProcessor,
     ) -> None:
-        """Pass on the tokens of the step that is read; the launch counts the first one."""
+        """Count the step that is read, and pass on its tokens."""
 
     def _num_missing(self, plan: Plan, steps: int) -> int:
         """Pages that the rows lack for so many steps."""

@@ -65,6 +65,18 @@ class OutputProcessor:
                 self.process(sequence, token)
         record.tokens = self.num_tokens - num_tokens
 
+    def take_back(self, record: StepRecord) -> None:
+        """Take back decodes that do not count."""
+        plan = record.launch.plan
+        for row in plan.rows:
+            sequence = row.sequence
+            sequence.take_back()  # also where it has ended: what it wrote may be cached
+            if sequence.finalized:
+                record.zombies += 1
+            elif self._block_sizes is not None:
+                sequence.settle_drafts(row.num_drafts, 0)
+                self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
+
     def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
         """Note a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING

@@ -31,15 +31,12 @@ class Planner:
         *,
         prefills_per_decode: int,
         crops_per_launch: int,
-        joins: bool = True,
     ) -> None:
-        """`joins`: decodes may share a prefill's launch."""
         assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
         self._prefill = prefill
         self._decode = decode
         self._prefills_per_decode = prefills_per_decode
         self._crops_per_launch = crops_per_launch
-        self._joins = joins
         self._refinements: deque[Refinement] = deque()
         self._num_since_decode = 0
         self.only_decodes = False  # no other launch was possible at the last plan
@@ -92,6 +89,6 @@ class Planner:
         streaming = self._decode.streaming
         return self._prefill.plan(
             self._crops_per_launch if streaming else 0,
-            decode.rows if decode is not None and self._joins else (),
+            decode.rows if decode is not None else (),
             streaming=streaming,
         )

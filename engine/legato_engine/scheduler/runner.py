@@ -51,8 +51,12 @@ class Runner(Protocol):
         """
         ...
 
-    def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy; set a refinement's answer."""
+    def collect(self, launch: Launch) -> list[RowTokens] | None:
+        """Wait for the copy; set a refinement's answer.
+
+        None for decodes that do not count: they ran behind a loop that gave up where none but the
+        loop itself knew how far its rows were.
+        """
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:
@@ -61,17 +65,13 @@ class Runner(Protocol):
 
 
 class LoopRunner(Protocol):
-    """What a runner that can loop offers besides; `collect` returns no tokens of a loop.
-
-    `loops_differ`: a loop's steps may round otherwise than single steps, so that rows that may loop
-    always do.
-    """
-
-    @property
-    def loops_differ(self) -> bool: ...
+    """What a runner that can loop offers besides; `collect` returns no tokens of a loop."""
 
     def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
-        """Wait for the next step of a loop; None when it has ended and all steps were returned."""
+        """Wait for the next step of a loop; None when it has ended and all steps were returned.
+
+        It may have given up before its steps were run, even before the first.
+        """
         ...
 
     def end_loop(self, launch: Launch) -> None:

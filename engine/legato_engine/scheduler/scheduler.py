@@ -90,7 +90,6 @@ class Scheduler:
             decode,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
-            joins=loops is None or not loops.loops_differ,
         )
         self._admission = Admission(
             manager,
@@ -282,7 +281,8 @@ class Scheduler:
             self._recorder.launching(launch, plan_start)
         failpoints.hit("engine.launch")
         self._runner.forward(launch)
-        for sequence, position, num_tokens, _, num_drafts, _ in plan.sampled_rows:
+        counted = () if plan.loops else plan.sampled_rows  # steps of loops count when they are read
+        for sequence, position, num_tokens, _, num_drafts, _ in counted:
             progress = sequence.progress
             progress.num_launched += 1
             progress.last_position = position + num_tokens
@@ -359,7 +359,9 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        if not launch.plan.loops:
+        if outputs is None:
+            self._outputs.take_back(record)
+        elif not launch.plan.loops:
             self._outputs.process_launch(record, outputs)
         elif self._loops is not None:
             behind = self._records[0].launch.plan if self._records else None

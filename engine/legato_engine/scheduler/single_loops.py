@@ -19,10 +19,9 @@ class SingleLoops(Loops):
         for index, row in zip(behind.behind, behind.decodes, strict=True):
             next_position = record.launch.plan.rows[index].position + record.num_followed
             if next_position > row.position + row.slack:
-                row.sequence.progress.num_launched -= 1
-                row.sequence.progress.last_position -= 1
+                row.sequence.take_back()
 
-    def _next_decode(self, record: StepRecord) -> Plan | None:
+    def behind(self, record: StepRecord) -> Plan | None:
         rows = {
             index: scheduled
             for index, row in enumerate(record.launch.plan.rows)
@@ -62,8 +61,7 @@ class SingleLoops(Loops):
         outputs: OutputProcessor,
     ) -> None:
         progress = row.sequence.progress
-        if record.num_followed:
-            progress.num_launched += 1
-            progress.last_position += 1
+        progress.num_launched += 1
+        progress.last_position += 1
         (token,) = output.tokens
         outputs.process(row.sequence, token)

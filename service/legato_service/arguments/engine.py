@@ -92,7 +92,7 @@ def add_model(
         default=engine.decode_path,
         help="graph: a launch for every decode step; loop: many steps in one; resident: these "
         "as one kernel, where it can run; auto: loop on a GPU with kernels for the model, "
-        "else graph",
+        "resident where that was measured to be faster there, else graph",
     )
     add(
         "--depth-switch",

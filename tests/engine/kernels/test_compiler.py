@@ -117,3 +117,22 @@ def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "xdg" / "legato" / "kernels"
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
+
+
+def test_several_that_were_compiled_ahead_are_not_compiled_again(cache, monkeypatch):
+    """Nor where the cache cannot be written."""
+    cache.write_text("a file, not a folder")
+    compiler.compile_ahead("good.cu", [{"N": n} for n in (3, 4, 5)], "sm_90")
+
+    def compiled_again(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "_compile", compiled_again)
+    codes = {compiler.compile_source("good.cu", {"N": n}, "sm_90") for n in (5, 3, 4)}
+    assert len(codes) == 3
+
+
+def test_a_source_that_does_not_compile_ahead_says_so(cache):
+    """As it would alone."""
+    with pytest.raises(InternalError, match="no_such_name"):
+        compiler.compile_ahead("broken.cu", [{"N": 1}, {"N": 2}], "sm_90")

@@ -12,7 +12,6 @@ from legato_engine.resident.program import FIELDS, WORDS, Op, build_program, mos
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.stream import Matrix, qkv_rows, worker_stages
 
-
 _VALUES = ValueDims(inner_dim=8192, scalar_bins=1024, pair_bins=2048)
 
 

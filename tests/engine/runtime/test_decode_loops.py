@@ -123,7 +123,7 @@ def test_a_loop_whose_answers_have_ended_runs_no_step(
         steps.append(loop)
         return control_step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.decode_loop.control_step", control)
+    monkeypatch.setattr("legato_engine.runtime.host_loop.control_step", control)
     for ends in (True, False):
         sequence = skilled(looping, picture(looping), 0, 30)
         if ends:
@@ -172,7 +172,7 @@ def test_a_token_that_is_not_finite_ends_its_request_alone(
             loop.token_B[0] = -1
         return step(loop)
 
-    monkeypatch.setattr("legato_engine.runtime.decode_loop.control_step", control)
+    monkeypatch.setattr("legato_engine.runtime.host_loop.control_step", control)
     looped, num_loops = answers(looping, [20, 20], num_failures=1)
     assert looped[0] == plain[0][: len(looped[0])]
     assert len(looped[0]) < 20

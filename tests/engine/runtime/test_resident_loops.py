@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 import structlog
 import torch
-from legato_engine.config import EngineConfig
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
@@ -19,6 +20,12 @@ from legato_engine.kernels.resident import ResidentRows, values_obstacle
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for
+from legato_engine.runtime.path_table import ALL
+from legato_engine.runtime.resident_drafts import DraftSnapshot
+from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.token_ring import TokenRing
+from legato_engine.scheduler.output_processor import OutputProcessor
+from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
@@ -38,22 +45,28 @@ def graph():
 
 
 class Fake:
-    """Steps of torch's operations instead; gives up a wait after `steps` of them, if any."""
+    """Steps of torch's operations instead; gives up a wait after `steps` of them, if any.
+
+    As the kernel it leaves of staged fields the position alone: where the steps that the ring
+    counts have left each row. With drafts it settles rows of one step more before it gives up.
+    """
 
     max_rows = 4
     drafts = False
 
-    def __init__(
-        self, runner: ModelRunner, steps: int | None = None, *, has_values: bool = True
-    ) -> None:
+    def __init__(self, steps: int | None = None, *, has_values: bool = True) -> None:
         self.has_values = has_values
+        self.left = steps
+        self.launches = 0
+        self.kinds: set[tuple[bool, int]] = set()  # whether with values, and rows
+        self.stuck = False
+
+    def bind(self, runner: ModelRunner) -> None:
+        self.drafts = runner._drafts is not None
         assert runner._loops is not None
         self._loops, self._slots = runner._loops, runner._slots
+        self._backend = runner._backend
         self._buckets = runner._resources.buckets
-        self._left = steps
-        self.launches = 0
-        self.kinds: set[bool] = set()
-        self.stuck = False
 
     def run(
         self,
@@ -64,37 +77,87 @@ class Fake:
         payload: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        del num_tokens
         assert self.has_values or not payload
         assert 0 < num_rows <= self.max_rows
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
-        self.kinds.add(payload)
-        if self._left is not None:
-            self.stuck = num_steps > self._left
-            num_steps = min(num_steps, self._left)
-            self._left -= num_steps
+        self.kinds.add((payload, num_rows))
+        if self.left is not None:
+            self.stuck = num_steps > self.left
+            num_steps = min(num_steps, self.left)
+            self.left -= num_steps
+        row = rows.row_B.data_ptr()
+        slot = [each.staged.device["row"].data_ptr() for each in self._slots].index(row)
+        needs = Needs(sampled=True, payload=payload, logprobs=False)
+        bucket = bucket_for(self._buckets, max(num_rows, num_tokens))
+        staged = self._slots[slot].staged.device
+        kept = {name: staged[name].clone() for name in ("fresh", "sample_position")}
         if num_steps:
-            row = rows.row_B.data_ptr()
-            slots = [slot.staged.device["row"].data_ptr() for slot in self._slots]
             self._loops._limit.fill_(num_steps)
             self._loops._step.zero_()
-            bucket = bucket_for(self._buckets, num_rows)
-            needs = Needs(True, payload, False)
-            self._loops._loop(slots.index(row), bucket, 0, needs)()
+            self._loops._loop(slot, bucket, 0, needs)()
+        if self.stuck and self.drafts:
+            for work in self._backend.loop_works(slot, bucket, 0, needs):
+                work()
+        if not self.drafts:
+            for name, field in kept.items():
+                staged[name].copy_(field)
 
     def fault(self) -> str | None:
         return "worker 3, counter 5" if self.stuck else None
+
+
+class Launches:
+    """Launches of rows that draft: the host's side of `DraftLaunches`, without kernels."""
+
+    def __init__(self, resources: Resources, rings: Sequence[TokenRing]) -> None:
+        assert resources.state.drafts is not None
+        self._resources, self._rings = resources, rings
+        self._before = DraftSnapshot(resources.state.drafts, resources.state.token_R)
+
+    def begin(self, slot: int) -> None:
+        del slot
+        self._resources.compute.submit(self._before.take)
+
+    def restore(self, slot: int) -> None:
+        rows = self._resources.slots[slot].staged.device["scheduled_row"].tolist()
+        self._before.restore(rows, self._rings[slot])
+
+
+def faking(made: Assembly, steps: int | None = None, *, has_values: bool = True) -> Fake:
+    """Let launches of an assembly be the fake's."""
+    fake, loops = Fake(steps, has_values=has_values), made.runner._loops
+    assert loops is not None
+    fake.bind(made.runner)
+    loops.choice = ALL
+    loops._resident = fake
+    if fake.drafts:
+        launches = Launches(made.runner._resources, loops._rings)
+        loops._drafting = launches  # type: ignore[assignment]  # its two methods
+    return fake
 
 
 def with_fake(
     graph: Assembly, steps: int | None = None, *, has_values: bool = True
 ) -> tuple[Assembly, Fake]:
     made = with_decode_path(graph, "resident")
-    fake = Fake(made.runner, steps, has_values=has_values)
-    assert made.runner._loops is not None
-    made.runner._loops._resident = fake
-    return made, fake
+    return made, faking(made, steps, has_values=has_values)
+
+
+class Behind:
+    """Counts launches whose rows the device places behind a loop."""
+
+    def __init__(self, assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        loops = assembly.runner._loops
+        assert loops is not None
+        place = loops.place
+
+        def counted(slot: int, behind: Sequence[int]) -> None:
+            self.count += 1
+            place(slot, behind)
+
+        monkeypatch.setattr(loops, "place", counted)
 
 
 def answers(assembly: Assembly, lengths: list[int]) -> list[list[int]]:
@@ -107,32 +170,30 @@ def answers(assembly: Assembly, lengths: list[int]) -> list[list[int]]:
     return [task.tokens for task in tasks]
 
 
-def test_every_step_of_rows_that_it_takes_is_its_own(
-    graph: Assembly, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("skills", [False, True])
+def test_its_launches_are_loops_among_other_launches(
+    graph: Assembly, monkeypatch: pytest.MonkeyPatch, skills: bool
 ) -> None:
-    """Single steps too, as bits would differ otherwise."""
+    """Prompts join their rows, and decodes follow them, before they have ended."""
     expected = answers(graph, [40, 7, 2, 23])
     assembly, fake = with_fake(graph)
-
-    def decode(*_: object) -> None:
-        raise AssertionError("a step of another path")
-
-    monkeypatch.setattr(assembly.runner._backend, "decode", decode)
+    behind = Behind(assembly, monkeypatch)
     assert answers(assembly, [40, 7, 2, 23]) == expected
     assert fake.launches > 0
-    totals = randomly(assembly, num_steps=60, seed=5, skills=False)
+    assert behind.count > 0
+    totals = randomly(assembly, num_steps=60, seed=5, skills=skills)
     assert totals["different"] == 0
 
 
 @pytest.mark.parametrize("has_values", [True, False])
 def test_values_are_its_own_where_it_has_them(graph: Assembly, has_values: bool) -> None:
     """Answers of every skill, with and without log-probabilities, are what they are alone; without
-    values it gets words alone.
+    values it gets words alone, and log-probabilities it never gets.
     """
     assembly, fake = with_fake(graph, has_values=has_values)
     totals = randomly(assembly, num_steps=100, seed=5)
     assert totals["different"] == 0
-    assert fake.kinds == ({False, True} if has_values else {False})
+    assert any(with_values for with_values, _ in fake.kinds) == has_values
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -152,10 +213,10 @@ def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
     assert fake.launches == 0
 
 
-@pytest.mark.parametrize("steps", [0, 1, 9])
+@pytest.mark.parametrize("steps", [0, 1, *range(8, 14)])
 def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     """The rows go on in loops after the last step that there was, and the log says once which wait
-    it was.
+    it was. The answer of 12 tokens ends while others are behind its loop.
     """
     expected = answers(graph, [30, 12, 30])
     assembly, fake = with_fake(graph, steps)
@@ -165,6 +226,31 @@ def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     assert assembly.runner.resident_rows == 0
     stuck = [line for line in lines if line["event"] == "resident_kernel_stuck"]
     assert [line["wait"] for line in stuck] == ["worker 3, counter 5"]
+
+
+@pytest.mark.parametrize("setting", ["fixed:3", "seed"])
+def test_a_stuck_launch_with_drafts_loses_no_request(
+    graph: Assembly, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Rows that it has settled in a step that the host does not hear of go back, and a decode
+    behind it does not count.
+    """
+    taken_back = list[StepRecord]()
+    take_back = OutputProcessor.take_back
+
+    def noted(self: OutputProcessor, record: StepRecord) -> None:
+        taken_back.append(record)
+        take_back(self, record)
+
+    monkeypatch.setattr(OutputProcessor, "take_back", noted)
+    expected = answers(graph, [30, 12, 30])
+    config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
+    assembly = speculating(dataclasses.replace(graph, config=config), setting)
+    for steps in (0, 1, 5, 11, 12, 13):
+        fake = faking(assembly, steps)
+        assert answers(assembly, [30, 12, 30]) == expected
+        assert fake.stuck
+    assert taken_back
 
 
 class Silent:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from legato_engine.scheduler.launch import Launch, Plan, ScheduledSequence
+from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -19,7 +19,7 @@ from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask
 
 PAGE = 4
 PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
-STUCK_RATE = 0.05
+STUCK_RATE, STUCK_BEFORE_RATE = 0.05, 0.5  # of steps, the latter with a launch behind the loop
 BROKEN = -1  # KV that is not finite, nor is anything computed from it
 
 
@@ -59,9 +59,10 @@ class ReadingRunner:
     """A device that runs at once and reads every position of every sequence.
 
     It knows page tables and positions only from launches, as the real one does. Draft tokens are
-    right or wrong by `draw`. When `breaks` returns true, computed values are not finite. With
-    `loops_differ` a loop may give up before any step by `stuck`, and none differs afterwards.
-    What is launched behind a loop runs when that has ended. With `drafts` loops have draft tokens.
+    right or wrong by `draw`. When `breaks` returns true, computed values are not finite. A loop
+    gives up before any of its steps by `stuck`, where that is set, and none does afterwards. What
+    is launched behind a loop runs when that has ended. With `drafts` loops have draft tokens, and
+    what a decode samples behind one that gave up does not count.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class ReadingRunner:
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
-        self.loops_differ = False
-        self.stuck = random.Random()
-        self.num_stuck = 0
+        self.stuck: random.Random | None = None
+        self.num_stuck = self.num_void = 0  # loops that gave up, and rows behind that do not count
+        self._gave_up = False  # the loop in flight
+        self._void: Launch | None = None
 
     def forward(self, launch: Launch) -> None:
         """Run all rows at once."""
@@ -106,6 +108,7 @@ class ReadingRunner:
             widest = max(row.num_drafts for row in plan.rows)
             most = pages_begun(len(plan.rows), PAGE, widest)
             assert begun <= most, "more than a launch can stage"
+            self._gave_up = False
             self._read[launch.slot], self._steps, self._stop_at = [], 0, plan.num_steps
             return
         for row in plan.prefills:
@@ -127,6 +130,8 @@ class ReadingRunner:
         if launch.plan.loops:
             self._constraints, self._outputs[launch.slot] = list(constraints), []
             return
+        if launch is self._void:
+            return
         if launch is self._behind:
             assert not launch.plan.constrained, "a constraint depends on the loop before it"
             self._early = list(constraints)
@@ -139,13 +144,18 @@ class ReadingRunner:
             )
         ]
 
-    def collect(self, launch: Launch) -> list[RowTokens]:
+    def collect(self, launch: Launch) -> list[RowTokens] | None:
         """Return the tokens."""
         del self._read[launch.slot]
+        if launch is self._void:
+            self.num_void += len(launch.plan.rows)
+            return None
         if launch.plan.loops:
             behind, self._behind, self._loop_slot = self._behind, None, None
             if behind is not None:
                 self._check_rows(launch.plan, behind.plan)
+                if self._gave_up and self.drafts and behind.plan.kind is LaunchKind.DECODE:
+                    self._void = behind
                 self._forward(behind)
                 if self._early is not None:
                     self.sample(behind, self._early)
@@ -164,8 +174,10 @@ class ReadingRunner:
         """Run a step of a loop for rows that may have ended meanwhile."""
         if self._steps == self._stop_at:
             return None
-        if self.loops_differ and self.stuck.random() < STUCK_RATE:
-            self._stop_at, self.loops_differ = self._steps, False
+        rate = STUCK_RATE if self._behind is None else STUCK_BEFORE_RATE
+        if self.stuck is not None and self.stuck.random() < rate:
+            self._stop_at, self.stuck = self._steps, None
+            self._gave_up = True
             self.num_stuck += 1
             return None
         self.num_looped += 1
@@ -219,7 +231,9 @@ class ReadingRunner:
             assert sequence.finalized, "it has no page to go on"
             self.num_ended += 1
             return inputs
-        assert 0 <= position - row.position <= row.slack, f"starts at {position}"
+        # What does not count is taken back when the launch after it may have been planned already.
+        first = row.position - (self.drafts and self.num_stuck > 0)
+        assert first <= position <= row.position + row.slack, f"starts at {position}"
         if not known:  # a loop's pages are, from its beginning
             table.update((index, sequence.pages.ids[index]) for index in row.new_pages(PAGE))
         token: TokenKey = self._last[sequence.row][:2]

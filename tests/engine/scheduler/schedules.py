@@ -46,6 +46,7 @@ class Totals:
     behind: int = 0  # rows of launches behind loops
     outrun: int = 0  # of them, those that had ended in the loop
     stuck: int = 0  # loops that gave up a step
+    void: int = 0  # rows of decodes behind one that do not count
     listed: int = 0  # of those, steps with a constraint that follows another
     accepted: int = 0
     rejected: int = 0
@@ -69,6 +70,7 @@ class Totals:
         self.behind += world.runner.num_behind
         self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
+        self.void += world.runner.num_void
         self.listed += world.runner.num_listed
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -117,8 +119,8 @@ class Schedule:
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
             loops=self.runner if self.loops else None,
         )
-        self.runner.loops_differ = seed % 2 == 1 and not self.speculates
-        self.runner.stuck.seed(-seed)
+        if seed % 2 == 1:  # draws of its own
+            self.runner.stuck = random.Random(-seed)
         # Draws of its own: the others stay those of the seed.
         self.switch = random.Random(~seed) if switches else None
         self.num_switches = 0  # with a launch in flight

@@ -140,15 +140,3 @@ def test_nothing_is_launched_behind_a_lone_answer() -> None:
     world.drain()
     assert world.behind() == []
     assert sum(plan.loops for plan in world.runner.plans) == 1
-
-
-def test_a_prompt_waits_alone_where_loops_differ() -> None:
-    """Rows that may loop always do, so none decodes beside a prompt."""
-    world = Looping(random.Random(0))
-    world.runner.loops_differ, world.runner.stuck = True, Late()
-    world.runner.stuck.random = lambda: 1.0  # type: ignore[method-assign]  # it never gives up
-    first = world.submit(40)
-    world.until(first, 10)
-    world.submit(5)
-    world.drain()
-    assert world.behind() == []

@@ -30,6 +30,7 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert totals.looped > PART
     assert totals.behind > PART / 25
     assert totals.stuck > PART / 40
+    assert totals.void > 0
     assert totals.listed > PART / 3
     assert min(totals.accepted, totals.rejected) > PART
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -13,6 +15,7 @@ from legato_engine.errors import InternalError
 from legato_engine.kernels.cache import cache_folder, store
 
 _SOURCES = "sources"
+_ahead: dict[str, bytes] = {}  # compiled and not taken yet, where the cache may not be writable
 
 
 def compile_source(
@@ -26,14 +29,43 @@ def compile_source(
     Raises:
         InternalError: the source does not compile; the text has the compiler's log.
     """
-    texts = sources() if folder is None else sources() | _read(folder)
-    options = _options(defines, arch)
-    path = cache_folder() / f"{_key(name, texts, options)}.cubin"
+    texts, options = _texts(folder), _options(defines, arch)
+    key = _key(name, texts, options)
+    path = cache_folder() / f"{key}.cubin"
+    if (ready := _ahead.pop(key, None)) is not None:
+        return ready
     if path.is_file():
         return path.read_bytes()
     code = _compile(name, texts, options)
     store(path, code)
     return code
+
+
+def compile_ahead(
+    name: str,
+    several: Sequence[Mapping[str, int]],
+    arch: str,
+    *,
+    folder: Traversable | None = None,
+) -> None:
+    """Compile a file with each of several `defines` side by side, each for the next
+    `compile_source` of the same.
+    """
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        codes = pool.map(
+            lambda defines: compile_source(name, defines, arch, folder=folder), several
+        )
+        for defines, code in zip(several, codes, strict=True):
+            _ahead[_key(name, _texts(folder), _options(defines, arch))] = code
+
+
+def sources_hash(folder: Traversable) -> str:
+    """Of all sources that a file of `folder` may include."""
+    return hashlib.sha256(repr(sorted(_texts(folder).items())).encode()).hexdigest()[:32]
+
+
+def _texts(folder: Traversable | None) -> dict[str, str]:
+    return sources() if folder is None else sources() | _read(folder)
 
 
 def _options(defines: Mapping[str, int], arch: str) -> tuple[str, ...]:

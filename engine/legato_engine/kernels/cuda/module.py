@@ -70,10 +70,8 @@ class Module:
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # the context exists from here on
-        major, minor = torch.cuda.get_device_capability()
-        self.can_overlap = (major, minor) >= _OVERLAPS
-        arch = f"sm_{major}{minor}{'a' if own else ''}"
-        self._code = compile_source(name, defines, arch, folder=folder)
+        self.can_overlap = torch.cuda.get_device_capability() >= _OVERLAPS
+        self._code = compile_source(name, defines, current_arch(own=own), folder=folder)
         self._module = checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
@@ -130,6 +128,12 @@ class Kernel:
 
         count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
         return int(checked(count(self._function, threads, self._shared)))
+
+
+def current_arch(*, own: bool = False) -> str:
+    """The current device's; `own` has instructions that later architectures do not have."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}{'a' if own else ''}"
 
 
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:

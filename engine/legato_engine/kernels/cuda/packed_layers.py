@@ -35,7 +35,7 @@ def packed_layer(layer: DecoderLayer, sizes: DecoderSizes, *, rotated: bool) -> 
 
 
 def folded_first(layer: DecoderLayer, mlp: DenseMlp) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both first maps with the norm folded in, as one: products of another shape round otherwise."""
+    """Both first maps with the norm folded in, as one: apart, their sums would round otherwise."""
     return fold_norm(*_stacked([layer.qkv, mlp.fc1]), layer.norm)
 
 

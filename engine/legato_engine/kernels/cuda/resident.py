@@ -9,19 +9,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING
 
 import torch
 
+from legato_engine.kernels.cuda.compiler import compile_ahead
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.module import Argument, Compile, Module
+from legato_engine.kernels.cuda.module import Argument, Compile, Module, current_arch
 from legato_engine.kernels.cuda.packed_layers import folded_first
 from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.kernels.cuda.resident_drafts import BuildDrafts
 from legato_engine.kernels.cuda.resident_values import BuildValues, value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.kernels.resident_builds import Build, Kind
 from legato_engine.resident.header import defines
 from legato_engine.resident.program import WORD_BYTES, WORDS, Program, build_program
 from legato_engine.resident.ring_model import ring_problem
@@ -138,13 +141,13 @@ class ResidentBuild:
         policy: BlockPolicy | None = None,
         under_way: int = 0,
         delays: bool = False,
-        compile_source: Compile = Module,
+        compile_source: Compile | None = Module,
     ) -> None:
         """`values` as the program has them; rows draft by `policy`, if the program has drafts.
 
         `under_way`: stages that are being copied at once, for measuring; 0: `UNDER_WAY`. `delays`:
         warps come late at random, for tests. `compile_source`: for another machine than the current
-        GPU.
+        GPU; None: `load` does it.
         """
         sizes, device = program.sizes, embedding.device
         assert (values is None) == (sizes.values is None), "the program has other values"
@@ -164,9 +167,10 @@ class ResidentBuild:
         constants |= self.values.defines | self._drafts.defines
         if delays:
             constants["DELAYS"] = 1
-        folder = importlib.resources.files("legato_engine.resident") / "sources"
-        module = compile_source(SOURCE, constants, own=True, folder=folder)
-        self._kernel = module.kernel("steps", shared=body + self.count * WORDS * WORD_BYTES)
+        self.constants = constants
+        self._shared = body + self.count * WORDS * WORD_BYTES
+        if compile_source is not None:
+            self.load(compile_source)
         self._table = torch.tensor(program.table(), dtype=torch.int16, device=device)
         self._report = torch.zeros(16, dtype=torch.int32, pin_memory=device.type == "cuda")
         # Counters, the epoch, the abort word, and the host's wish: a cache line each.
@@ -187,6 +191,10 @@ class ResidentBuild:
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
         self._token = scratch(tokens, dtype=torch.int32)
+
+    def load(self, compile_source: Compile = Module) -> None:
+        module = compile_source(SOURCE, self.constants, own=True, folder=source_folder())
+        self._kernel = module.kernel("steps", shared=self._shared)
 
     def run(
         self,
@@ -246,47 +254,58 @@ class ResidentDecoder:
         embedding: torch.Tensor,
         cache: StepCache,
         *,
+        wanted: Collection[Build],
         values: TwoLayerValues | None = None,
-        max_rows: int = MOST_ROWS,
         policy: BlockPolicy | None = None,
     ) -> None:
-        """Compile for up to `max_rows` rows, as far as their tokens are at most `MOST_ROWS`; tokens
-        may have `values`, unless rows draft by a `policy`.
+        """Compile what is `wanted` of `builds_for`: with `values`, or for rows that draft by a
+        `policy`.
         """
         block = 0 if policy is None else policy.max_block
-        self.max_rows = min(max_rows, MOST_ROWS // (1 + block))
+        self.max_rows = max(build.rows for build in wanted)
         self.drafts = policy is not None
-        self.has_values = values is not None and not self.drafts
-        rings = {
-            tiles: stages
-            for tiles, stages in RING_STAGES.items()
-            if 8 * tiles < 2 * self.max_rows * (1 + block) or tiles == 1
-        }
-        self.program = build_program(sizes, rings[1])
+        self.has_values = any(build.kind is Kind.VALUES for build in wanted)
+        self.program = build_program(sizes, RING_STAGES[1])
         """Of words, for 8 rows; the others differ in the ring and in values."""
         weights = ResidentWeights(self.program, layers, head, head_norm)
 
-        def builds(of: ModelSizes, values: TwoLayerValues | None) -> list[ResidentBuild]:
+        def builds(
+            kind: Kind, of: ModelSizes, values: TwoLayerValues | None = None
+        ) -> list[ResidentBuild]:
+            tiles = sorted(
+                {_tiles(each.rows * (1 + block)) for each in wanted if each.kind is kind}
+            )
             return [
                 ResidentBuild(
-                    build_program(of, stages),
+                    build_program(of, RING_STAGES[each]),
                     weights,
                     embedding,
                     cache,
-                    tiles,
+                    each,
                     values=values,
                     policy=policy,
+                    compile_source=None,
                 )
-                for tiles, stages in rings.items()
+                for each in tiles
             ]
 
-        self.builds = builds(dataclasses.replace(sizes, drafts=self.drafts), None)
-        """For 8, 16 and 32 tokens."""
+        kind = Kind.DRAFTS if self.drafts else Kind.WORDS
+        self.builds = builds(kind, dataclasses.replace(sizes, drafts=self.drafts))
+        """For 8, 16 and 32 tokens, as far as they are wanted."""
         self.value_builds: list[ResidentBuild] = []
         """The same where some row's tokens may have values."""
         if values is not None and self.has_values:
             with_values = dataclasses.replace(sizes, values=value_dims(values))
-            self.value_builds = builds(with_values, values)
+            self.value_builds = builds(Kind.VALUES, with_values, values)
+        made = (*self.builds, *self.value_builds)
+        compile_ahead(
+            SOURCE,
+            [each.constants for each in made],
+            current_arch(own=True),
+            folder=source_folder(),
+        )
+        for each in made:
+            each.load()
 
     def run(
         self,
@@ -304,6 +323,23 @@ class ResidentDecoder:
     def fault(self) -> str | None:
         builds = (*self.builds, *self.value_builds)
         return next(filter(None, (build.fault() for build in builds)), None)
+
+
+def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, ...]:
+    """For 8, 16 and 32 tokens, as far as up to `max_rows` rows have so many, with `block` draft
+    tokens each; without these a launch may have `values`.
+    """
+    rows = sorted({min(max_rows, 8 * tiles // (1 + block)) for tiles in RING_STAGES} - {0})
+    kinds = (Kind.DRAFTS,) if block else (Kind.WORDS, Kind.VALUES)[: 1 + values]
+    return tuple(Build(kind, most) for kind in kinds for most in rows)
+
+
+def _tiles(tokens: int) -> int:
+    return next(tiles for tiles in RING_STAGES if tokens <= 8 * tiles)
+
+
+def source_folder() -> Traversable:
+    return importlib.resources.files("legato_engine.resident") / "sources"
 
 
 def shared_body(sizes: ModelSizes, stages: int, tokens: int) -> int:

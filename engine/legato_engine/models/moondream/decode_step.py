@@ -12,11 +12,13 @@ import torch
 from legato_engine.kernels.parameters import DenseMlp
 from legato_engine.kernels.resident import (
     ResidentDecoder,
-    ResidentSteps,
+    builds_for,
     model_sizes,
     obstacle,
+    subject,
     values_obstacle,
 )
+from legato_engine.kernels.resident_builds import Build, ResidentOffer
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -126,24 +128,32 @@ class MoondreamStep:
         for part in _passes(sampled.hidden_BD.shape[0]):
             self._values.read(state, sampled.part(part))
 
-    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentSteps | str:
+    def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
         text = self._text
         layers = decoder_layers(text)
         plain = all(isinstance(layer.mlp, DenseMlp) and layer.tau is None for layer in layers)
         if reason := obstacle(self._sizes, len(layers), text.wte, plain=plain):
             return reason
         values = self._values.two_layers
-        return ResidentDecoder(
-            model_sizes(self._sizes, len(layers)),
-            layers,
-            affine(text.lm_head),
-            affine(text.post_ln),
-            text.wte,
-            self._cache,
-            values=None if values_obstacle(self._sizes, values) else values,
-            max_rows=max_rows,
-            policy=policy,
-        )
+        has_values = values is not None and values_obstacle(self._sizes, values) is None
+        block = 0 if policy is None else policy.max_block
+        builds = builds_for(max_rows, values=has_values, block=block)
+
+        def make(wanted: Collection[Build]) -> ResidentDecoder:
+            return ResidentDecoder(
+                model_sizes(self._sizes, len(layers)),
+                layers,
+                affine(text.lm_head),
+                affine(text.post_ln),
+                text.wte,
+                self._cache,
+                wanted=wanted,
+                values=values if has_values else None,
+                policy=policy,
+            )
+
+        about = subject(self._sizes, len(layers), builds, policy, text.wte.device)
+        return ResidentOffer(about, builds, make)
 
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:

@@ -1,0 +1,134 @@
+"""Measured times of steps in loops, by the resident kernel and captured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from legato_engine.kernels.decode_loop import ANY
+from legato_engine.kernels.resident_builds import Kind
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.decode_loop import DecodeLoops
+from legato_engine.runtime.draft_state import DraftState
+from legato_engine.runtime.passes import bucket_for
+from legato_engine.runtime.path_table import ALL, NONE
+from legato_engine.runtime.request_descriptors import DESCRIPTOR, STARTS, WORDS, Descriptor
+from legato_engine.runtime.resources import Resources
+from legato_engine.speculative.block_policy import INITIAL_RATE
+
+_STEPS = 16
+_CONTEXT = 512  # positions: an image, a question and half of an answer
+_SLOT = 0
+
+
+class LoopTimes:
+    """Times steps of loops over the first slot's buffers; nothing may be in flight.
+
+    Rows read pages of their own, as sequences do, and write to the scratch page alone. In lists all
+    tokens have values, and drafts are of an answer that repeats one token, so that all are
+    accepted.
+    """
+
+    def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
+        self._resources = resources
+        self._loops = loops
+        self._context = min(_CONTEXT, resources.model.max_context // 2)
+        self._context -= self._context % resources.kv.page_size
+        known = [each.allowed for each in resources.model.constraints]
+        self._lone = [index for index, each in enumerate(known) if each and len(each) == 1]
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within it rows have pages, and their constraints stay as they are."""
+        resources = self._resources
+        table_RM, successor_C2 = resources.state.page_table_RM, resources.successor_C2
+        kept_RM, kept_C2 = table_RM.clone(), successor_C2.clone()
+
+        def begin() -> None:
+            self._take_pages()
+            successor_C2[:, 0] = ANY
+            successor_C2[:, 1] = torch.arange(len(successor_C2), device=successor_C2.device)
+
+        def end() -> None:
+            table_RM.copy_(kept_RM)
+            successor_C2.copy_(kept_C2)
+            if resources.state.drafts is not None:
+                resources.state.drafts.clear()
+
+        resources.compute.submit(begin)
+        try:
+            yield
+        finally:
+            resources.compute.submit(end)
+            resources.compute.record().wait()
+
+    def seconds(self, kind: Kind, num_rows: int, resident: bool) -> float:
+        """Of a step, once, within `rehearsing`."""
+        resources, loops = self._resources, self._loops
+        compute, slot = resources.compute, resources.slots[_SLOT]
+        before, loops.choice = loops.choice, ALL if resident else NONE
+        try:
+            num_tokens = self._stage(kind, num_rows)
+            slot.staged.upload(compute)
+            slot.constraint.upload(compute)
+            begun = compute.record()
+            needs = Needs(sampled=False, payload=kind is Kind.VALUES, logprobs=False)
+            bucket = bucket_for(resources.buckets, num_tokens)
+            loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs)
+            ended = compute.record()
+            num_steps = 0
+            while loops.next_outputs(_SLOT, ended) is not None:
+                num_steps += 1
+            loops.restore(_SLOT)
+        finally:
+            loops.choice = before
+        return (ended.time_ns() - begun.time_ns()) / 1e9 / max(1, num_steps)
+
+    def _take_pages(self) -> None:
+        """Different ones up to the context, as far as the pool has so many."""
+        resources = self._resources
+        table_RM, num_pages = resources.state.page_table_RM, resources.kv.k_LNHSE.shape[1]
+        rows, width = resources.state.scratch_row, self._context // resources.kv.page_size
+        pages = torch.arange(rows * width, device=table_RM.device).view(rows, width)
+        table_RM.zero_()
+        table_RM[:rows, :width] = 1 + pages % (num_pages - 1)
+
+    def _repeat(self, drafts: DraftState, token: int) -> None:
+        """Let all rows have had one token up to the context, and tokens left."""
+        drafts.clear()
+        drafts.tokens_RC[:, : self._context + 1] = token
+        drafts.position_R.fill_(self._context)
+        drafts.limit_R.fill_(self._resources.model.max_context - 1)
+        words = np.zeros(WORDS, dtype=np.int64)
+        words.view(DESCRIPTOR)[0] = Descriptor(0.0, 0.0, INITIAL_RATE, 0, 0, STARTS)
+        drafts.descriptor_R4.copy_(torch.from_numpy(words).expand_as(drafts.descriptor_R4))
+        self._resources.state.token_R.fill_(token)
+
+    def _stage(self, kind: Kind, num_rows: int) -> int:
+        """Stage rows at the end of the context; return their tokens of a step, at most."""
+        slot, scratch_row = self._resources.slots[_SLOT], self._resources.state.scratch_row
+        staged, constraint = slot.staged.host, slot.constraint.host["constraint"]
+        lone = {Kind.WORDS: [], Kind.VALUES: self._lone, Kind.DRAFTS: self._lone[:1]}[kind] or [0]
+        constraint[:num_rows] = [lone[row % len(lone)] for row in range(num_rows)]
+        drafts = self._resources.state.drafts
+        if drafts is not None:
+            allowed = self._resources.model.constraints[lone[0]].allowed or (0,)
+            self._resources.compute.submit(lambda: self._repeat(drafts, allowed[0]))
+            staged["scheduled_row"].fill(scratch_row)
+            staged["scheduled_row"][:num_rows] = range(num_rows)
+            staged["room"][:num_rows] = drafts.max_block
+            staged["reach"][:num_rows] = self._resources.model.max_context
+            staged["control"].fill(0)
+            return num_rows * (1 + drafts.max_block)
+        for name in ("row", "source", "sample_row"):
+            staged[name].fill(scratch_row)
+            staged[name][:num_rows] = range(num_rows)
+        staged["position"].fill(0)
+        staged["position"][:num_rows] = self._context
+        staged["fresh"][:] = staged["position"]
+        staged["fresh"][num_rows:] = 1  # above their position: padding
+        staged["sample_position"][:] = staged["position"] + 1
+        return num_rows

@@ -1,0 +1,136 @@
+"""Which launches of several steps are the resident kernel's: by what a step was measured to take.
+
+Both paths have the same bits, so that the choice is of speed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import msgspec
+
+from legato_engine.kernels.cache import cache_folder, store
+from legato_engine.kernels.resident_builds import Build, Kind
+
+_TURNS = 3  # of both paths, of which the shortest steps count
+
+
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class StepTimes(msgspec.Struct, frozen=True, order=True):
+    """A step of so many rows, in a launch of the kernel and in a captured loop."""
+
+    kind: Kind
+    rows: int
+    resident: Seconds
+    loop: Seconds
+
+
+class Choice(Protocol):
+    """What goes to the kernel, of what it can take."""
+
+    def takes(self, kind: Kind, num_rows: int) -> bool: ...
+
+
+class Fixed:
+    """All launches, or none."""
+
+    def __init__(self, takes: bool) -> None:
+        self._takes = takes
+
+    def takes(self, kind: Kind, num_rows: int) -> bool:
+        del kind, num_rows
+        return self._takes
+
+
+ALL, NONE = Fixed(True), Fixed(False)
+
+
+class PathTable:
+    """A `Choice` by measured times; so many rows as were not measured are the next larger count."""
+
+    def __init__(self, times: Iterable[StepTimes]) -> None:
+        self.times = tuple(sorted(times))
+
+    def takes(self, kind: Kind, num_rows: int) -> bool:
+        rows = (each for each in self.times if each.kind == kind and each.rows >= num_rows)
+        least = next(rows, None)
+        return least is not None and _wins(least)
+
+    def wanted(self, builds: Sequence[Build]) -> tuple[Build, ...]:
+        """Those that the launches of the kernel need."""
+        wins = {(each.kind, each.rows) for each in self.times if _wins(each)}
+        return tuple(
+            build
+            for build in builds
+            if any((each.kind, each.rows) in wins for each in _measured_by(build, builds))
+        )
+
+    def milliseconds(self) -> list[dict[str, str | int | float]]:
+        """For the log."""
+        return [
+            {
+                "kind": str(each.kind),
+                "rows": each.rows,
+                "resident": round(each.resident * 1e3, 4),
+                "loop": round(each.loop * 1e3, 4),
+            }
+            for each in self.times
+        ]
+
+
+def measure(builds: Sequence[Build], seconds: Callable[[Kind, int, bool], float]) -> PathTable:
+    """Measure a lone row of each kind, and the most rows of each build.
+
+    `seconds` of a step by kind, rows and whether in the kernel; both paths are measured in turns.
+    """
+    counts = [each for build in builds for each in _measured_by(build, builds)]
+    times = []
+    for kind, rows in counts:
+        turns = [(seconds(kind, rows, True), seconds(kind, rows, False)) for _ in range(_TURNS)]
+        times.append(StepTimes(kind, rows, *map(min, zip(*turns, strict=True))))
+    return PathTable(times)
+
+
+class Kept:
+    """A table in the folder of compiled kernels, of a `subject` that its times depend on."""
+
+    def __init__(self, subject: Mapping[str, str]) -> None:
+        self._subject = dict(subject)
+
+    def path(self) -> Path:
+        digest = hashlib.sha256(repr(sorted(self._subject.items())).encode()).hexdigest()
+        return cache_folder() / f"decode-paths-{digest[:16]}.json"
+
+    def read(self) -> PathTable | None:
+        """None if there is none, or it cannot be read, or is of another subject."""
+        try:
+            file = msgspec.json.decode(self.path().read_bytes(), type=_File)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return PathTable(file.times) if file.subject == self._subject and file.times else None
+
+    def write(self, table: PathTable) -> None:
+        """Nothing, where the folder is not writable: the next start measures again."""
+        file = msgspec.json.encode(_File(self._subject, table.times))
+        store(self.path(), msgspec.json.format(file, indent=2))
+
+
+class _File(msgspec.Struct, frozen=True):
+    subject: dict[str, str]
+    times: tuple[StepTimes, ...]
+
+
+def _wins(times: StepTimes) -> bool:
+    return times.resident < times.loop
+
+
+def _measured_by(build: Build, builds: Sequence[Build]) -> list[Build]:
+    """The counts of rows that are measured with a build."""
+    first = next(each for each in builds if each.kind == build.kind)
+    lone = build == first and build.rows > 1
+    return [Build(build.kind, 1), build] if lone else [build]

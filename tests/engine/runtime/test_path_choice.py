@@ -1,0 +1,238 @@
+"""`--decode-path auto`: measured at start through the loops themselves, kept, and chosen by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+import torch
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
+from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.loading import assemble
+from legato_engine.kernels.cuda.resident import builds_for
+from legato_engine.kernels.resident import ResidentSteps
+from legato_engine.kernels.resident_builds import Build, Kind, ResidentOffer
+from legato_engine.runtime import decode_loop
+from legato_engine.runtime.kv_pool import decode_buckets
+from legato_engine.runtime.loop_times import LoopTimes
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.torch_backend import TorchBackend
+from legato_engine.speculative.block_policy import BlockPolicy
+from legato_engine.speculative.block_sizes import block_policy
+from legato_engine.speculative.lookup import LookupProposer
+
+from tests.engine.runtime.test_resident_loops import Fake, Launches, answers
+
+MOST = 4
+LENGTHS = [40, 7, 2, 23]
+Start = Callable[..., tuple[Assembly, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def graph() -> Iterator[Assembly]:
+    """Single steps, and the model for the others."""
+    made = assemble(
+        EngineConfig(
+            device="cpu", threads=1, model="random-tiny", random_weights=True, max_running=MOST
+        )
+    )
+    yield made
+    made.device.close()
+
+
+@dataclasses.dataclass
+class Kernel:
+    """What a model has of the kernel, and at how many rows its steps are said to be faster."""
+
+    wins: Mapping[Kind, Collection[int]] = dataclasses.field(default_factory=dict)
+    values: bool = True
+    refused: str | None = None
+    sources: str = "these"
+    steps: int | None = None  # after the warm-up, until it is stuck
+    fake: Fake | None = None
+    built: list[tuple[Build, ...]] = dataclasses.field(default_factory=list)
+    timed: list[tuple[Kind, int, bool]] = dataclasses.field(default_factory=list)
+    took: list[float] = dataclasses.field(default_factory=list)
+
+    def offer(self, max_rows: int, policy: BlockPolicy | None) -> ResidentOffer | str:
+        block = 0 if policy is None else policy.max_block
+        builds = builds_for(max_rows, values=self.values, block=block)
+        return self.refused or ResidentOffer({"sources": self.sources}, builds, self._make)
+
+    def _make(self, wanted: Collection[Build]) -> ResidentSteps:
+        self.built.append(tuple(wanted))
+        kinds = {build.kind for build in wanted}
+        self.fake = Fake(has_values=Kind.VALUES in kinds)
+        self.fake.drafts = Kind.DRAFTS in kinds
+        return self.fake
+
+    def seconds(self, kind: Kind, rows: int, resident: bool, took: float) -> float:
+        self.timed.append((kind, rows, resident))
+        self.took.append(took)
+        return 1.0 if resident == (rows in self.wins.get(kind, ())) else 2.0
+
+
+@pytest.fixture
+def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts an engine, with one folder of kernels; returns it and what the log says of paths."""
+    monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(decode_loop, "DraftLaunches", Launches)
+    timed = LoopTimes.seconds
+
+    def run(kernel: Kernel, setting: str = "off") -> tuple[Assembly, list[dict[str, Any]]]:
+        def resident(
+            backend: TorchBackend, max_rows: int, policy: BlockPolicy | None = None
+        ) -> ResidentOffer | str:
+            del backend
+            return kernel.offer(max_rows, policy)
+
+        def seconds(times: LoopTimes, kind: Kind, rows: int, resident: bool) -> float:
+            return kernel.seconds(kind, rows, resident, timed(times, kind, rows, resident))
+
+        monkeypatch.setattr(TorchBackend, "resident", resident)
+        monkeypatch.setattr(LoopTimes, "seconds", seconds)
+        policy = block_policy(setting)
+        most = MOST * (1 + max_block_size(setting)) if policy else MOST
+        with structlog.testing.capture_logs() as lines:
+            runner = ModelRunner(
+                graph.model,
+                graph.device,
+                graph.kv,
+                max_running=MOST,
+                buckets=decode_buckets(graph.device, most),
+                proposer=None if policy is None else LookupProposer(),
+                block_policy=policy,
+                loops=True,
+                resident=None,
+            )
+            if kernel.fake is not None:
+                kernel.fake.bind(runner)
+            runner.warm_up()
+            if kernel.fake is not None:
+                kernel.fake.left = kernel.steps
+            runner.choose_paths()
+        config = msgspec.structs.replace(graph.config, speculation=setting, draft=LOOKUP_DRAFT)
+        said = [dict(line) for line in lines if line["event"] == "decode_paths"]
+        return dataclasses.replace(graph, runner=runner, config=config), said
+
+    return run
+
+
+def test_a_first_start_measures_and_a_later_one_reads(start: Start, graph: Assembly) -> None:
+    """It builds only what wins, and answers are the same."""
+    expected = answers(graph, LENGTHS)
+    first = Kernel({Kind.WORDS: [1, MOST], Kind.VALUES: []})
+    assembly, said = start(first)
+    assert first.built == [(Build(Kind.WORDS, MOST), Build(Kind.VALUES, MOST))]
+    cells = {(kind, rows) for kind, rows, _ in first.timed}
+    assert cells == {(kind, rows) for kind in (Kind.WORDS, Kind.VALUES) for rows in (1, MOST)}
+    assert min(first.took) > 0.0
+    assert [line["measured"] for line in said] == ["now"]
+    assert said[0]["milliseconds"][0] == {
+        "kind": "values",
+        "rows": 1,
+        "resident": 2000.0,
+        "loop": 1000.0,
+    }
+    assert answers(assembly, LENGTHS) == expected
+
+    later = Kernel()
+    again, said_again = start(later)
+    assert later.built == [(Build(Kind.WORDS, MOST),)]
+    assert later.timed == []
+    assert [line["measured"] for line in said_again] == ["at an earlier start"]
+    assert said_again[0]["milliseconds"] == said[0]["milliseconds"]
+    assert again.runner.resident_rows == MOST
+    assert answers(again, LENGTHS) == expected
+    assert later.fake is not None
+    assert later.fake.launches > 0
+
+
+def test_more_rows_than_it_wins_with_are_loops(start: Start, graph: Assembly) -> None:
+    """Where it wins with a lone row alone, it gets no other, in the first start and later."""
+    for kernel in (Kernel({Kind.WORDS: [1]}), Kernel()):
+        assembly, _ = start(kernel)
+        fake = kernel.fake
+        assert fake is not None
+        fake.kinds.clear()
+        assert assembly.runner.resident_rows == 1
+        assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+        assert fake.kinds == {(False, 1)}
+
+
+def test_where_it_wins_nowhere_nothing_is_built_later(start: Start, graph: Assembly) -> None:
+    """And the first start keeps nothing of it."""
+    first, later = Kernel(), Kernel()
+    for kernel in (first, later):
+        assembly, _ = start(kernel)
+        assert assembly.runner.resident_rows == 0
+        assert assembly.runner.decodes_by_loops
+        assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+    assert len(first.built) == 1
+    assert later.built == []
+
+
+@pytest.mark.parametrize("setting", ["fixed:3", "seed"])
+def test_drafting_steps_are_measured_with_all_their_drafts(
+    start: Start, graph: Assembly, setting: str
+) -> None:
+    """By the builds for rows that draft; the acceptance of what was measured is forgotten."""
+    kernel = Kernel({Kind.DRAFTS: range(1, MOST + 1)})
+    assembly, _ = start(kernel, setting)
+    assert {kind for kind, _, _ in kernel.timed} == {Kind.DRAFTS}
+    drafts = assembly.runner._drafts
+    assert drafts is not None
+    fresh = drafts.overall.clone()
+    drafts.forget()
+    assert torch.equal(fresh, drafts.overall)
+    assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+    assert kernel.fake is not None
+    assert kernel.fake.launches > 0
+
+
+def test_measuring_leaves_pages_and_constraints_as_they_were(start: Start, graph: Assembly) -> None:
+    """It writes to the scratch page alone."""
+    kept = [graph.kv.k_LNHSE[:, 1:].clone(), graph.kv.v_LNHSE[:, 1:].clone()]
+    successor_C2 = graph.runner._resources.successor_C2
+    assembly, _ = start(Kernel())
+    assert torch.equal(assembly.kv.k_LNHSE[:, 1:], kept[0])
+    assert torch.equal(assembly.kv.v_LNHSE[:, 1:], kept[1])
+    assert torch.equal(assembly.runner._resources.successor_C2, successor_C2)
+    assert not assembly.runner._resources.state.page_table_RM.any()
+
+
+def test_other_kernels_are_measured_again(start: Start) -> None:
+    """What is kept is of their sources."""
+    start(Kernel({Kind.WORDS: [1]}))
+    other = Kernel({Kind.WORDS: [MOST]}, sources="those")
+    start(other)
+    assert other.timed != []
+    assert len(other.built) == 1
+
+
+def test_without_memory_for_it_the_log_says_so_once(start: Start, graph: Assembly) -> None:
+    """And all launches are loops."""
+    kernel = Kernel(refused="needs memory for a second copy of the weights")
+    assembly, said = start(kernel)
+    assert [line["reason"] for line in said] == [f"the resident kernel {kernel.refused}"]
+    assert assembly.runner.resident_rows == 0
+    assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+
+
+@pytest.mark.parametrize("steps", [0, 2, 40])
+def test_a_kernel_that_is_stuck_while_it_is_measured_is_not_chosen(
+    start: Start, graph: Assembly, steps: int
+) -> None:
+    """Nor is anything kept: the next start measures again."""
+    assembly, said = start(Kernel({Kind.WORDS: [1, MOST]}, steps=steps))
+    assert said == []
+    assert assembly.runner.resident_rows == 0
+    assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+    later = Kernel({Kind.WORDS: [1, MOST]})
+    start(later)
+    assert later.timed != []
