@@ -18,13 +18,8 @@ SMALL = ModelSizes(dim=128, ff_ratio=2, num_layers=2, vocab_size=256)
 NARROW = ModelSizes(dim=64, ff_ratio=3, num_layers=2, vocab_size=128)
 """4 workers, of which each samples and settles several rows."""
 EVEN = ModelSizes(dim=192, ff_ratio=2, num_layers=2, vocab_size=384)
-<<<<<<< HEAD
-"""12 workers. Captured steps cut the inputs of a layer's output into chunks of the kernel's width,
-as with real models and unlike with the smaller ones: so sums run in the same order.
-=======
 """12 workers. Captured steps cut a layer's inputs into chunks as wide as the kernel's, as they do
 with real models and unlike with the smaller ones: so sums run in the same order.
->>>>>>> h-values
 """
 WIDE = ModelSizes(dim=1024, ff_ratio=3, num_layers=1, vocab_size=1024)
 """64 workers; a layer's outputs are sums of parts."""
