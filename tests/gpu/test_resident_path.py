@@ -12,6 +12,9 @@ from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
+from legato_engine.runtime.backend import Needs
+from legato_engine.runtime.graph_runner import Work
+from legato_engine.runtime.path_table import ALL
 
 from benchmarks.loops import Decodes, question, randomly, recorded
 from tests.loop_answers import Ask, results
@@ -102,10 +105,20 @@ def test_any_mix_has_the_bits_of_single_steps(
 
 @pytest.mark.parametrize(("skills", "num_steps"), [(False, 20_000), (True, 10_000)])
 def test_short_steps_with_arrivals_and_aborts(
-    resident: Assembly, skills: bool, num_steps: int
+    resident: Assembly, monkeypatch: pytest.MonkeyPatch, skills: bool, num_steps: int
 ) -> None:
-    """No hang, and every answer is what it is alone."""
-    had = steps_of(resident)
+    """No hang, and every answer is what it is alone. By name all loops are launches of the kernel,
+    but for those with a row that wants log-probabilities.
+    """
+    had, loops = steps_of(resident), resident.runner._loops
+    assert loops is not None
+    made = loops._loop
+
+    def loop(slot: int, bucket: int, rank: int, needs: Needs) -> Work:
+        assert needs.logprobs or loops.choice is not ALL, "a loop of captured steps"
+        return made(slot, bucket, rank, needs)
+
+    monkeypatch.setattr(loops, "_loop", loop)
     totals = randomly(resident, num_steps=num_steps, seed=11 + skills, skills=skills)
     assert totals["different"] == 0
     assert totals["aborted"] > num_steps / 100

@@ -15,7 +15,8 @@ import torch
 from legato_engine.kernels.accelerated import RowTensors
 from legato_engine.kernels.cuda import resident_limits
 from legato_engine.kernels.cuda.drafting import DraftTensors
-from legato_engine.kernels.cuda.resident import ResidentDecoder, builds_for, model_sizes
+from legato_engine.kernels.cuda.resident import model_sizes
+from legato_engine.kernels.cuda.resident_decoder import ResidentDecoder, builds_for
 from legato_engine.kernels.cuda.resident_subject import subject
 from legato_engine.kernels.cuda.resident_values import values_obstacle
 from legato_engine.kernels.step import DecoderSizes

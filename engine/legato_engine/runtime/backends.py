@@ -73,9 +73,11 @@ def paths_for(
 
 def choose(offer: ResidentOffer, times: LoopTimes, loops: DecodeLoops) -> None:
     """Measure both paths, choose by it, and keep it for later starts; nothing may be in flight."""
+    if not loops.resident_rows:  # it is stuck
+        return
     with times.rehearsing():
         table = measure(offer.builds, times.seconds)
-    if not loops.resident_rows:  # it was stuck
+    if not loops.resident_rows:
         return
     _log.info("decode_paths", milliseconds=table.milliseconds(), measured="now")
     Kept(offer.subject).write(table)

@@ -45,16 +45,17 @@ class LoopTimes:
         """Within it rows have pages, and their constraints stay as they are."""
         resources = self._resources
         table_RM, successor_C2 = resources.state.page_table_RM, resources.successor_C2
-        kept_RM, kept_C2 = table_RM.clone(), successor_C2.clone()
+        kept: list[torch.Tensor] = []
 
         def begin() -> None:
+            kept.extend((table_RM.clone(), successor_C2.clone()))
             self._take_pages()
             successor_C2[:, 0] = ANY
             successor_C2[:, 1] = torch.arange(len(successor_C2), device=successor_C2.device)
 
         def end() -> None:
-            table_RM.copy_(kept_RM)
-            successor_C2.copy_(kept_C2)
+            table_RM.copy_(kept[0])
+            successor_C2.copy_(kept[1])
             if resources.state.drafts is not None:
                 resources.state.drafts.clear()
 

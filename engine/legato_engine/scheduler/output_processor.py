@@ -65,8 +65,12 @@ class OutputProcessor:
                 self.process(sequence, token)
         record.tokens = self.num_tokens - num_tokens
 
-    def take_back(self, record: StepRecord) -> None:
-        """Take back decodes that do not count."""
+    def take_back(self, record: StepRecord, *, loops: bool) -> None:
+        """Take back decodes that do not count.
+
+        `loops`: the launch behind is a loop, which ends one position later than it would have
+        without them.
+        """
         plan = record.launch.plan
         for row in plan.rows:
             sequence = row.sequence
@@ -74,7 +78,7 @@ class OutputProcessor:
             if sequence.finalized:
                 record.zombies += 1
             elif self._block_sizes is not None:
-                sequence.settle_drafts(row.num_drafts, 0)
+                sequence.settle_drafts(row.num_drafts - loops, 0)
                 self.commit_pages(sequence, row.num_drafts, pressed=plan.under_pressure)
 
     def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:

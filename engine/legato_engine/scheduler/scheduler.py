@@ -359,12 +359,12 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
+        behind = self._records[0].launch.plan if self._records else None
         if outputs is None:
-            self._outputs.take_back(record)
+            self._outputs.take_back(record, loops=behind is not None and behind.loops)
         elif not launch.plan.loops:
             self._outputs.process_launch(record, outputs)
         elif self._loops is not None:
-            behind = self._records[0].launch.plan if self._records else None
             self._loops.settle(record, behind, self._outputs)
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)

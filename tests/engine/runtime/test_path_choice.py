@@ -14,7 +14,7 @@ import torch
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble
-from legato_engine.kernels.cuda.resident import builds_for
+from legato_engine.kernels.cuda.resident_decoder import builds_for
 from legato_engine.kernels.resident import ResidentSteps
 from legato_engine.kernels.resident_builds import Build, Kind, ResidentOffer
 from legato_engine.runtime import decode_loop

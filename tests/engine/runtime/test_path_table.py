@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from legato_engine.kernels.cuda.resident import builds_for
+from legato_engine.kernels.cuda.resident_decoder import builds_for
+from legato_engine.kernels.cuda.resident_subject import PACKAGES, code_files, code_hash
 from legato_engine.kernels.resident_builds import Build, Kind
 from legato_engine.runtime.path_table import ALL, NONE, Kept, PathTable, StepTimes, measure
 
@@ -149,3 +150,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     kept = Kept(SUBJECT)
     kept.write(table(words=(1,)))
     assert kept.read() is None
+
+
+def test_the_code_of_all_kernels_is_of_the_subject() -> None:
+    """Sources, launches and the resident kernel's program; nothing that a start writes."""
+    names = {file.name for package in PACKAGES for file in code_files(package)}
+    assert {"step.cu", "sample.cu", "common.cuh", "program.py", "decoder.py"} <= names
+    assert {Path(name).suffix for name in names} == {".py", ".cu", ".cuh"}
+    assert code_hash() == code_hash()

@@ -238,9 +238,9 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
     taken_back = list[StepRecord]()
     take_back = OutputProcessor.take_back
 
-    def noted(self: OutputProcessor, record: StepRecord) -> None:
+    def noted(self: OutputProcessor, record: StepRecord, *, loops: bool) -> None:
         taken_back.append(record)
-        take_back(self, record)
+        take_back(self, record, loops=loops)
 
     monkeypatch.setattr(OutputProcessor, "take_back", noted)
     expected = answers(graph, [30, 12, 30])

@@ -59,11 +59,6 @@ def compile_ahead(
             _ahead[_key(name, _texts(folder), _options(defines, arch))] = code
 
 
-def sources_hash(folder: Traversable) -> str:
-    """Of all sources that a file of `folder` may include."""
-    return hashlib.sha256(repr(sorted(_texts(folder).items())).encode()).hexdigest()[:32]
-
-
 def _texts(folder: Traversable | None) -> dict[str, str]:
     return sources() if folder is None else sources() | _read(folder)
 
