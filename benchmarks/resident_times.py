@@ -69,6 +69,27 @@ def time_values(tiles: list[int]) -> None:
             _profile(kernel, cache, tokens, positions)
 
 
+def time_draws(tiles: list[int]) -> None:
+    """Milliseconds of a step whose rows are all drawn, by their rules."""
+    model, steps, weights = Model.random(MOONDREAM2, POSITIONS), 32, None
+    rules = {"greedy": (0.0, 1.0, 0), "0.7": (0.7, 1.0, 0), "0.7 top_p 0.9": (0.7, 0.9, 0)}
+    rules["1.0 top_k 40"] = 1.0, 1.0, 40
+    for each in tiles:
+        kernel = ResidentKernel(model, each, weights=weights)
+        weights = kernel.weights
+        for rows in (1, 8 * each):
+            tokens = torch.randint(model.sizes.vocab_size, (rows,), device=DEVICE)
+            positions = torch.full((rows,), CONTEXT - steps // 2, device=DEVICE)
+            cache = Cache.random(MOONDREAM2, rows, POSITIONS // 16)
+            took = []
+            for name, (temperature, top_p, top_k) in rules.items():
+                kernel.rules.temperature_R.fill_(temperature)
+                kernel.rules.top_p_R.fill_(top_p)
+                kernel.rules.top_k_R.fill_(top_k)
+                took.append(f"{name} {_time(kernel, cache, tokens, positions, steps):.4f}")
+            print(f"draws: tiles {each}, {rows} rows, ms a step:", ", ".join(took), flush=True)
+
+
 def time_under_way(tiles: list[int]) -> None:
     """Milliseconds of a step by how many stages are being copied at once."""
     sizes = MOONDREAM2

@@ -126,6 +126,7 @@ inline u32 half_of_e4m3(unsigned short two) {
 }
 inline float float_of_half(unsigned short half) { return host::float_of_half_bits(half); }
 inline float power_of_two(float x) { return host::flushed(exp2f(host::flushed(x))); }
+inline float logarithm_of_two(float x) { return log2f(host::flushed(x)); }
 inline float reciprocal(float x) { return host::flushed(1.f / host::flushed(x)); }
 
 inline u32 transposed(u32 pair) {

@@ -73,6 +73,14 @@ def test_tokens_are_those_of_the_sampling_kernel_by_all_rules(world: World) -> N
     words.tokens_are_those_of_the_sampling_kernel(world, num_rows=13, steps=2)
 
 
+@pytest.mark.slow
+def test_more_contenders_than_memory_has_change_no_token(schedule: Schedule) -> None:
+    """Then all tokens are looked at again."""
+    few = "commit.cuh", "sizeof(Shared::sums) / sizeof(Contender)", "2"
+    world = World(SMALL, emulated(schedule, few))
+    words.tokens_are_those_of_the_sampling_kernel(world, num_rows=13, steps=2)
+
+
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:
     words.a_row_has_the_same_bits_in_every_batch(world, (3, 9))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from legato_engine.resident.sizes import MOONDREAM2
 
 from tests.emulator.small import EVEN, SMALL, emulated
 from tests.resident import values
@@ -53,6 +54,15 @@ def test_bits_are_those_of_captured_steps(num_rows: int, parts: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 5, 13, 32])
 def test_steps_are_captured_ones(num_rows: int) -> None:
     steps_are_captured_ones(World(EVEN, emulated()), num_rows, steps=3)
+
+
+@pytest.mark.slow
+def test_steps_of_moondream_2s_width_are_captured_ones() -> None:
+    """One layer and fewer words: all else is as large as on a GPU."""
+    sizes = dataclasses.replace(MOONDREAM2, num_layers=1, vocab_size=MOONDREAM2.dim)
+    world = World(sizes, emulated())
+    assert min(sizes.out_parts, world.values.sizes.parts) > 1
+    steps_are_captured_ones(world, num_rows=9, steps=2)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(world: World) -> None:

@@ -45,6 +45,7 @@ _VALUES = {
     "PAIR_REACH": 2,
     "PAIR_FEATURES": 256,
 }
+_IN_PARTS = {"INNER": 8192, "INNER_CHUNK": 512, "VALUE_PARTS": 4}
 _WORDS = BuildValues(None, 8, _CPU).defines
 _NO_DRAFTS = BuildDrafts(None, _CPU).defines
 _POLICIES: tuple[BlockPolicy, ...] = (
@@ -55,6 +56,7 @@ _POLICIES: tuple[BlockPolicy, ...] = (
 BUILDS = [
     (1, _WORDS | _NO_DRAFTS),
     (1, _VALUES | _NO_DRAFTS),
+    (4, _VALUES | _IN_PARTS | _NO_DRAFTS),
     *(
         (tiles, _WORDS | BuildDrafts(policy, _CPU).defines)
         for tiles, policy in zip((1, 2, 4), _POLICIES, strict=True)
@@ -63,7 +65,7 @@ BUILDS = [
 
 
 @pytest.mark.parametrize(
-    ("tiles", "kind"), BUILDS, ids=("words", "values", "fixed", "seed", "budget")
+    ("tiles", "kind"), BUILDS, ids=("words", "values", "parts", "fixed", "seed", "budget")
 )
 def test_every_kind_of_build_compiles(tiles: int, kind: dict[str, int]) -> None:
     """With room for what a thread block shares; the source checks that."""

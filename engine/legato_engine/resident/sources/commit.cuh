@@ -100,41 +100,78 @@ __device__ __noinline__ int find_last(Shared& shared, const Rules& rules) {
   return length;
 }
 
-// The token with the best score and noise, of those that the first `length` digits keep.
-__device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int length) {
+// A token whose rough score with noise came near the best one so far; they lie where sums are.
+struct Contender {
+  float rough;
+  int id;
+};
+constexpr u32 MOST_CONTENDERS = sizeof(Shared::sums) / sizeof(Contender);
+
+// The token with the best score and noise, of those that the first `length` digits keep, `highest` among them. Most tokens
+// need no more than a bound of their noise, and only those whose rough score comes near the best one are scored exactly.
+__device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int length, int highest) {
+  constexpr int SPAN = THREADS * 4, BURST = 5;
   Sampling& sampling = shared.sampling;
+  Contender* contenders = reinterpret_cast<Contender*>(&shared.sums[0][0][0][0]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const float peak = rules.peak;
-  const auto stays = [&](float x, int id) {
-    return peak - x < REACH && against(sampling, length, x, peak, id) <= 0;
-  };
-  float rough = -INFINITY;
-  each_score(rules.scores, [&](float score, int id) {
+  const float peak = rules.peak, scale = __fdiv_rn(1.f, rules.temperature);
+  // Of a bound: both slacks of rough scores, and the error of a product instead of a quotient.
+  const float slack = 2.f * NOISE_SLACK + fabsf(peak) * 1e-6f;
+  float best = rough_noise(mix(rules.key + (u64)highest) >> 11);
+  if (threadIdx.x == 0) sampling.contenders = 0;
+  workers_sync();
+  const auto offer = [&](float score, int id) {
+    const u64 mixed = mix(rules.key + (u64)id);
+    if (!(__fmaf_rn(score, scale, slack - peak) + most_noise(mixed) >= best)) return;
     const float x = rules.value(score);
-    if (stays(x, id)) rough = fmaxf(rough, x - peak + rough_noise(mix(rules.key + (u64)id) >> 11));
-  });
+    if (!(peak - x < REACH) || against(sampling, length, x, peak, id) > 0) return;
+    const float rough = x - peak + rough_noise(mixed >> 11);
+    if (!(rough >= best - NOISE_SLACK)) return;
+    best = fmaxf(best, rough);
+    const u32 at = atomicAdd(&sampling.contenders, 1u);
+    if (at < MOST_CONTENDERS) contenders[at] = {rough, id};
+  };
+  for (int begin = 0; begin < VOCAB; begin += SPAN * BURST) {
+    uint4 raw[BURST];
+    const int first = begin + threadIdx.x * 4;
+#pragma unroll
+    for (int i = 0; i < BURST; i++)
+      if (first + i * SPAN < VOCAB) raw[i] = load_fresh(rules.scores + first + i * SPAN);
+#pragma unroll
+    for (int i = 0; i < BURST; i++) {
+      if (first + i * SPAN < VOCAB)
+#pragma unroll
+        for (int j = 0; j < 4; j++) offer(__uint_as_float((&raw[i].x)[j]), first + i * SPAN + j);
+      __syncwarp();
+      best = from_key(__reduce_max_sync(~0u, to_key(best)));
+    }
+  }
+  if (lane == 0) sampling.rough[warp] = to_key(best);
   __syncwarp();
-  const u32 highest = __reduce_max_sync(~0u, to_key(rough));
-  if (lane == 0) sampling.rough[warp] = highest;
   workers_sync();
   const float near = from_key(__reduce_max_sync(~0u, sampling.rough[lane % WARPS])) - NOISE_SLACK;
-  Best best = {0u, 0u, ~0u};
-  if (rough >= near)
-    each_score(rules.scores, [&](float score, int id) {
-      const float x = rules.value(score);
-      if (!stays(x, id)) return;
-      const u64 bits = mix(rules.key + (u64)id) >> 11;
-      if (!(x - peak + rough_noise(bits) >= near)) return;
-      const u32 total = to_key(x - peak + exact_noise(bits)), own = to_key(x);
-      if (total > best.first || (total == best.first && own > best.second)) best = {total, own, (u32)id};
+  Best mine = {0u, 0u, ~0u};
+  const auto score = [&](float x, int id) {
+    const u32 total = to_key(x - peak + exact_noise(mix(rules.key + (u64)id) >> 11)), own = to_key(x);
+    const bool more = own > mine.second || (own == mine.second && (u32)id < mine.id);
+    if (total > mine.first || (total == mine.first && more)) mine = {total, own, (u32)id};
+  };
+  const u32 count = sampling.contenders;
+  for (u32 i = threadIdx.x; i < count && count <= MOST_CONTENDERS; i += THREADS)
+    if (contenders[i].rough >= near) score(rules.value(load_fresh_f32(rules.scores + contenders[i].id)), contenders[i].id);
+  if (count > MOST_CONTENDERS)
+    each_score(rules.scores, [&](float raw, int id) {
+      const float x = rules.value(raw);
+      if (!(peak - x < REACH) || against(sampling, length, x, peak, id) > 0) return;
+      if (x - peak + rough_noise(mix(rules.key + (u64)id) >> 11) >= near) score(x, id);
     });
   __syncwarp();
-  best = warp_best(best);
-  if (lane == 0) sampling.best[warp] = best;
+  mine = warp_best(mine);
+  if (lane == 0) sampling.best[warp] = mine;
   workers_sync();
-  best = warp_best(sampling.best[lane % WARPS]);
+  mine = warp_best(sampling.best[lane % WARPS]);
   workers_sync();  // before the next row's
-  return best;
+  return mine;
 }
 
 __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, Shared& shared, const Instruction& it) {
@@ -158,7 +195,8 @@ __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, 
       rules.top_p = a.row_top_p[row], rules.top_k = a.row_top_k[row];
       rules.key = noise_key(a.row_seed[row], DRAFTS ? shared.position[index] + 1 : a.sample_position[index] + at.step);
       const bool bounded = rules.top_p < 1.f || rules.top_k > 0;
-      best.y = draw_token(shared, rules, bounded ? find_last(shared, rules) : 0).id;
+      const int length = bounded ? find_last(shared, rules) : 0;
+      best.y = draw_token(shared, rules, length, (int)best.y).id;
     }
     if (threadIdx.x == 0) a.token[index] = best.y < VOCAB ? (int)best.y : -1;
   }

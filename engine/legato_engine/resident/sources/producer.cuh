@@ -162,7 +162,6 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
       a.row_payload[shared.row[lane]] = float2{value.x, value.y};
       a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;
       a.certainty_ring[at].x = value.z, a.certainty_ring[at].y = value.w;
-      if (a.logprob_ring) a.logprob_ring[2 * step * a.ring_stride + lane] = shared.logprob[lane];
     }
   }
 #endif

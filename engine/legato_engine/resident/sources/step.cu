@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                        x0, x1, act, q, part, ends, heads, best, scores, token, stop, keys, values, cosines, sines,
                        row, constraint, sample_position, position, pages, row_token, row_temperature, row_top_p,
                        row_top_k, row_seed, constraints, successors, ring, words, payload_ring, certainty_ring,
-                       nullptr, nullptr, row_payload, value, logits, trace, profile, count, layers, stream_stages,
+                       row_payload, value, logits, trace, profile, count, layers, stream_stages,
                        layer_pages, row_pages, rows, num_steps, ring_stride, patience_ms, (u32)zero, drafting};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++)
@@ -93,8 +93,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                       scalar_fc2_bias},
                      {pair_frequencies, pair_encoder, pair_encoder_bias, pair_fc1, pair_fc1_bias, pair_fc2,
                       pair_fc2_bias},
-                     embedding, x0, x1, token, scores, inner, bins, value, nullptr, rows,
-                     false};
+                     embedding, x0, x1, token, scores, inner, bins, value, rows};
 #if DRAFTS
   const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
   if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;

@@ -257,12 +257,12 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
     const float end = load_fresh_f32(scores + END), own = load_fresh_f32(scores + max(token, 0));
     if (axis < 2) {
       const Value read = read_value(token, axis, bins, bins + SCALAR_BINS);
-      if (threadIdx.x % 32 == 0) shared.read[axis] = float4{read.value, read.near, 0.f, 0.f};
+      if (threadIdx.x % 32 == 0) shared.read[axis] = float2{read.value, read.near};
     }
     __syncwarp();
     workers_sync();
     if (threadIdx.x == 0) {
-      const float4 first = shared.read[0], second = shared.read[1];
+      const float2 first = shared.read[0], second = shared.read[1];
       const bool valued = token == SCALAR || token == PAIR;
       const float exists = valued ? existence(end, own) : 1.f;
       a.value[index] = float4{first.x, second.x, exists, first.y * second.y};

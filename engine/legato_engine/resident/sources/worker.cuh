@@ -46,9 +46,7 @@ struct ValueArguments {
   bf16* inner;     // [TOKENS, 2 * INNER]: inner activations
   float* bins;     // [TOKENS, SCALAR_BINS + PAIR_BINS]
   float4* value;   // [TOKENS]: both values, and the certainties of their kind and of them
-  float* logprob;  // [TOKENS]: of a token and its values
   int rows;
-  bool has_logprobs;
 };
 
 struct Arguments {
@@ -83,10 +81,8 @@ struct Arguments {
   const i64 (*successors)[2];    // [C], as in decode_loop.cuh
   volatile i64 *ring, *words;    // the host's, as in decode_loop.cuh
   // With VALUES alone, which spares the other builds registers: the same ring's other fields, [steps, B] at the same
-  // stride. Log-probabilities are null where no row wants them.
+  // stride.
   volatile float2 *payload_ring, *certainty_ring;
-  volatile float* logprob_ring;
-  const float* logprob;          // [TOKENS]
   float2* row_payload;           // [R]: as row_token
   const float4* value;           // [TOKENS]: as in `ValueArguments`
   float* logits;                 // [steps, TOKENS, VOCAB] without constraints, or null
@@ -106,8 +102,7 @@ struct Sampling {
   int digits[PASSES];  // of the last kept token
   Share sums[WARPS];
   Best best[WARPS];
-  u32 rough[WARPS];
-  float mass[WARPS];
+  u32 rough[WARPS], contenders;
 };
 
 struct __align__(16) Shared {
@@ -130,8 +125,7 @@ struct __align__(16) Shared {
   int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, for each of attention's units
   ValueArguments values;
   float4 value[TOKENS];   // as of the token
-  float logprob[TOKENS];
-  float4 read[2];  // what VALUE has of a token's values
+  float2 read[2];  // what VALUE has of a token's values
   u32 needed;  // decoders of values, as bits
   u32 drawn;   // rows that are not greedy, as bits
   u32 kept;    // rows whose scores memory has

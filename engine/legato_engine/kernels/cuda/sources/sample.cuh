@@ -96,4 +96,8 @@ __device__ __forceinline__ float rough_noise(u64 bits) {
   const float tail = ((float)(low ? bits : ALL - bits) + 0.5f) * 0x1p-53f;
   return -logf(low ? -logf(tail) : -log1pf(-tail));
 }
+// Not below `rough_noise` by more than 1e-5, from the mixed bits before they are shifted: the noise of the tail's first 32 bits.
+__device__ __forceinline__ float most_noise(u64 mixed) {
+  return 0.6931471806f * (32.f - logarithm_of_two((float)~(u32)(mixed >> 32)));
+}
 __device__ __forceinline__ u64 noise_key(i64 seed, i64 position) { return mix(mix((u64)seed) + (u64)position); }
