@@ -31,7 +31,7 @@ class LoopTimes:
 
     Rows read pages of their own, as sequences do, and write to the scratch page alone. In lists all
     tokens have values, and drafts are of an answer that repeats one token, so that all are
-    accepted. Among drawn lists every other row has words: a value's token is drawn from one.
+    accepted. Among drawn lists every other row has words: the token of a value is drawn from one.
     """
 
     def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
