@@ -12,7 +12,8 @@ from cuda.bindings import driver, nvrtc, runtime
 
 _MODULES = (driver, nvrtc, runtime)
 _COPY = "cudaMemcpyAsync"
-_LAUNCH = "cuGraphLaunch"
+GRAPHS = "cuGraphLaunch"
+KERNELS = "cuLaunchKernelEx"
 _pointer_attribute = driver.cuPointerGetAttribute
 
 
@@ -21,19 +22,19 @@ class GuardViolation(AssertionError):
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """Raise on what a warm loop must not do.
+def guarded(*launches: str) -> Iterator[None]:
+    """Raise on what a warm loop must not do; without `launches` it launches graphs alone.
 
     - torch: any synchronisation, and any use of its allocator.
-    - cuda.bindings: any call but the launch of a graph, whose kernels were captured before, and an
-      asynchronous copy between memory of the device and page-locked memory.
+    - cuda.bindings: any call but these launches, of graphs whose kernels were captured before, and
+      an asynchronous copy between memory of the device and page-locked memory.
     - Device memory: none more is in use at the end.
     """
     torch.cuda.synchronize()
     allocated, free = _allocations(), torch.cuda.mem_get_info()[0]
     changed = [(module, name, call) for module in _MODULES for name, call in _functions(module)]
     for module, name, call in changed:
-        if name == _LAUNCH:
+        if name in (launches or (GRAPHS,)):
             continue
         allowed = name == _COPY and module is runtime
         setattr(module, name, _checking_copy(call) if allowed else _refusing(name))

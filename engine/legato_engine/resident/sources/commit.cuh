@@ -26,7 +26,7 @@ __device__ __forceinline__ void each_score(const float* scores, Use use) {
 
 // A row's sampling rules; values are its scores by their temperature.
 struct Rules {
-  float* scores;
+  const float* scores;
   float temperature, top_p, peak;
   i64 top_k;
   u64 key;
@@ -45,7 +45,7 @@ __device__ __forceinline__ int against(const Sampling& sampling, int length, flo
 }
 
 // The last kept token's digits, as sample.cu finds them; returns how many say all. Bins lie where sums are.
-__device__ __noinline__ int find_last(Shared& shared, const Rules& rules) {
+__device__ __forceinline__ int find_last(Shared& shared, const Rules& rules) {
   Sampling& sampling = shared.sampling;
   Bin* bins = reinterpret_cast<Bin*>(&shared.sums[0][0][0][0]);
   constexpr int OWN = BINS / THREADS;
@@ -67,7 +67,7 @@ __device__ __noinline__ int find_last(Shared& shared, const Rules& rules) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const Bin bin = bins[threadIdx.x * OWN + i];
-      own[i] = {(u64)bin.mass[1] << 32 | bin.mass[0], bin.count};
+      own[i] = {mass_in(bin.low, bin.middle, bin.high), bin.count};
       mine.mass += own[i].mass, mine.count += own[i].count;
     }
     Share through = warp_prefix(mine);
@@ -109,7 +109,7 @@ constexpr u32 MOST_CONTENDERS = sizeof(Shared::sums) / sizeof(Contender);
 
 // The token with the best score and noise, of those that the first `length` digits keep, `highest` among them. Most tokens
 // need no more than a bound of their noise, and only those whose rough score comes near the best one are scored exactly.
-__device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int length, int highest) {
+__device__ __forceinline__ Best draw_token(Shared& shared, const Rules& rules, int length, int highest) {
   constexpr int SPAN = THREADS * 4, BURST = 5;
   Sampling& sampling = shared.sampling;
   Contender* contenders = reinterpret_cast<Contender*>(&shared.sums[0][0][0][0]);
@@ -174,6 +174,21 @@ __device__ __noinline__ Best draw_token(Shared& shared, const Rules& rules, int 
   return mine;
 }
 
+// A row's drawn token; `best` is its highest score and the token that has it. Registers of the code around would be spilled.
+__device__ __noinline__ u32 draw_row(int index, int step, uint2 best) {
+  Shared& shared = worker_memory();
+  const DrawArguments& a = shared.draw;
+  const int row = shared.row[index];
+  Rules rules;
+  rules.scores = a.scores + (i64)index * VOCAB;
+  rules.temperature = a.row_temperature[row];
+  rules.peak = __fdiv_rn(from_key(best.x), rules.temperature);
+  rules.top_p = a.row_top_p[row], rules.top_k = a.row_top_k[row];
+  rules.key = noise_key(a.row_seed[row], DRAFTS ? shared.position[index] + 1 : a.sample_position[index] + step);
+  const bool bounded = rules.top_p < 1.f || rules.top_k > 0;
+  return draw_token(shared, rules, bounded ? find_last(shared, rules) : 0, (int)best.y).id;
+}
+
 __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, Shared& shared, const Instruction& it) {
   for (int i = 0; i < it.num_blocks; i++) {
     const int index = it.block + i * WORKERS;
@@ -185,19 +200,8 @@ __device__ __forceinline__ void run_sample(const Arguments& a, const Place& at, 
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes <<= 1) best = best_of(best, from_lane(best, lanes));
-    const float highest = from_key(best.x);
-    if (best.y < VOCAB && highest > -INFINITY && shared.drawn >> index & 1) {
-      const int row = shared.row[index];
-      Rules rules;
-      rules.scores = a.scores + (i64)index * VOCAB;
-      rules.temperature = a.row_temperature[row];
-      rules.peak = __fdiv_rn(highest, rules.temperature);
-      rules.top_p = a.row_top_p[row], rules.top_k = a.row_top_k[row];
-      rules.key = noise_key(a.row_seed[row], DRAFTS ? shared.position[index] + 1 : a.sample_position[index] + at.step);
-      const bool bounded = rules.top_p < 1.f || rules.top_k > 0;
-      const int length = bounded ? find_last(shared, rules) : 0;
-      best.y = draw_token(shared, rules, length, (int)best.y).id;
-    }
+    const bool finite = best.y < VOCAB && from_key(best.x) > -INFINITY;
+    if (finite && shared.drawn >> index & 1) best.y = draw_row(index, at.step, best);
     if (threadIdx.x == 0) a.token[index] = best.y < VOCAB ? (int)best.y : -1;
   }
 }

@@ -88,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     barriers_ready();
     shared.passed = 0, shared.ended = GOES_ON, shared.epoch = *epoch;
   }
+  if (threadIdx.x == 64) shared.draw = {scores, row_temperature, row_top_p, row_top_k, row_seed, sample_position};
   if (VALUES && threadIdx.x == 32)
     shared.values = {{scalar_frequencies, scalar_encoder, scalar_encoder_bias, scalar_fc1, scalar_fc1_bias, scalar_fc2,
                       scalar_fc2_bias},

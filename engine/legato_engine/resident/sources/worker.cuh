@@ -49,6 +49,12 @@ struct ValueArguments {
   int rows;
 };
 
+// What a draw takes, as in `Arguments`: in shared memory, since code that is called has no other's registers.
+struct DrawArguments {
+  const float *scores, *row_temperature, *row_top_p;
+  const i64 *row_top_k, *row_seed, *sample_position;
+};
+
 struct Arguments {
   const Instruction* table;  // [WORKERS, count]
   u32* counters;
@@ -118,6 +124,7 @@ struct __align__(16) Shared {
   u64 full[RING], empty[RING];
   u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
   Sampling sampling;
+  DrawArguments draw;
   int token[TOKENS];      // that the step begins with; -1 for the host only
   int chosen[TOKENS];     // the host's, as of the step that is over
   int row[TOKENS], constraint[TOKENS];

@@ -99,8 +99,8 @@ __device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak
 #pragma unroll
     for (int peer = 0; peer < CLUSTER; peer++) {
       const uint4 v = of_block(&bins[threadIdx.x], peer);
-      mine.mass += (u64)v.y << 32 | v.x;
-      mine.count += v.z;
+      mine.mass += mass_in(v.x, v.y, v.z);
+      mine.count += v.w;
     }
     const Share through = prefix(shared, mine, total);
     if (pass == 0) most.mass = mass_limit(top_p, total);

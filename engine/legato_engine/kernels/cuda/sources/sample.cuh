@@ -12,10 +12,11 @@ constexpr float REACH = 48.f, FIRST_DIGITS = 21.f;
 constexpr float MASS_ONE = 1099511627776.f;  // 2^40 is the mass of the highest; a row's fits 57 bits
 constexpr float NOISE_SLACK = 1e-3f;       // far above the error of `rough_noise`
 
+// Of a mass 16, 16 and 32 bits, whose sums over 65,536 tokens fit words: so additions need no carry, and nothing waits for one.
 struct __align__(16) Bin {
-  u32 mass[2];  // low and high: shared memory adds 32 bits at once
-  u32 count, unused;
+  u32 low, middle, high, count;
 };
+__device__ __forceinline__ u64 mass_in(u32 low, u32 middle, u32 high) { return ((u64)high << 32) + ((u64)middle << 16) + low; }
 struct Share {
   u64 mass;
   u32 count;
@@ -36,11 +37,12 @@ __device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
 
 __device__ __forceinline__ u64 mass_of(float x, float peak) { return __float2ull_rn(expf(x - peak) * MASS_ONE); }
 
-// With carry; the sum does not depend on the order.
+// The sum does not depend on the order.
 __device__ __forceinline__ void add(Bin& bin, u64 mass) {
-  const u32 low = (u32)mass, before = atomicAdd(&bin.mass[0], low);
-  const u32 high = (u32)(mass >> 32) + (before + low < low);
-  if (high) atomicAdd(&bin.mass[1], high);
+  const u32 low = (u32)mass & 0xffffu, middle = (u32)mass >> 16, high = (u32)(mass >> 32);
+  if (low) atomicAdd(&bin.low, low);
+  if (middle) atomicAdd(&bin.middle, middle);
+  if (high) atomicAdd(&bin.high, high);
   atomicAdd(&bin.count, 1u);
 }
 
