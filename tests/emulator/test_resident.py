@@ -74,10 +74,16 @@ def test_tokens_are_those_of_the_sampling_kernel_by_all_rules(world: World) -> N
 
 
 @pytest.mark.slow
-def test_more_contenders_than_memory_has_change_no_token(schedule: Schedule) -> None:
-    """Then all tokens are looked at again."""
-    few = "commit.cuh", "sizeof(Shared::sums) / sizeof(Contender)", "2"
-    world = World(SMALL, emulated(schedule, few))
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [("sizeof(Shared::sums) / sizeof(Contender)", "2"), ("8 * (int)FIRST_DIGITS", "1")],
+    ids=["contenders", "near"],
+)
+def test_tokens_that_are_looked_at_again_are_the_same(
+    schedule: Schedule, text: str, other: str
+) -> None:
+    """All are, where more contend than there is memory for, or where the last one is not near."""
+    world = World(SMALL, emulated(schedule, ("commit.cuh", text, other)))
     words.tokens_are_those_of_the_sampling_kernel(world, num_rows=13, steps=2)
 
 

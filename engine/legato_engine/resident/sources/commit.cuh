@@ -7,20 +7,24 @@ __device__ __forceinline__ void run_listen(const Arguments& a, const Instruction
   if (it.num_blocks && threadIdx.x == 0) *a.stop = stop_wished(a.words);
 }
 
-// Every value of a row, by the thread whose it is: four at a time in rising order of ids.
-template <class Use>
-__device__ __forceinline__ void each_score(const float* scores, Use use) {
+// Every value of a row by the thread whose it is, four at a time in rising order of ids: use(scores, first id). Whole warps
+// come to `after` each four.
+template <class Use, class After>
+__device__ __forceinline__ void each_four(const float* scores, Use use, After after) {
   constexpr int SPAN = THREADS * 4, BURST = 5;
-  for (int begin = threadIdx.x * 4; begin < VOCAB; begin += SPAN * BURST) {
+  for (int begin = 0; begin < VOCAB; begin += SPAN * BURST) {
     uint4 raw[BURST];
+    const int first = begin + threadIdx.x * 4;
 #pragma unroll
     for (int i = 0; i < BURST; i++)
-      if (begin + i * SPAN < VOCAB) raw[i] = load_fresh(scores + begin + i * SPAN);
+      if (first + i * SPAN < VOCAB) raw[i] = load_fresh(scores + first + i * SPAN);
 #pragma unroll
-    for (int i = 0; i < BURST; i++)
-      if (begin + i * SPAN < VOCAB)
-#pragma unroll
-        for (int j = 0; j < 4; j++) use(__uint_as_float((&raw[i].x)[j]), begin + i * SPAN + j);
+    for (int i = 0; i < BURST; i++) {
+      if (first + i * SPAN < VOCAB)
+        use(float4{__uint_as_float(raw[i].x), __uint_as_float(raw[i].y), __uint_as_float(raw[i].z), __uint_as_float(raw[i].w)},
+            first + i * SPAN);
+      after();
+    }
   }
 }
 
@@ -44,6 +48,26 @@ __device__ __forceinline__ int against(const Sampling& sampling, int length, flo
   return 0;
 }
 
+// Over the thread block, in every thread.
+__device__ __forceinline__ Share block_sum(Share mine, Share (&warps)[WARPS]) {
+#pragma unroll
+  for (int lanes = 16; lanes; lanes >>= 1) {
+    mine.mass += __shfl_xor_sync(~0u, mine.mass, lanes);
+    mine.count += __shfl_xor_sync(~0u, mine.count, lanes);
+  }
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+  __syncwarp();
+  workers_sync();
+  Share all = {};
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) all.mass += warps[i].mass, all.count += warps[i].count;
+  return all;
+}
+
+// First digits of the tokens that come into bins at first: those within 8 of the highest. The others cost more time there than
+// everything else, and the last kept token is seldom among them.
+constexpr int NEAR_DIGITS = 8 * (int)FIRST_DIGITS;
+
 // The last kept token's digits, as sample.cu finds them; returns how many say all. Bins lie where sums are.
 __device__ __forceinline__ int find_last(Shared& shared, const Rules& rules) {
   Sampling& sampling = shared.sampling;
@@ -52,17 +76,32 @@ __device__ __forceinline__ int find_last(Shared& shared, const Rules& rules) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Bounds most = {0, count_limit(rules.top_k)};
   Choice before = {};
-  int length = 0;
+  int length = 0, digits = NEAR_DIGITS;
   while (length < PASSES) {
     for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = Bin{};
+    if (threadIdx.x == 0) sampling.choice.digit = -1;
     workers_sync();
-    each_score(rules.scores, [&](float score, int id) {
-      const float x = rules.value(score);
-      if (rules.peak - x < REACH && against(sampling, length, x, rules.peak, id) == 0)
-        add(bins[digit_of(length, x, rules.peak, id)], mass_of(x, rules.peak));
-    });
+    Share seen = {};
+    const auto use = [&](float4 scores, int id) {
+      float x[4];
+      bool is[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        x[j] = rules.value((&scores.x)[j]);
+        is[j] = rules.peak - x[j] < REACH && against(sampling, length, x[j], rules.peak, id + j) == 0;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (!is[j]) continue;
+        const u64 mass = mass_of(x[j], rules.peak);
+        const int digit = digit_of(length, x[j], rules.peak, id + j);
+        seen.mass += mass, seen.count++;
+        if (digit < digits) add(bins[digit], mass);
+      }
+    };
+    each_four(rules.scores, use, [] {});
     __syncwarp();
-    workers_sync();
+    const Share total = block_sum(seen, sampling.totals);
     Share own[OWN], mine = {};
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -72,14 +111,13 @@ __device__ __forceinline__ int find_last(Shared& shared, const Rules& rules) {
     }
     Share through = warp_prefix(mine);
     if (lane == 31) sampling.sums[warp] = through;
+    __syncwarp();
     workers_sync();
     through.mass -= mine.mass, through.count -= mine.count;
-    Share total = {};
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
       const Share sum = sampling.sums[i];
       if (i < warp) through.mass += sum.mass, through.count += sum.count;
-      total.mass += sum.mass, total.count += sum.count;
     }
     if (length == 0) most.mass = mass_limit(rules.top_p, total);
 #pragma unroll
@@ -92,8 +130,15 @@ __device__ __forceinline__ int find_last(Shared& shared, const Rules& rules) {
         sampling.digits[length] = digit;
       }
     }
+    __syncwarp();
     workers_sync();
-    before = sampling.choice;
+    const Choice found = sampling.choice;
+    workers_sync();  // before the next pass forgets it
+    const bool whole = digits == BINS;
+    digits = BINS;
+    if (found.digit < 0 && whole) break;  // scores are anything after a failed wait
+    if (found.digit < 0) continue;        // it is not near
+    before = found;
     length++;
     if (before.settled) break;
   }
@@ -110,7 +155,6 @@ constexpr u32 MOST_CONTENDERS = sizeof(Shared::sums) / sizeof(Contender);
 // The token with the best score and noise, of those that the first `length` digits keep, `highest` among them. Most tokens
 // need no more than a bound of their noise, and only those whose rough score comes near the best one are scored exactly.
 __device__ __forceinline__ Best draw_token(Shared& shared, const Rules& rules, int length, int highest) {
-  constexpr int SPAN = THREADS * 4, BURST = 5;
   Sampling& sampling = shared.sampling;
   Contender* contenders = reinterpret_cast<Contender*>(&shared.sums[0][0][0][0]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -120,32 +164,29 @@ __device__ __forceinline__ Best draw_token(Shared& shared, const Rules& rules, i
   float best = rough_noise(mix(rules.key + (u64)highest) >> 11);
   if (threadIdx.x == 0) sampling.contenders = 0;
   workers_sync();
+  const auto bound = [&](float score, u64 mixed) { return __fmaf_rn(score, scale, slack - peak) + most_noise(mixed); };
   const auto offer = [&](float score, int id) {
-    const u64 mixed = mix(rules.key + (u64)id);
-    if (!(__fmaf_rn(score, scale, slack - peak) + most_noise(mixed) >= best)) return;
     const float x = rules.value(score);
     if (!(peak - x < REACH) || against(sampling, length, x, peak, id) > 0) return;
-    const float rough = x - peak + rough_noise(mixed >> 11);
+    const float rough = x - peak + rough_noise(mix(rules.key + (u64)id) >> 11);
     if (!(rough >= best - NOISE_SLACK)) return;
     best = fmaxf(best, rough);
     const u32 at = atomicAdd(&sampling.contenders, 1u);
     if (at < MOST_CONTENDERS) contenders[at] = {rough, id};
   };
-  for (int begin = 0; begin < VOCAB; begin += SPAN * BURST) {
-    uint4 raw[BURST];
-    const int first = begin + threadIdx.x * 4;
+  const auto use = [&](float4 scores, int id) {
+    float bounds[4];
 #pragma unroll
-    for (int i = 0; i < BURST; i++)
-      if (first + i * SPAN < VOCAB) raw[i] = load_fresh(rules.scores + first + i * SPAN);
+    for (int j = 0; j < 4; j++) bounds[j] = bound((&scores.x)[j], mix(rules.key + (u64)(id + j)));
+    if (!(fmaxf(fmaxf(bounds[0], bounds[1]), fmaxf(bounds[2], bounds[3])) >= best)) return;
 #pragma unroll
-    for (int i = 0; i < BURST; i++) {
-      if (first + i * SPAN < VOCAB)
-#pragma unroll
-        for (int j = 0; j < 4; j++) offer(__uint_as_float((&raw[i].x)[j]), first + i * SPAN + j);
-      __syncwarp();
-      best = from_key(__reduce_max_sync(~0u, to_key(best)));
-    }
-  }
+    for (int j = 0; j < 4; j++)
+      if (bounds[j] >= best) offer((&scores.x)[j], id + j);
+  };
+  each_four(rules.scores, use, [&] {
+    __syncwarp();
+    best = from_key(__reduce_max_sync(~0u, to_key(best)));
+  });
   if (lane == 0) sampling.rough[warp] = to_key(best);
   __syncwarp();
   workers_sync();
@@ -159,12 +200,16 @@ __device__ __forceinline__ Best draw_token(Shared& shared, const Rules& rules, i
   const u32 count = sampling.contenders;
   for (u32 i = threadIdx.x; i < count && count <= MOST_CONTENDERS; i += THREADS)
     if (contenders[i].rough >= near) score(rules.value(load_fresh_f32(rules.scores + contenders[i].id)), contenders[i].id);
-  if (count > MOST_CONTENDERS)
-    each_score(rules.scores, [&](float raw, int id) {
-      const float x = rules.value(raw);
-      if (!(peak - x < REACH) || against(sampling, length, x, peak, id) > 0) return;
-      if (x - peak + rough_noise(mix(rules.key + (u64)id) >> 11) >= near) score(x, id);
-    });
+  if (count > MOST_CONTENDERS) {
+    const auto again = [&](float4 scores, int id) {
+      for (int j = 0; j < 4; j++) {
+        const float x = rules.value((&scores.x)[j]);
+        if (!(peak - x < REACH) || against(sampling, length, x, peak, id + j) > 0) continue;
+        if (x - peak + rough_noise(mix(rules.key + (u64)(id + j)) >> 11) >= near) score(x, id + j);
+      }
+    };
+    each_four(rules.scores, again, [] {});
+  }
   __syncwarp();
   mine = warp_best(mine);
   if (lane == 0) sampling.best[warp] = mine;

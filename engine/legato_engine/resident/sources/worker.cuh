@@ -106,7 +106,7 @@ constexpr u32 GOES_ON = 0, ENDED = 1, ABORTED = 2;
 struct Sampling {
   Choice choice;
   int digits[PASSES];  // of the last kept token
-  Share sums[WARPS];
+  Share sums[WARPS], totals[WARPS];
   Best best[WARPS];
   u32 rough[WARPS], contenders;
 };
