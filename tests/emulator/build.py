@@ -83,9 +83,18 @@ def sources(name: str, folder: Traversable | None, patches: Sequence[Patch] = ()
         count = texts[file].count(old)
         assert count == 1, f"{file} has {count} times: {old}"
         texts[file] = texts[file].replace(old, new)
-    entries = [f"\nEMULATED_KERNEL({each})" for each in _KERNEL.findall(texts[name])]
-    texts[name] = '#include "cuda_host.h"\n#line 1\n' + texts[name] + "".join(entries)
+    texts[name] = '#include "cuda_host.h"\n#line 1\n' + _with_entries(texts[name])
     return {file: _DYNAMIC.sub(_dynamic, text) for file, text in texts.items()}
+
+
+def _with_entries(text: str) -> str:
+    """Each kernel's follows it: not all are compiled with the same constants."""
+    parts, at = list[str](), 0
+    for kernel in _KERNEL.finditer(text):
+        end = text.index("\n}\n", kernel.end()) + 2
+        parts += [text[at:end], f" EMULATED_KERNEL({kernel[1]})"]
+        at = end
+    return "".join((*parts, text[at:]))
 
 
 def _dynamic(match: re.Match[str]) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 from legato_engine.kernels.cuda import (
+    adapters,
     attention,
     decoder,
     drafting,
+    expert_adapters,
     head,
     layer_boundary,
     sampling,
     skinny_gemm,
+    tau_decoder,
     value_heads,
 )
 
@@ -24,7 +27,7 @@ PROCESSORS = 12
 def single_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the engine compiles itself are emulated, on a GPU of a few multiprocessors."""
     of_single_steps = attention, decoder, head, layer_boundary, sampling, value_heads
-    for module in (*of_single_steps, drafting):
+    for module in (*of_single_steps, adapters, drafting, expert_adapters, tau_decoder):
         monkeypatch.setattr(module, "Module", EmulatedModule)
     monkeypatch.setattr(skinny_gemm, "num_processors", lambda: PROCESSORS)
 

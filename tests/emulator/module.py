@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import pathlib
 import re
 import subprocess
@@ -80,8 +81,13 @@ class EmulatedModule:
         schedule: Schedule | None = None,
         patches: Sequence[Patch] = (),
     ) -> None:
-        """`folder` as `Module` has it; `patches` change the sources first."""
-        self._library = ctypes.CDLL(str(compiled(name, defines, folder, patches)))
+        """`folder` as `Module` has it; `patches` change the sources first.
+
+        A module is compiled when its first kernel is launched.
+        """
+        self._library = functools.cache(
+            lambda: ctypes.CDLL(str(compiled(name, defines, folder, patches)))
+        )
         self._schedule = schedule or Schedule()
 
     def kernel(self, name: str, *, shared: int = 0) -> EmulatedKernel:
@@ -91,9 +97,11 @@ class EmulatedModule:
 class EmulatedKernel:
     """One kernel, whose launches are over when `launch` returns."""
 
-    def __init__(self, library: ctypes.CDLL, name: str, shared: int, schedule: Schedule) -> None:
+    def __init__(
+        self, library: Callable[[], ctypes.CDLL], name: str, shared: int, schedule: Schedule
+    ) -> None:
         self._library, self._shared, self._schedule = library, shared, schedule
-        self._function = getattr(library, f"emulate_{name}")
+        self._name = f"emulate_{name}"
 
     def launch(
         self,
@@ -126,11 +134,12 @@ class EmulatedKernel:
             message=ctypes.addressof(message),
             message_bytes=len(message),
         )
-        failed = self._function(ctypes.byref(launch), addresses)
+        library = self._library()
+        failed = getattr(library, self._name)(ctypes.byref(launch), addresses)
         how.turns, how.order, how.seed = launch.turns, launch.order, how.seed + 1
         if failed:
             text = _with_arguments(message.value.decode(), arguments)
-            raise EmulatedFault(_with_line(text, self._library))
+            raise EmulatedFault(_with_line(text, library))
 
 
 def _with_arguments(text: str, arguments: Sequence[Argument]) -> str:

@@ -6,6 +6,7 @@ Shape legend as in `test_kernels`; S slots.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import (
-    DEVICE,
-    ONE_PASS,
     ROWS,
+    TOKENS,
     World,
     chosen,
     decode_batch,
@@ -57,16 +57,19 @@ class Adapted:
         return out
 
 
-def filled(world: World, model: MoondreamModel) -> AdapterBank:
-    """Slots of all ranks, in the model's dtype, with changes as large as its own maps."""
+def filled(world: World, model: MoondreamModel, max_rank: int) -> AdapterBank:
+    """Slots of all ranks up to `max_rank`, in the model's dtype, with changes as large as its own
+    maps.
+    """
     moe = world.config.text.moe
-    bank = model.adapter_bank(len(RANKS), MAX_RANK)
+    sizes = [(rank, share) for rank, share in zip(RANKS, SHARES, strict=True) if rank <= max_rank]
+    bank = model.adapter_bank(len(sizes), max_rank)
     assert bank is not None
-    generator = torch.Generator(DEVICE).manual_seed(5)
+    generator = torch.Generator(world.device).manual_seed(5)
 
     def noise(like_LSRW: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
         shape = like_LSRW[:, 0, ..., :rank, :].shape
-        made = torch.randn(shape, device=DEVICE, generator=generator) * scale
+        made = torch.randn(shape, device=world.device, generator=generator) * scale
         return made.bfloat16().to(model.dtype)
 
     def weights(slots: MlpWeights, rank: int) -> MlpWeights:
@@ -76,7 +79,7 @@ def filled(world: World, model: MoondreamModel) -> AdapterBank:
             tensors.append(noise(slot, rank, slot.shape[-1] ** -0.5 if is_a else 0.3 * rank**-0.5))
         return MlpWeights(*tensors)
 
-    for slot, (rank, share) in enumerate(zip(RANKS, SHARES, strict=True), 1):
+    for slot, (rank, share) in enumerate(sizes, 1):
         if moe is None:
             bank.write(slot, AdapterWeights(weights(bank.weights.mlps, rank)))
             continue
@@ -88,29 +91,41 @@ def filled(world: World, model: MoondreamModel) -> AdapterBank:
 
 @pytest.fixture(scope="module")
 def adapted(world: World) -> Adapted:
+    """With slots of all ranks."""
+    return with_adapters(world, MAX_RANK)
+
+
+def with_adapters(world: World, max_rank: int) -> Adapted:
     """Neighbours share slots, or have none, or one each."""
-    bank = filled(world, world.model)
+    bank = filled(world, world.model, max_rank)
     kernels = MoondreamStep(world.config, world.network.text, world.network.region, world.kv, bank)
-    generator = torch.Generator(DEVICE).manual_seed(6)
-    slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
+    generator = torch.Generator(world.device).manual_seed(6)
+    slots = len(bank.rank_S)
+    slot_R = torch.randint(0, slots, (ROWS,), device=world.device, generator=generator)
     rows = world.inputs().row_B
-    slot_R[rows[:4]], slot_R[rows[4:8]] = 4, 0
+    slot_R[rows[:4]], slot_R[rows[4:8]] = slots - 1, 0
     return Adapted(dataclasses.replace(world, kernels=kernels), bank, slot_R)
 
 
 def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
+    a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, MAX_TOKENS))
+
+
+def a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted, some: slice) -> None:
+    """That of some tokens."""
     world = adapted.world
-    inputs = world.inputs().part(ONE_PASS)
+    inputs = world.inputs().part(some)
     slot_B = adapted.slot_R[inputs.row_B]
-    x_BD, _ = world.empty(MAX_TOKENS)
+    x_BD, _ = world.empty(len(slot_B))
     world.kernels.embed(inputs, x_BD)
     before, where = world.snapshot(), decode_batch(inputs)
     hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
     wide = KVCache(*read(before))
     again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
-    rows = adapted.bank.rows(slot_B, MAX_RANK)
-    exact_rows = filled(world, world.exact).rows(slot_B, MAX_RANK)
+    max_rank = adapted.bank.max_rank
+    rows = adapted.bank.rows(slot_B, max_rank)
+    exact_rows = filled(world, world.exact, max_rank).rows(slot_B, max_rank)
     batch = DecodeBatch(where.positions_B, where.page_table_BM, exact_rows)
     with chosen(world):
         plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
@@ -125,13 +140,18 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
 
 def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(adapted: Adapted) -> None:
     """Alone, in any batch, and without an adapter as in a step without adapters."""
-    inputs = adapted.world.inputs()
-    count = len(inputs.row_B)
+    a_row_has_the_same_bits_whatever_is_beside_it(adapted, (2, 3, 5, 8, 9, 16, 31, 32, TOKENS))
+
+
+def a_row_has_the_same_bits_whatever_is_beside_it(adapted: Adapted, batches: Sequence[int]) -> None:
+    """Among the first tokens, as many as the largest of these batches."""
+    count = max(batches)
+    inputs = adapted.world.inputs().part(slice(0, count))
     before = adapted.world.snapshot()
     alone = [adapted.forward(inputs.part(slice(i, i + 1)), adapted.slot_R) for i in range(count)]
     hidden_BD, logits_BV = (torch.cat(values) for values in zip(*alone, strict=True))
     assert not logits_BV.isnan().any()
-    for batch in (2, 3, 5, 8, 9, 16, 31, 32, count):
+    for batch in batches:
         for first in {0, 1, count - batch}:
             some = slice(first, min(first + batch, count))
             adapted.world.restore(before)

@@ -1,0 +1,101 @@
+"""Captured steps of whole small models, on the emulated machine.
+
+The tests are those on a GPU (tests/gpu/test_kernels.py, test_adapter_kernels.py). Launches run one
+after the other, so how kernels overlap is not seen here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import pytest
+from legato_engine.models.moondream.config import (
+    ARCHITECTURE_3,
+    Gelu,
+    MoEConfig,
+    MoondreamConfig,
+    TauConfig,
+)
+from legato_engine.models.moondream.presets import legato_tiny_config
+
+from tests.emulator.small import CPU
+from tests.gpu import test_adapter_kernels, test_kernels
+from tests.gpu.test_adapter_kernels import Adapted
+from tests.gpu.test_kernels import World, shallow, world_of
+
+SMALL = {"dim": 128, "ff_dim": 256, "num_heads": 2, "vocab_size": 256, "max_context": 64}
+PARTS = SMALL | {"dim": 256, "ff_dim": 3840, "num_heads": 4}
+"""The inputs of a layer's output map are cut; heads' output and inner activations share a part."""
+MAX_RANK = 8
+MAX_SLOT = 2
+"""Adapters of up to that rank."""
+
+
+def plain(text: dict[str, int]) -> MoondreamConfig:
+    """Two layers of Moondream 2's kind."""
+    return shallow(legato_tiny_config(), num_layers=2, **text)
+
+
+def routed(text: dict[str, int], gelu: Gelu = Gelu.EXACT) -> MoondreamConfig:
+    """Of Moondream 3's: gains, and experts in the last layer."""
+    moe = MoEConfig(first_layer=1, num_experts=16, num_active=3, inner_dim=64)
+    tau = TauConfig(gelu=gelu)
+    config = shallow(legato_tiny_config(), num_layers=2, **text, tau=tau, moe=moe)
+    region = msgspec.structs.replace(config.region, inner_dim=None, coord_reaches_one=True)
+    return msgspec.structs.replace(config, architecture=ARCHITECTURE_3, region=region)
+
+
+CONFIGS = {
+    "plain": plain(SMALL),
+    "plain-parts": plain(PARTS),
+    "routed": routed(SMALL),
+    "routed-e4m3": routed(SMALL, Gelu.TANH),
+    "routed-kv8": routed(SMALL),
+    "routed-parts": routed(PARTS),
+}
+
+
+@functools.cache
+def world(name: str) -> World:
+    return world_of(CONFIGS[name], CPU, e4m3="e4m3" in name, kv8=name.endswith("kv8"))
+
+
+@functools.cache
+def with_adapters(name: str) -> Adapted:
+    return test_adapter_kernels.with_adapters(world(name), MAX_RANK)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("batch", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 32))])
+def test_a_step_is_as_exact_as_torch(name: str, batch: int) -> None:
+    """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
+    test_kernels.a_step_is_as_exact_as_torch(world(name), batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("batch", [5, 13, 32])
+def test_a_step_with_adapters_is_as_exact_as_torch(name: str, batch: int) -> None:
+    """Of rows with an adapter and without."""
+    adapted = with_adapters(name)
+    slots = adapted.slot_R[adapted.world.inputs().row_B[:batch]].tolist()
+    assert 0 in slots
+    assert {*slots} == set(range(MAX_SLOT + 1)) or batch < 13
+    test_adapter_kernels.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
+    """A token's results are those that it has alone."""
+    test_kernels.a_row_has_the_same_bits_in_any_batch(world(name), (2, 5, 9, 17))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(name: str) -> None:
+    """Alone, in any batch, and without an adapter as in a step without adapters."""
+    test_adapter_kernels.a_row_has_the_same_bits_whatever_is_beside_it(
+        with_adapters(name), (2, 5, 9, 17)
+    )
