@@ -27,6 +27,8 @@ from tests.gpu.test_kernels import World, shallow, world_of
 SMALL = {"dim": 128, "ff_dim": 256, "num_heads": 2, "vocab_size": 256, "max_context": 64}
 PARTS = SMALL | {"dim": 256, "ff_dim": 3840, "num_heads": 4}
 """The inputs of a layer's output map are cut; heads' output and inner activations share a part."""
+WIDE = SMALL | {"dim": 2048, "ff_dim": 8192, "num_heads": 32}
+"""Those of Moondream 3."""
 MAX_RANK = 8
 MAX_SLOT = 2
 """Adapters of up to that rank."""
@@ -37,10 +39,12 @@ def plain(text: dict[str, int]) -> MoondreamConfig:
     return shallow(legato_tiny_config(), num_layers=2, **text)
 
 
-def routed(text: dict[str, int], gelu: Gelu = Gelu.EXACT) -> MoondreamConfig:
+def routed(
+    text: dict[str, int], gelu: Gelu = Gelu.EXACT, *, active: int = 3, inner_dim: int = 64
+) -> MoondreamConfig:
     """Of Moondream 3's: gains, and experts in the last layer."""
-    moe = MoEConfig(first_layer=1, num_experts=16, num_active=3, inner_dim=64)
     tau = TauConfig(gelu=gelu)
+    moe = MoEConfig(first_layer=1, num_experts=16, num_active=active, inner_dim=inner_dim)
     config = shallow(legato_tiny_config(), num_layers=2, **text, tau=tau, moe=moe)
     region = msgspec.structs.replace(config.region, inner_dim=None, coord_reaches_one=True)
     return msgspec.structs.replace(config, architecture=ARCHITECTURE_3, region=region)
@@ -54,6 +58,9 @@ CONFIGS = {
     "routed-kv8": routed(SMALL),
     "routed-parts": routed(PARTS),
 }
+
+
+WIDEST = routed(WIDE, Gelu.TANH, active=8, inner_dim=1024)
 
 
 @functools.cache
@@ -99,3 +106,12 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(name: str) -> N
     test_adapter_kernels.a_row_has_the_same_bits_whatever_is_beside_it(
         with_adapters(name), (2, 5, 9, 17)
     )
+
+
+@pytest.mark.slow
+def test_a_step_of_moondream_3s_widths_is_as_exact_as_torch() -> None:
+    """With adapters and without; only layers, experts, words and positions are fewer."""
+    wide = world_of(WIDEST, CPU)
+    test_kernels.a_step_is_as_exact_as_torch(wide, 9)
+    adapted = test_adapter_kernels.with_adapters(wide, MAX_RANK)
+    test_adapter_kernels.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 9))

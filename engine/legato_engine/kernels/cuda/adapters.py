@@ -1,6 +1,6 @@
 """Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
-Shape legend as in `decoder`; M values of a row whose last F are inner, S slots, R ranks of a slot,
+Shape legend as in `decoder`; M values of a row whose first F are inner, S slots, R ranks of a slot,
 or rows of the token state, O outputs.
 """
 
