@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentBuild, ResidentWeights
 from legato_engine.kernels.decode_loop import ANY
-from legato_engine.kernels.resident import ResidentDrafts, ResidentRows
+from legato_engine.kernels.resident_launch import ResidentDrafts, ResidentRows
 from legato_engine.kernels.step import StepCache
 from legato_engine.resident.program import build_program
 from legato_engine.resident.sizes import MOONDREAM2

@@ -18,7 +18,7 @@ from legato_engine.kernels.cuda.resident_values import value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.decode_loop import ANY, DONE, STOP
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
-from legato_engine.kernels.resident import ResidentRows
+from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.kernels.step import StepCache
 from legato_engine.resident.program import Program, build_program
 

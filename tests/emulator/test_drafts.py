@@ -30,7 +30,9 @@ def world(schedule: Schedule) -> World:
     return World(NARROW, SCENE, emulated(schedule))
 
 
-@pytest.mark.parametrize(("name", "count"), [("fixed", 1), ("budget", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("fixed", 1), pytest.param("budget", 2, marks=pytest.mark.slow)]
+)
 def test_drafts_change_no_bit(world: World, name: str, count: int) -> None:
     drafts.drafts_change_no_bit(world, name, count, (0.0, 0.6, 1.0))
 
@@ -52,6 +54,7 @@ def test_many_orders_of_threads_change_no_bit(world: World) -> None:
         drafts.repeats_have_the_same_bits(world, count, repeats=20)
 
 
+@pytest.mark.slow
 def test_more_tokens_than_attention_takes_at_once_change_no_bit() -> None:
     """A row with 12 tokens in a step is two units of attention."""
     drafts.drafts_change_no_bit(World(NARROW, LONG_BLOCKS, emulated()), "fixed", 1, (0.7, 1.0))

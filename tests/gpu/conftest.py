@@ -18,3 +18,14 @@ def memory_of_its_own() -> Iterator[None]:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+_LEAST = 16 << 30
+
+
+@pytest.fixture(autouse=True)
+def memory_to_begin_with() -> None:
+    """Collect what earlier tests left in cycles, models with their weights among it."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < _LEAST:
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.resident import ResidentSteps
+    from legato_engine.kernels.resident_launch import ResidentSteps
 
 
 class Kind(enum.StrEnum):

@@ -115,6 +115,11 @@ class ModelSizes:
         return _PARTS if whole and inputs * self.chunk >= _LONG else 1
 
     @property
+    def part_chunks(self) -> int:
+        """Chunks of inputs of a part."""
+        return (1 + self.ff_ratio) * self.chunks // self.out_parts
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of a stage of weights."""
         return BLOCK * self.chunk * 2

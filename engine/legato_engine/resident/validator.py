@@ -68,13 +68,14 @@ class _Cells:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """What a worker holds: a residual stream's moments, sums up to a chunk, which values a step
-    needs, a step's token.
+    """What a worker holds: a residual stream's moments, sums up to a chunk, whether a layer's heads
+    are merged, which values a step needs, a step's token.
     """
 
     moments: Version = UNWRITTEN
     sums: Version = UNWRITTEN
     next_chunk: int = 0
+    merged: Version = UNWRITTEN
     needed: Version = UNWRITTEN
     token: int = 0
 
@@ -164,19 +165,8 @@ class _Execution:
         worker, version = self._workers[number], (step, it.layer)
         if it.src == Source.EMBED or it.op == Op.EMBED:
             _require(it.layer == 0 and worker.token == step, where, "embeds another step's token")
-        if it.op in (Op.FC1, Op.HEAD):
-            worker.moments = version
-        elif it.op == Op.QKV:
-            _require(worker.moments == version, where, f"has the moments of {worker.moments}")
-        elif it.op == Op.FC2:
-            begun = worker.sums == version and worker.next_chunk == it.chunk
-            _require(it.chunk == 0 or begun, where, f"adds to {worker.sums}")
-            worker.sums, worker.next_chunk = version, it.chunk + it.num_chunks
-        elif it.op == Op.OUT:
-            whole = worker.next_chunk == self._sizes.ff_ratio * self._sizes.chunks
-            _require(worker.sums == version and whole, where, "lacks chunks of fc2")
-            worker.sums = UNWRITTEN
-        elif it.op == Op.SAMPLE and it.num_blocks:
+        self._run_layer(worker, it, version, where)
+        if it.op == Op.SAMPLE and it.num_blocks:
             blocks = sorted(block for chosen in self._chosen for block in chosen)
             whole = blocks == list(range(self._sizes.vocab_blocks))
             _require(whole, where, "the head's blocks are not each computed once")
@@ -188,6 +178,33 @@ class _Execution:
         if it.op == Op.HEAD:
             stride = self._sizes.num_workers
             self._chosen[number] = range(it.block, it.block + it.num_blocks * stride, stride)
+
+    def _run_layer(self, worker: _Worker, it: Instruction, version: Version, where: str) -> None:
+        if it.op in (Op.FC1, Op.HEAD):
+            worker.moments = version
+        elif it.op == Op.QKV:
+            _require(worker.moments == version, where, f"has the moments of {worker.moments}")
+        elif it.op == Op.FC2:
+            begun = worker.sums == version and worker.next_chunk == it.chunk
+            _require(it.chunk == 0 or begun, where, f"adds to {worker.sums}")
+            _require(self._may_add_parts(worker, it, version), where, "adds up parts at no barrier")
+            worker.sums, worker.next_chunk = version, it.chunk + it.num_chunks
+        elif it.op == Op.ATTEND:
+            over = worker.next_chunk // self._sizes.part_chunks if worker.sums == version else 0
+            _require(over <= 1, where, f"writes where {over} parts of sums lie")
+        elif it.op == Op.MERGE:
+            worker.merged = version
+        elif it.op == Op.OUT:
+            whole = worker.next_chunk == self._sizes.ff_ratio * self._sizes.chunks
+            _require(worker.sums == version and whole, where, "lacks chunks of fc2")
+            worker.sums = UNWRITTEN
+
+    def _may_add_parts(self, worker: _Worker, it: Instruction, version: Version) -> bool:
+        """Whether all warps have stored the parts that ended before a layer's last FC2, which adds
+        them up: at a barrier, as MERGE has one.
+        """
+        last = it.chunk + it.num_chunks == self._sizes.ff_ratio * self._sizes.chunks
+        return not last or it.chunk < self._sizes.part_chunks or worker.merged == version
 
     def _find(self, access: Access) -> _Cells:
         key = (access.buffer, access.layer, access.position)

@@ -26,8 +26,8 @@ from legato_engine.kernels.decode_loop import (
     LoopTensors,
     place_behind,
 )
-from legato_engine.kernels.resident import ResidentRows, ResidentSteps
 from legato_engine.kernels.resident_builds import Kind
+from legato_engine.kernels.resident_launch import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.host_loop import host_loop

@@ -8,7 +8,7 @@ import torch
 
 from legato_engine.kernels.accelerated import DraftKernels, LookupKernel
 from legato_engine.kernels.decode_loop import DONE
-from legato_engine.kernels.resident import ResidentDrafts
+from legato_engine.kernels.resident_launch import ResidentDrafts
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources

@@ -20,6 +20,8 @@ from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, Va
 from legato_engine.resident.validator import InvalidProgram, validate
 
 SMALL = ModelSizes(64, 2, 2, 128)
+PARTED = ModelSizes(1024, 3, 1, 1024)
+"""A layer's output is a sum of four parts, of two chunks each."""
 DRAFTING = dataclasses.replace(SMALL, drafts=True)
 VALUED = dataclasses.replace(SMALL, values=ValueDims(64, 32, 96))
 Lists = list[list[Instruction]]
@@ -141,6 +143,34 @@ def test_attention_of_another_buffer_is_refused() -> None:
     """A norm of the buffer that this layer's output goes to finds another layer's values."""
     with pytest.raises(InvalidProgram, match="FC1: reads X0"):
         _validate_changed(Op.FC1, lambda it: dataclasses.replace(it, src=Source.X0), which=1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "merges_first", "text"),
+    [
+        ((4, 1, 1), True, "ATTEND: writes where 2 parts"),
+        ((3, 1, 2), False, "FC2: adds up parts at no barrier"),
+    ],
+    ids=["attention", "merge"],
+)
+def test_parts_are_added_up_where_all_warps_have_stored_them(
+    chunks: tuple[int, ...], merges_first: bool, text: str
+) -> None:
+    """Not beyond a barrier, nor from under attention's results."""
+    program = build_program(PARTED, 4)
+    workers: Lists = [list(instructions) for instructions in program.workers]
+    own = workers[1]
+    indices = [i for i, it in enumerate(own) if it.op == Op.FC2]
+    stage, chunk = own[indices[0]].stage, 0
+    for index, count in zip(indices, chunks, strict=True):
+        own[index] = _with(
+            own[index], {"chunk": chunk, "num_chunks": count, "stage": stage + chunk}
+        )
+        chunk += count
+    if not merges_first:
+        own[indices[2] - 1], own[indices[2]] = own[indices[2]], own[indices[2] - 1]
+    with pytest.raises(InvalidProgram, match=text):
+        validate(Program(PARTED, 4, tuple(map(tuple, workers))))
 
 
 def test_a_wait_that_is_dropped_is_refused() -> None:

@@ -16,7 +16,8 @@ from legato_engine.engine.loading import assemble, speculating, with_decode_path
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
-from legato_engine.kernels.resident import ResidentRows, values_obstacle
+from legato_engine.kernels.resident import values_obstacle
+from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.passes import bucket_for

@@ -1,7 +1,7 @@
 """The resident kernel on the current GPU: weights packed in the order of its program, launches.
 
 Shape legend: O outputs, I inputs, W workers, T tokens of all tiles; otherwise that of
-`kernels.resident`.
+`kernels.resident_launch`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from legato_engine.resident.stream import Matrix, Stage, qkv_rows, worker_stages
 from legato_engine.speculative.block_policy import BlockPolicy
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.resident import ResidentRows
+    from legato_engine.kernels.resident_launch import ResidentRows
     from legato_engine.kernels.step import StepCache
 
 SOURCE = "step.cu"

@@ -26,7 +26,7 @@ from legato_engine.resident.sizes import ModelSizes
 from legato_engine.speculative.block_policy import BlockPolicy
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.resident import ResidentRows
+    from legato_engine.kernels.resident_launch import ResidentRows
     from legato_engine.kernels.step import StepCache
 
 

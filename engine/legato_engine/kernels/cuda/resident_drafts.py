@@ -10,7 +10,7 @@ from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.speculative.block_policy import BlockPolicy
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.resident import ResidentDrafts, ResidentRows
+    from legato_engine.kernels.resident_launch import ResidentDrafts, ResidentRows
 
 _ROW_FIELDS = ("scheduled_row", "room", "reach", "start", "fed")
 _TOKEN_FIELDS = (
