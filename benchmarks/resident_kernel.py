@@ -17,12 +17,12 @@ from legato_engine.kernels.cuda.resident import (
 from legato_engine.kernels.cuda.resident_values import value_dims
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.decode_loop import ANY, DONE, STOP
-from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.kernels.parameters import Affine
 from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.kernels.step import StepCache
 from legato_engine.resident.program import Program, build_program
 
-from benchmarks.resident_model import DEVICE, Cache, Linear, Model
+from benchmarks.resident_model import DEVICE, Cache, Model
 
 MAX_STEPS = 256
 MAX_ROWS = 32
@@ -80,16 +80,8 @@ class ResidentKernel:
         if values is not None:
             self.sizes = dataclasses.replace(model.sizes, values=value_dims(values))
         self.program = program or build_program(self.sizes, RING_STAGES[tiles])
-        layers = [
-            DecoderLayer(
-                Affine(*layer.norm),
-                _affine(layer.qkv),
-                _affine(layer.proj),
-                DenseMlp(_affine(layer.fc1), _affine(layer.fc2)),
-            )
-            for layer in model.layers
-        ]
-        head = _affine(model.head)
+        layers = [layer.parameters for layer in model.layers]
+        head = model.head.affine
         self.weights = weights or ResidentWeights(self.program, layers, head, Affine(*model.norm))
         self.rules = Rules.greedy(device)
         # Of each step tokens, values and certainties, one after the other.
@@ -211,7 +203,3 @@ class ResidentKernel:
             print(f"{what}: STUCK {failure}", flush=True)
             return False
         return True
-
-
-def _affine(layer: Linear) -> Affine:
-    return Affine(layer.weight, layer.bias)

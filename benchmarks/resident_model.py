@@ -11,6 +11,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM, ModelSizes
 
 DEVICE = torch.device("cuda")
@@ -32,6 +33,11 @@ class Linear:
         weight = torch.randn(outputs, inputs, device=device, dtype=DTYPE) * gain / inputs**0.5
         return cls(weight, torch.randn(outputs, device=device, dtype=DTYPE) * 0.1)
 
+    @property
+    def affine(self) -> Affine:
+        """As kernels take it."""
+        return Affine(self.weight, self.bias)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """In float32."""
         return x.float() @ self.weight.float().T + self.bias.float()
@@ -46,6 +52,12 @@ class Layer:
     qkv: Linear
     fc2: Linear
     proj: Linear
+
+    @property
+    def parameters(self) -> DecoderLayer:
+        """As kernels take them."""
+        mlp = DenseMlp(self.fc1.affine, self.fc2.affine)
+        return DecoderLayer(Affine(*self.norm), self.qkv.affine, self.proj.affine, mlp)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
+from legato_engine.kernels.parameters import Affine
 from legato_engine.kernels.step import DecoderSizes, DecoderStep, StepCache, StepPositions
 from legato_engine.resident.sizes import HEAD_DIM, PAGE, ROTARY_DIM
 
-from benchmarks.resident_model import Cache, Linear, Model
+from benchmarks.resident_model import Cache, Model
 from tests.resident.words import Rows, World
 
 
@@ -25,18 +25,10 @@ class CapturedSteps:
             page_size=PAGE,
             max_pages=cache.pages.shape[1],
         )
-        layers = [
-            DecoderLayer(
-                Affine(*layer.norm),
-                _affine(layer.qkv),
-                _affine(layer.proj),
-                DenseMlp(_affine(layer.fc1), _affine(layer.fc2)),
-            )
-            for layer in model.layers
-        ]
+        layers = [layer.parameters for layer in model.layers]
         self._model, self.cache = model, cache.clone()
         kept = StepCache(self.cache.keys, self.cache.values, None, model.cosines, model.sines)
-        head, norm = _affine(model.head), Affine(*model.norm)
+        head, norm = model.head.affine, Affine(*model.norm)
         self._step = DecoderStep(decoder, layers, head, norm, kept)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -68,7 +60,3 @@ def bits_are_those_of_captured_steps(world: World, num_rows: int, steps: int = 4
         fed = tokens[step]
     assert torch.equal(captured.cache.keys, rows.cache.keys)
     assert torch.equal(captured.cache.values, rows.cache.values)
-
-
-def _affine(linear: Linear) -> Affine:
-    return Affine(linear.weight, linear.bias)

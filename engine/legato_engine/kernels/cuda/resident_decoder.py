@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ResidentDecoder:
-    """A `kernels.resident.ResidentSteps`; launches must not overlap."""
+    """A `kernels.resident_launch.ResidentSteps`; launches must not overlap."""
 
     def __init__(
         self,

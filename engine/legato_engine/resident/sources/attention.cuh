@@ -15,9 +15,6 @@ constexpr int OWN_LINES = LINES / SPLITS;  // of a worker
 static_assert(OWN_LINES * TURNS == WARPS, "a warp has a track");
 static_assert(STAGE_PAGES <= WARPS, "a page of a stage for each warp");
 
-// A softmax's weights of 0 before it has seen any position.
-__device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.f : top; }
-
 // Dimensions 16t.. of the queries, of token g; zero where there is none.
 struct Queries {
   uint4 low, high;

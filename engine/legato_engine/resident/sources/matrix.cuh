@@ -87,10 +87,7 @@ struct Reader {
 __device__ __forceinline__ float4 total(const Shared& shared, int block, int tile) {
   float4 all = shared.sums[0][block][tile][threadIdx.x % 32];
 #pragma unroll
-  for (int warp = 1; warp < WARPS; warp++) {
-    const float4 more = shared.sums[warp][block][tile][threadIdx.x % 32];
-    all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
-  }
+  for (int warp = 1; warp < WARPS; warp++) add(all, shared.sums[warp][block][tile][threadIdx.x % 32]);
   return all;
 }
 
@@ -282,8 +279,6 @@ __device__ __forceinline__ void store_part(Shared& shared, const Sums& sums, int
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) part_sums(shared, part, threadIdx.x / 32, tile) = sums.of[tile];
 }
-
-__device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
 // Parts `from` up to `to`, whose sums all warps have stored; each of the first warps has a tile.
 __device__ __forceinline__ void add_parts(Shared& shared, float4& all, int from, int to) {

@@ -51,6 +51,8 @@ __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   dawdle(5);
 }
 
+__device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int lanes = 16; lanes; lanes >>= 1) x += __shfl_xor_sync(~0u, x, lanes);

@@ -89,7 +89,7 @@ __device__ __forceinline__ void attend_step(
     most = tile == 0 ? here : float2{fmaxf(most.x, here.x), fmaxf(most.y, here.y)};
   }
   const float2 top = {fmaxf(track.top.x, column_max(most.x) * unit), fmaxf(track.top.y, column_max(most.y) * unit)};
-  const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
+  const float2 base = {base_of(top.x), base_of(top.y)};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
   // The sum of probabilities is one more dimension, whose values are all 1.

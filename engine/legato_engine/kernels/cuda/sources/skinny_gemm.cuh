@@ -130,8 +130,6 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights,
   multiply<NT>(sum, low, high, tokens);
 }
 
-__device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
-
 template <int NT>
 struct WarpSums {
   float4 of[WARPS][NT][32];

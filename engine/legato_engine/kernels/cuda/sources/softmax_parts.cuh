@@ -9,6 +9,9 @@ constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powe
 constexpr int LINES = 8;
 constexpr int TURNS = 4;  // tracks of a line
 
+// A softmax's weights of 0 before it has seen any position.
+__device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.f : top; }
+
 // The weight of a position, of the product of query and key, -INFINITY where there is none. `base` is at least all products times
 // `unit`.
 __device__ __forceinline__ float weight_of(float product, float unit, float base) {
@@ -19,7 +22,7 @@ __device__ __forceinline__ float weight_of(float product, float unit, float base
 struct Weights {
   float top, first, second;
   __device__ __forceinline__ Weights(float a, float b) : top(fmaxf(a, b)) {
-    const float base = top == -INFINITY ? 0.f : top;
+    const float base = base_of(top);
     first = power_of_two(a - base);
     second = power_of_two(b - base);
   }
