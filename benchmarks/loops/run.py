@@ -10,21 +10,26 @@ to the first last one. `host`: microseconds of CPU of the whole process for a to
 whether all are the graph's, in every run. `blocking` is the graph with one launch at a time.
 `join`: how long a request that arrives while others decode waits for its first token. `--steps` of
 short answers of every skill, with random lengths, arrivals and aborts, are compared with each
-other: tokens, values and log-probabilities depend on the question alone.
+other: tokens, values and log-probabilities depend on the question alone. With `--late` warps of the
+resident kernel sleep at random around every wait and signal.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
+from legato_engine.kernels.cuda import resident_decoder
+from legato_engine.kernels.cuda.resident import ResidentBuild
 
 from benchmarks import equal_answers, record
 from benchmarks.loops.arrivals import MAX_LIVE, joins, load, randomly
@@ -51,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
         crops_per_launch=0,
     )
     graph = assemble(config)
-    assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
+    late = functools.partial(ResidentBuild, delays=arguments.late)
+    with mock.patch.object(resident_decoder, "ResidentBuild", late):
+        assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
     if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
         del assemblies["resident"]
     assemblies = {"graph": graph, **assemblies}
@@ -186,6 +193,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--joins", default=30, type=int, help="requests that join")
     parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
     parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")
+    parser.add_argument("--late", action="store_true", help="warps of the resident kernel sleep")
     return parser.parse_args(argv)
 
 

@@ -73,17 +73,27 @@ def test_tokens_are_those_of_the_sampling_kernel_by_all_rules(world: World) -> N
     words.tokens_are_those_of_the_sampling_kernel(world, num_rows=13, steps=2)
 
 
+@pytest.mark.parametrize("shift", [2.0**20, 1e9], ids=["some", "all"])
+def test_equal_scores_are_drawn_by_their_ids(world: World, shift: float) -> None:
+    words.tokens_are_those_of_the_sampling_kernel(
+        world, 5, 1, [(0.3, 0.7, 3), (2.5, 0.9, 0), (2.5, 1.0, 1), (0.3, 1.0, 0)], shift
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "other"),
-    [("sizeof(Shared::sums) / sizeof(Contender)", "2"), ("8 * (int)FIRST_DIGITS", "1")],
-    ids=["contenders", "near"],
+    [
+        ("const int digit = digit_of(0, x, peak, 0)", "const int digit = 0"),
+        ("if (last.settled) return best.id;", ""),
+    ],
+    ids=["one range", "unsettled"],
 )
 def test_tokens_that_are_looked_at_again_are_the_same(
     schedule: Schedule, text: str, other: str
 ) -> None:
-    """All are, where more contend than there is memory for, or where the last one is not near."""
-    world = World(SMALL, emulated(schedule, ("commit.cuh", text, other)))
+    """The range of the last kept token has all, or it is looked at though all of it is kept."""
+    world = World(SMALL, emulated(schedule, ("draws.cuh", text, other)))
     words.tokens_are_those_of_the_sampling_kernel(world, num_rows=13, steps=2)
 
 

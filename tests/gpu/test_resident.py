@@ -61,6 +61,7 @@ def test_late_warps_change_nothing() -> None:
 def test_tokens_are_those_of_the_sampling_kernel(world: World) -> None:
     """Greedy rows and every mix of temperature, top-p and top-k."""
     words.tokens_are_those_of_the_sampling_kernel(world, num_rows=28, steps=3)
+    words.tokens_are_those_of_the_sampling_kernel(world, num_rows=28, steps=3, shift=2.0**20)
 
 
 def test_a_row_that_is_not_finite_ends_the_launch() -> None:

@@ -135,18 +135,27 @@ RULES = tuple(itertools.product((0.3, 1.0, 2.5), (1.0, 0.9, 0.2), (0, 1, 50)))
 
 
 def tokens_are_those_of_the_sampling_kernel(
-    world: World, num_rows: int, steps: int, rules: Iterable[tuple[float, float, int]] = RULES
+    world: World,
+    num_rows: int,
+    steps: int,
+    rules: Iterable[tuple[float, float, int]] = RULES,
+    shift: float = 0.0,
 ) -> None:
-    """Given equal logits: greedy rows and others side by side."""
+    """Given equal logits: greedy rows and others side by side. With a large `shift` of all scores
+    many of them are equal.
+    """
     sampler, device = Sampler(world.sizes.vocab_size), world.device
+    free = torch.full((1, world.sizes.vocab_size), shift, device=device)
     for temperature, top_p, top_k in rules:
         rows = Rows(world, num_rows)
         rows.rules.temperature_R[1:] = temperature
         rows.rules.top_p_R.fill_(top_p)
         rows.rules.top_k_R.fill_(top_k)
         rows.rules.seed_R.copy_(torch.arange(len(rows.rules.seed_R)) * 7919)
-        tokens, logits = rows.run(world.kernel(num_rows), steps)
-        free = torch.zeros(1, world.sizes.vocab_size, device=device)
+        kernel = world.kernel(num_rows)
+        kernel.constraints_CV.copy_(free)
+        tokens, logits = rows.run(kernel, steps)
+        kernel.constraints_CV.zero_()
         state = dataclasses.replace(rows.rules, token_R=torch.zeros_like(rows.rules.token_R))
         for step in range(steps):
             expected = torch.zeros_like(tokens[step])

@@ -1,8 +1,8 @@
 """What instructions read and write, in cells, and which values they have to find there.
 
 A cell is a block of 16 outputs of a buffer, for all rows. Its version says which value it holds:
-step and layer. The cells of PART, BEST and HEADS are workers (of HEADS: what a worker merges),
-those of TOKEN and VALUE tokens, those of DRAFT rows; STOP and PLACED have one.
+step and layer. The cells of PART, BEST, WEIGHED and HEADS are workers (of HEADS: what a worker
+merges), those of TOKEN and VALUE tokens, those of DRAFT rows; STOP and PLACED have one.
 
 A program with drafts is examined with the draft tokens that reuse most memory: each step writes two
 positions of a row, the second of which the next step writes again, as its token was wrong.
@@ -41,6 +41,7 @@ class Buffer(enum.IntEnum):
     PLACED = 13  # the tokens of the next step
     KV = 14  # one for each layer and position: see `Access.position`
     HEADS = 15
+    WEIGHED = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,9 +78,8 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
             if it.src == Source.EMBED:
                 return [merged]
             return [merged, Access(Buffer(it.src), worker, 1, version)]
-        case Op.SAMPLE if it.num_blocks:
-            logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
-            return [Access(Buffer.BEST, 0, everybody, version), logits]
+        case Op.WEIGH | Op.SAMPLE if it.num_blocks:
+            return _sampling_reads(sizes, it, version)
         case _ if sizes.drafts:
             return _draft_reads(sizes, it, version)
         case Op.COMMIT:
@@ -91,6 +91,17 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
         case _ if sizes.values is not None:
             return _value_reads(sizes, sizes.values, it, version)
     return []
+
+
+def _sampling_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
+    """Of greedy rows the best alone."""
+    everybody = sizes.num_workers
+    best = Access(Buffer.BEST, 0, everybody, version)
+    logits = Access(Buffer.LOGITS, 0, sizes.vocab_blocks, version)
+    if it.op == Op.WEIGH:
+        return [best, logits]
+    weighed = Access(Buffer.WEIGHED, 0, everybody, version)
+    return [best, logits, weighed] if it.only_draws else [best]
 
 
 def _head_reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Access]:
@@ -157,7 +168,7 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
                 for position in range(step, step + 1 + sizes.drafts)
             ]
             return [Access(Buffer.Q, worker, 1, version), *cached]
-        case Op.ATTEND | Op.MERGE:
+        case Op.ATTEND | Op.MERGE | Op.WEIGH:
             return [Access(_RESULTS[Op(it.op)], worker, 1, version)]
         case Op.OUT:
             return [Access(Buffer(it.dst), worker, 1, (step, it.layer + 1))]
@@ -181,6 +192,7 @@ def writes(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[A
 _RESULTS = {
     Op.ATTEND: Buffer.PART,
     Op.MERGE: Buffer.HEADS,
+    Op.WEIGH: Buffer.WEIGHED,
     Op.SAMPLE: Buffer.TOKEN,
     Op.SETTLE: Buffer.DRAFT,
     Op.INNER: Buffer.VACT,

@@ -23,6 +23,10 @@ _CONSTANTS = (
     "MAX_ROWS",
     "PAGE",
     "PAGE_BYTES",
+    "RANGES",
+    "NEAR_RANGES",
+    "NEAR_DIGITS",
+    "FAR_DIGITS",
 )
 
 

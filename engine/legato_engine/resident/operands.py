@@ -31,7 +31,8 @@ _USED = {
     Op.OUT: {"src", "dst", "block", "num_blocks", "num_chunks", "stage"},
     Op.HEAD: {"src", "block", "num_blocks", "num_chunks", "stage"},
     Op.LISTEN: {"num_blocks"},
-    Op.SAMPLE: {"block", "num_blocks"},
+    Op.WEIGH: {"num_blocks"},
+    Op.SAMPLE: {"block", "num_blocks", "only_draws"},
     Op.COMMIT: set(),
     Op.EMBED: {"dst", "block", "num_blocks"},
     Op.INNER: {"src", "block", "num_blocks"},
@@ -43,7 +44,8 @@ _USED = {
 }
 _OF_VALUES = {Op.EMBED, Op.INNER, Op.BINS, Op.VALUE}
 _OF_DRAFTS = {Op.SETTLE, Op.PLACE}
-_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE, *_OF_DRAFTS}
+_AFTER_LAYERS = {Op.LISTEN, Op.HEAD, Op.WEIGH, Op.SAMPLE, Op.COMMIT, Op.INNER, Op.BINS, Op.VALUE}
+_AFTER_LAYERS |= _OF_DRAFTS
 _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}
 
 
@@ -82,16 +84,22 @@ def _problems(sizes: ModelSizes, worker: int, it: Instruction, stage: int) -> It
             yield f"{field.name} {getattr(it, field.name)}"
     if it.layer not in _layers(sizes, op):
         yield f"layer {it.layer}"
-    for counter in (it.wait, it.signal):
-        if counter != NONE and not 0 <= counter < num_counters(sizes):
-            yield f"counter {counter}"
-    if it.wait_count < 0 or it.wait_stride < 0:
-        yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
+    yield from _wait_problems(sizes, op, it)
     yield from _buffer_problems(sizes, op, it)
     if {"block", "num_blocks"} & _USED[op]:
         yield from _block_problems(sizes, worker, op, it)
     if it.num_stages and it.stage != stage:
         yield f"stage {it.stage} instead of {stage}"
+
+
+def _wait_problems(sizes: ModelSizes, op: Op, it: Instruction) -> Iterator[str]:
+    for counter in (it.wait, it.signal):
+        if counter != NONE and not 0 <= counter < num_counters(sizes):
+            yield f"counter {counter}"
+    if it.wait_count < 0 or it.wait_stride < 0:
+        yield f"wait_count {it.wait_count} or wait_stride {it.wait_stride}"
+    if op is Op.SAMPLE and it.only_draws != (it.num_blocks > 0):
+        yield f"only_draws {it.only_draws}"
 
 
 def _large(it: Instruction) -> Iterator[str]:
@@ -135,7 +143,8 @@ def _blocks(sizes: ModelSizes) -> dict[Op, int]:
 def _block_problems(sizes: ModelSizes, worker: int, op: Op, it: Instruction) -> Iterator[str]:
     own = {Op.QKV: 3, Op.FC2: 1, Op.OUT: 1, Op.ATTEND: 0, Op.MERGE: 0, Op.EMBED: 1}
     own[Op.SAMPLE] = own[Op.VALUE] = own[Op.SETTLE] = sizes.sampled_rows(worker)
-    if op in (Op.LISTEN, Op.PLACE) and it.num_blocks != (worker == 0):
+    once = {Op.LISTEN: worker == 0, Op.PLACE: worker == 0, Op.WEIGH: True}
+    if it.num_blocks != once.get(op, it.num_blocks):
         yield f"num_blocks {it.num_blocks}"
     if op in own and (it.block, it.num_blocks) != (worker, own[op]):
         yield f"block {it.block} and num_blocks {it.num_blocks}"

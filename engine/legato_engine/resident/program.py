@@ -49,14 +49,15 @@ class Op(enum.IntEnum):
     OUT = 5  # X[dst][block] = X[src][block] + SUMS + HEADS @ proj + biases
     LISTEN = 6  # STOP = the host's wish, if `num_blocks` is 1
     HEAD = 7  # LOGITS[blocks] = norm(X[src]) @ lm_head + constraint; BEST[worker] = their argmax
-    SAMPLE = 8  # TOKEN[rows] = a draw from LOGITS, or the argmax over BEST
-    COMMIT = 9  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
-    EMBED = 10  # X[dst][block] = the embedding of the step's token or value
-    INNER = 11  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
-    BINS = 12  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
-    VALUE = 13  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
-    SETTLE = 14  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
-    PLACE = 15  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
+    WEIGH = 8  # WEIGHED[worker] = of rows that are drawn, what a slice of LOGITS has (draws.py)
+    SAMPLE = 9  # TOKEN[rows] = a draw by WEIGHED and LOGITS, or the argmax over BEST
+    COMMIT = 10  # the step's token = TOKEN, told to the host by worker 0; whether a step follows
+    EMBED = 11  # X[dst][block] = the embedding of the step's token or value
+    INNER = 12  # NEEDED = decoders of TOKEN; VACT[blocks] = gelu(X[src] @ value_fc1) of those
+    BINS = 13  # BINS[blocks] = VACT @ value_fc2 of NEEDED decoders
+    VALUE = 14  # VALUE[rows] = the likeliest bin of rows whose TOKEN has values; its certainty
+    SETTLE = 15  # DRAFT[rows] = what TOKEN leaves of the row's draft tokens, and its next proposal
+    PLACE = 16  # PLACED = the next step's tokens, of all rows, if `num_blocks` is 1
 
 
 class Source(enum.IntEnum):
@@ -78,13 +79,14 @@ class Kind(enum.IntEnum):
     Q = 3  # one for each head
     PART = 4  # likewise
     BEST = 5
-    TOKEN = 6
-    EMBED = 7
-    INNER = 8
-    BINS = 9
-    VALUE = 10
-    SETTLED = 11
-    PLACED = 12
+    WEIGHED = 6
+    TOKEN = 7
+    EMBED = 8
+    INNER = 9
+    BINS = 10
+    VALUE = 11
+    SETTLED = 12
+    PLACED = 13
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Instruction:
     SAMPLE, are `block`, `block + W`, ... (`num_blocks` of them, W
     workers); inputs are `num_chunks` chunks from `chunk` on. `stage` is the first of its
     `num_blocks * num_chunks` stages in the worker's stream of weights, for OUT and FC2 as well.
+    With `only_draws` it waits only in launches with a row that is drawn: see `without_draws`.
     """
 
     op: int
@@ -111,6 +114,7 @@ class Instruction:
     chunk: int = 0
     num_chunks: int = 0
     stage: int = 0
+    only_draws: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -136,6 +140,22 @@ class Program:
     def num_counters(self) -> int:
         """Counters, each in a cache line of its own."""
         return num_counters(self.sizes)
+
+    def without_draws(self) -> Program:
+        """What a launch runs whose rows are all greedy: nothing is weighed, and no wait for it."""
+        none = {"wait": NONE, "wait_count": 0, "wait_stride": 0, "only_draws": 0}
+        workers = (
+            tuple(
+                dataclasses.replace(it, num_blocks=0)
+                if it.op == Op.WEIGH
+                else dataclasses.replace(it, **none)
+                if it.only_draws
+                else it
+                for it in instructions
+            )
+            for instructions in self.workers
+        )
+        return dataclasses.replace(self, workers=tuple(workers))
 
     def stream_stages(self, worker: int) -> int:
         """Stages of weights in a worker's stream."""
@@ -165,7 +185,7 @@ def counter(sizes: ModelSizes, kind: Kind, layer: int = 0, head: int = 0) -> int
 
 def most_instructions(num_layers: int) -> int:
     """Of a worker, whatever its model has besides layers."""
-    return 8 * num_layers + 8
+    return 8 * num_layers + 9
 
 
 def num_counters(sizes: ModelSizes) -> int:
@@ -188,7 +208,7 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
     for layer in range(sizes.num_layers):
         yield from _layer(sizes, worker, layer)
     last = sizes.num_layers
-    best, token = counter(sizes, Kind.BEST), counter(sizes, Kind.TOKEN)
+    best, weighed, token = (counter(sizes, kind) for kind in (Kind.BEST, Kind.WEIGHED, Kind.TOKEN))
     # The read of the host's memory takes a microsecond or two, which this worker's head makes up.
     yield Instruction(Op.LISTEN, last, num_blocks=int(worker == 0))
     yield Instruction(
@@ -201,8 +221,9 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
         num_blocks=sizes.head_blocks(worker),
         num_chunks=sizes.chunks,
     )
+    yield Instruction(Op.WEIGH, last, **_wait(sizes, best), signal=weighed, num_blocks=1)
     rows = sizes.sampled_rows(worker)
-    sampling = {**_wait(sizes, best), "signal": token} if rows else {}
+    sampling = {**_wait(sizes, weighed), "only_draws": 1, "signal": token} if rows else {}
     yield Instruction(Op.SAMPLE, last, block=worker, num_blocks=rows, **sampling)
     if sizes.values is not None:
         yield from _values(sizes, sizes.values, worker)

@@ -84,6 +84,7 @@ class _Simulation:
         shared = self._sizes, weights, self._memory, chance
         layer = LayerWork(*shared, cache)
         all_rules = [*rules, *[GREEDY] * (rows - len(rules))]
+        self._draws = any(rule.temperature > 0.0 for rule in all_rules)
         token = TokenWork(*shared, length=cache.length, steps=steps, rules=all_rules)
         self._run: dict[int, Callable[[Worker, Instruction, int, int], Write]] = {
             Op.FC1: layer.fc1,
@@ -94,6 +95,7 @@ class _Simulation:
             Op.OUT: layer.out,
             Op.LISTEN: token.listen,
             Op.HEAD: token.head,
+            Op.WEIGH: token.weigh,
             Op.SAMPLE: token.sample,
             Op.COMMIT: token.commit,
             Op.EMBED: token.embed,
@@ -151,7 +153,7 @@ class _Simulation:
         copies = self._plan_copies(worker)
         for step in range(self._steps):
             for index, it in enumerate(instructions):
-                if it.wait != NONE:
+                if it.wait != NONE and (self._draws or not it.only_draws):
                     yield it.wait, it.wait_count + step * it.wait_stride
                 event = step * len(instructions) + index
                 for taker in copies.get(event, ()):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from legato_engine.resident.draft_simulator import DraftMemory, Drafts, Placed
+from legato_engine.resident.draws import NOTHING_WEIGHED
 from legato_engine.resident.maps import Floats, Map
 from legato_engine.resident.program import Instruction, Op, Program, Source
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, SPLITS, ModelSizes
@@ -41,6 +42,7 @@ class Memory:
         positions = steps * most
         self.kv = np.full((2, sizes.num_layers, positions, len(tokens), sizes.dim), nan)
         self.trace = np.full((steps, sizes.num_layers, rows, sizes.dim), nan)
+        self.weighed = [[NOTHING_WEIGHED] * rows for _ in range(num)]
         self.logits = np.full((rows, sizes.vocab_size), nan)
         self.token = [-1] * rows
         self.stop: bool | None = None

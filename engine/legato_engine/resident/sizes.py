@@ -21,6 +21,12 @@ MAX_ROWS = 32
 PAGE = 16
 """Positions of a KV page."""
 _PARTS, _LONG = 4, 4096  # inputs from which they have parts: `num_parts` in skinny_gemm.py
+RANGES = 32
+"""Ranges of distance from a row's highest score, nearest first, in which workers weigh tokens."""
+FIRST_DIGITS = 21
+"""Parts of a unit of distance, in which ranges are cut: as sample.cuh has it."""
+NEAR_RANGES, NEAR_DIGITS, FAR_DIGITS = 28, 6, 211
+"""So many narrow ranges, their width and that of the others, in these parts."""
 PAGE_BYTES = 2 * PAGE * HEAD_DIM * 2
 """Keys and values of one head in one page, bf16."""
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from legato_engine.resident.draft_simulator import DraftMemory, Placed, one_each
+from legato_engine.resident.draws import DrawnRow, choose, own_slice, weigh
 from legato_engine.resident.program import Instruction
 from legato_engine.resident.simulator_state import Memory, Work, Worker, Write, nothing
 from legato_engine.resident.sizes import ModelSizes
-from legato_engine.resident.weights import Rule, Weights, draw
+from legato_engine.resident.weights import Rule, Weights
 
 
 class TokenWork(Work):
@@ -58,6 +59,23 @@ class TokenWork(Work):
 
         return write
 
+    def weigh(self, worker: Worker, _it: Instruction, _step: int, _event: int) -> Write:
+        memory, mine = self._memory, own_slice(self._sizes, worker.number)
+        found = {}
+        for index, at in enumerate(worker.placed):
+            rule = self._rules[at.row]
+            if rule.temperature == 0.0:
+                continue
+            highest = memory.best[:, index].max()
+            row = DrawnRow.of(highest, rule, self._length + at.position + 1, self._sizes.vocab_size)
+            found[index] = weigh(row, mine.start, memory.logits[index, mine])
+
+        def write() -> None:
+            for index, each in found.items():
+                memory.weighed[worker.number][index] = each
+
+        return write
+
     def sample(self, worker: Worker, it: Instruction, step: int, _event: int) -> Write:
         memory, num = self._memory, self._sizes.num_workers
         rows = range(it.block, it.block + it.num_blocks * num, num)
@@ -76,7 +94,9 @@ class TokenWork(Work):
         logit, token = max(zip(memory.best[:, index], -memory.best_id[:, index], strict=True))
         if rule.temperature == 0.0:
             return -int(token), logit
-        return draw(memory.logits[index], rule, self._length + at.position + 1), logit
+        row = DrawnRow.of(logit, rule, self._length + at.position + 1, self._sizes.vocab_size)
+        weighed = [each[index] for each in memory.weighed]
+        return choose(row, weighed, memory.logits[index]), logit
 
     def settle(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         drafts = self._memory.drafts

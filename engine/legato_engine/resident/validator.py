@@ -29,7 +29,7 @@ class InvalidProgram(Exception):
 
 
 def validate(program: Program, steps: int = STEPS) -> None:
-    """Examine `steps` steps of a program.
+    """Examine `steps` steps of a program, of launches that draw and of those that do not.
 
     Raises:
         InvalidProgram: it may wait for ever, read what is not there, or overwrite what is needed.
@@ -37,6 +37,11 @@ def validate(program: Program, steps: int = STEPS) -> None:
     fault = check_operands(program)
     if fault:
         raise InvalidProgram(fault)
+    for each in (program, program.without_draws()):
+        _examine(each, steps)
+
+
+def _examine(program: Program, steps: int) -> None:
     try:
         order = Order(program, steps)
     except Stuck as stuck:

@@ -133,7 +133,7 @@ def test_a_wait_of_drafts_that_is_dropped_shows_in_some_order(op: Op) -> None:
 @pytest.mark.parametrize(
     ("op", "values"),
     [
-        *((op, False) for op in (Op.FC2, Op.ATTEND, Op.OUT, Op.SAMPLE, Op.COMMIT)),
+        *((op, False) for op in (Op.FC2, Op.ATTEND, Op.OUT, Op.WEIGH, Op.SAMPLE, Op.COMMIT)),
         *((op, True) for op in (Op.FC1, Op.INNER, Op.BINS, Op.VALUE, Op.COMMIT)),
     ],
     ids=lambda each: each.name if isinstance(each, Op) else ("words", "values")[each],

@@ -30,6 +30,7 @@ from legato_engine.resident.sizes import (
     GROUP,
     HEAD_DIM,
     PAGE_BYTES,
+    RANGES,
     SPLITS,
     WARPS,
     ModelSizes,
@@ -185,6 +186,8 @@ class ResidentBuild:
         self.heads = scratch(tokens, sizes.dim)
         self._best = scratch(workers, tokens, 2, dtype=torch.int32)
         self._scores = scratch(tokens, sizes.vocab_size, dtype=torch.float32)
+        weighed = 2, tokens, workers, RANGES, 4
+        self._weighed = scratch(*weighed, dtype=torch.int32).unbind()
         self._token = scratch(tokens, dtype=torch.int32)
 
     def load(self, compile_source: Compile = Module) -> None:
@@ -211,7 +214,8 @@ class ResidentBuild:
             *(self._table, self._counters, self._epoch, self._abort, self._report),
             *(weights.stream, weights.folded, weights.head_folded, weights.out_bias),
             *(self._embedding, self.x[0], self.x[1], self.act, self.q, self.part, self.ends),
-            *(self.heads, self._best, self._scores, self._token, self._stop),
+            *(self.heads, self._best, self._scores, *self._weighed),
+            *(self._token, self._stop),
             *(cache.k_LNHSE, cache.v_LNHSE, cache.cos_PR, cache.sin_PR),
             *(rows.row_B, rows.constraint_B, rows.position_B, rows.sample_position_B),
             *(rows.page_table_RM, state.token_R, state.temperature_R, state.top_p_R),

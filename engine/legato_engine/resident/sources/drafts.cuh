@@ -29,6 +29,14 @@ struct Drafting {
 
 __device__ __forceinline__ bool aborted(const DraftArguments& a) { return load_relaxed(a.abort) != 0; }
 
+// Whether any row of the launch is drawn, by one warp.
+__device__ __forceinline__ void take_draws(const DraftArguments& a, Shared& shared) {
+  const int lane = threadIdx.x % 32;
+  const i64 row = lane < a.rows ? a.drafting->rows.row[lane] : a.drafting->scratch;
+  const bool any = __any_sync(~0u, row != a.drafting->scratch && a.row_temperature[row] > GREEDY_TEMPERATURE);
+  if (lane == 0) shared.draws = any;
+}
+
 // The tokens that are placed, by one warp; padding follows them.
 __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
   const Drafting& d = *a.drafting;

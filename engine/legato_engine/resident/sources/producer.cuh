@@ -137,7 +137,7 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
   for (at.step = 0; at.step < a.steps && !is_over(shared); at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction& it = table[at.index];
-      if (it.wait == NONE) continue;
+      if (!waits(shared, it)) continue;
       wait_counter(a, shared, at, it.wait, it.wait_count + (shared.epoch + at.step) * it.wait_stride);
       at.waits++;
       store_release_shared(&shared.passed, at.waits);

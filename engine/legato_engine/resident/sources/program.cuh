@@ -11,6 +11,10 @@ constexpr int PRODUCERS = 2;
 constexpr int MAX_ROWS = 32;
 constexpr int PAGE = 16;
 constexpr int PAGE_BYTES = 4096;
+constexpr int RANGES = 32;
+constexpr int NEAR_RANGES = 28;
+constexpr int NEAR_DIGITS = 6;
+constexpr int FAR_DIGITS = 211;
 constexpr int NONE = -1;
 
 constexpr int OP_FC1 = 0;
@@ -21,21 +25,22 @@ constexpr int OP_MERGE = 4;
 constexpr int OP_OUT = 5;
 constexpr int OP_LISTEN = 6;
 constexpr int OP_HEAD = 7;
-constexpr int OP_SAMPLE = 8;
-constexpr int OP_COMMIT = 9;
-constexpr int OP_EMBED = 10;
-constexpr int OP_INNER = 11;
-constexpr int OP_BINS = 12;
-constexpr int OP_VALUE = 13;
-constexpr int OP_SETTLE = 14;
-constexpr int OP_PLACE = 15;
+constexpr int OP_WEIGH = 8;
+constexpr int OP_SAMPLE = 9;
+constexpr int OP_COMMIT = 10;
+constexpr int OP_EMBED = 11;
+constexpr int OP_INNER = 12;
+constexpr int OP_BINS = 13;
+constexpr int OP_VALUE = 14;
+constexpr int OP_SETTLE = 15;
+constexpr int OP_PLACE = 16;
 
 constexpr int SOURCE_X0 = 0;
 constexpr int SOURCE_X1 = 1;
 constexpr int SOURCE_EMBED = 2;
 
 struct __align__(16) Instruction {
-  short op, layer, wait, wait_count, wait_stride, signal, src, dst, block, num_blocks, chunk, num_chunks, stage;
-  short unused[3];
+  short op, layer, wait, wait_count, wait_stride, signal, src, dst, block, num_blocks, chunk, num_chunks, stage, only_draws;
+  short unused[2];
 };
 static_assert(sizeof(Instruction) == 32, "an instruction has 16 words");

@@ -26,7 +26,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
 #endif
       dawdle(11);
       note_time(a, at, 0);
-      if (it.wait != NONE) wait_passed(shared, at);
+      if (waits(shared, it)) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
         case OP_FC1: run_fc1(a, at, shared, ring, it); break;
@@ -37,6 +37,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_OUT: run_out(a, at, shared, ring, sums, added, it); break;
         case OP_LISTEN: run_listen(a, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
+        case OP_WEIGH: run_weigh(a, at, shared); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
 #if DRAFTS
         default:
@@ -64,7 +65,8 @@ constexpr int ALL_THREADS = THREADS + 128;
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const Instruction* table, u32* counters, u32* epoch, u32* abort, int* report, const bf16* weights,
     const float2* folded, const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1,
-    bf16* act, bf16* q, float* part, float2* ends, bf16* heads, uint2* best, float* scores, int* token, int* stop,
+    bf16* act, bf16* q, float* part, float2* ends, bf16* heads, uint2* best, float* scores, uint4* shares, uint4* bests,
+    int* token, int* stop,
     bf16* keys, bf16* values, const float* cosines, const float* sines, const i64* row, const i64* constraint,
     i64* position, const i64* sample_position, const i64* pages, i64* row_token, const float* row_temperature,
     const float* row_top_p, const i64* row_top_k, const i64* row_seed, const float* constraints, const i64 (*successors)[2], i64* ring, i64* words,
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     barriers_ready();
     shared.passed = 0, shared.ended = GOES_ON, shared.epoch = *epoch;
   }
-  if (threadIdx.x == 64) shared.draw = {scores, row_temperature, row_top_p, row_top_k, row_seed, sample_position};
+  if (threadIdx.x == 64) shared.draw = {scores, row_temperature, row_top_p, row_top_k, row_seed, sample_position, best, {shares, bests}};
   if (VALUES && threadIdx.x == 32)
     shared.values = {{scalar_frequencies, scalar_encoder, scalar_encoder_bias, scalar_fc1, scalar_fc1_bias, scalar_fc2,
                       scalar_fc2_bias},
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
 #if DRAFTS
   const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
   if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
-  if (threadIdx.x < 32) take_tokens(drafts, shared);
+  if (threadIdx.x < 32) take_draws(drafts, shared), take_tokens(drafts, shared);
 #else
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
@@ -109,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
       if (VALUES) shared.value[lane] = float4{row_payload[mine].x, row_payload[mine].y, 1.f, 1.f};
     }
     const u32 drawn = __ballot_sync(~0u, lane < rows && row_temperature[mine] > GREEDY_TEMPERATURE);
-    if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
+    if (lane == 0) shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn, shared.draws = drawn != 0;
   }
 #endif
   for (int i = threadIdx.x; i < count * 2; i += blockDim.x)

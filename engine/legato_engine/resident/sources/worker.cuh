@@ -49,10 +49,18 @@ struct ValueArguments {
   int rows;
 };
 
+// What workers find of a row that is drawn, in ranges of distance from its highest score.
+struct Weighed {
+  uint4* share;  // [TOKENS, WORKERS, RANGES]: a range's mass, in two words, and its tokens
+  uint4* best;   // likewise: score with noise, score and id of the best token of it and all before it
+};
+
 // What a draw takes, as in `Arguments`: in shared memory, since code that is called has no other's registers.
 struct DrawArguments {
   const float *scores, *row_temperature, *row_top_p;
   const i64 *row_top_k, *row_seed, *sample_position;
+  const uint2* best;
+  Weighed weighed;
 };
 
 struct Arguments {
@@ -102,13 +110,10 @@ struct Arguments {
 constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
 constexpr u32 GOES_ON = 0, ENDED = 1, ABORTED = 2;
 
-// What the choice of a row's token keeps.
+// What the warps find of a row's token.
 struct Sampling {
-  Choice choice;
-  int digits[PASSES];  // of the last kept token
-  Share sums[WARPS], totals[WARPS];
+  Share shares[WARPS];
   Best best[WARPS];
-  u32 rough[WARPS], contenders;
 };
 
 struct __align__(16) Shared {
@@ -134,7 +139,8 @@ struct __align__(16) Shared {
   float4 value[TOKENS];   // as of the token
   float2 read[2];  // what VALUE has of a token's values
   u32 needed;  // decoders of values, as bits
-  u32 drawn;   // rows that are not greedy, as bits
+  u32 drawn;   // rows of the step that are not greedy, as bits
+  bool draws;  // whether the launch has any
   u32 kept;    // rows whose scores memory has
   u32 epoch;
   u32 passed;  // waits of the program that are over
@@ -150,7 +156,7 @@ struct __align__(16) Shared {
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
-static_assert(TOKENS <= 32 && sizeof(Bin) * BINS <= sizeof(Shared::sums), "a lane for each row; bins in place of sums");
+static_assert(TOKENS <= 32, "a lane for each row");
 
 // Tokens of the step, and a token's position. `Taken` has the rows of the launch.
 template <class Taken>
@@ -243,6 +249,11 @@ __device__ __forceinline__ void wait_barrier(
   for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++)
     if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
   dawdle(7 + kind);
+}
+
+// Whether an instruction of this launch waits.
+__device__ __forceinline__ bool waits(const Shared& shared, const Instruction& it) {
+  return it.wait != NONE && (!it.only_draws || shared.draws);
 }
 
 // The warps that compute wait for what the watcher saw; when it has given up it lets all pass.
