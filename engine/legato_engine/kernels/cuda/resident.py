@@ -58,7 +58,7 @@ MAX_SHARED = 227 * 1024
 """Bytes that a thread block may have on a GPU of compute capability 9.0."""
 _THREADS = 32 * WARPS + 128
 _COUNTER_WORDS = 32  # from one counter to the next
-_SAMPLING_BYTES = 896  # at least `Sampling`, what is called takes, and single words in worker.cuh
+_SAMPLING_BYTES = 704  # at least `Sampling`, what is called takes, and single words in worker.cuh
 _REPORT = ("worker", "warp", "step", "instruction", "kind", "which", "want", "got")
 """What an overdue wait says of itself; the kinds are a counter, a full stage, an empty one, and a
 step's tokens.
