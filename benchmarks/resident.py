@@ -19,6 +19,7 @@ from benchmarks.resident_drafts import time_drafts
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model, forward
 from benchmarks.resident_times import (
+    time_common,
     time_draws,
     time_graph,
     time_steps,
@@ -43,7 +44,15 @@ def main(options: list[str] | None = None) -> int:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     parts = (
         *(check_layer, check_model, check_watchdog, check_repeats),
-        *(time_steps, time_values, time_draws, time_drafts, time_under_way, time_graph),
+        *(
+            time_steps,
+            time_values,
+            time_draws,
+            time_common,
+            time_drafts,
+            time_under_way,
+            time_graph,
+        ),
     )
     chosen = arguments.parts or [part.__name__ for part in parts]
     for part in (part for part in parts if part.__name__ in chosen):

@@ -8,13 +8,13 @@ import torch
 from legato_engine.kernels.cuda.resident import RING_STAGES
 from legato_engine.resident.program import Op
 from legato_engine.resident.ring_model import ring_problem
-from legato_engine.resident.sizes import MOONDREAM2
+from legato_engine.resident.sizes import MOONDREAM2, PAGE
 
 from benchmarks.resident_kernel import ResidentKernel
 from benchmarks.resident_model import DEVICE, Cache, Model
 from benchmarks.resident_values import PAIR, SCALAR, RandomValues
 
-CONTEXT = 850
+CONTEXT, IMAGE = 850, 730
 POSITIONS = 1024
 WORD = 100
 """A token without values."""
@@ -88,6 +88,24 @@ def time_draws(tiles: list[int]) -> None:
                 kernel.rules.top_k_R.fill_(top_k)
                 took.append(f"{name} {_time(kernel, cache, tokens, positions, steps):.4f}")
             print(f"draws: tiles {each}, {rows} rows, ms a step:", ", ".join(took), flush=True)
+
+
+def time_common(tiles: list[int]) -> None:
+    """Milliseconds of a step whose rows have an image in common, and of rows that do not."""
+    model, steps, weights = Model.random(MOONDREAM2, POSITIONS), 32, None
+    for each in tiles:
+        kernel = ResidentKernel(model, each, weights=weights)
+        weights = kernel.weights
+        for rows in (2, 4, 8 * each):
+            tokens = torch.randint(model.sizes.vocab_size, (rows,), device=DEVICE)
+            positions = torch.full((rows,), CONTEXT - steps // 2, device=DEVICE)
+            took = []
+            for common in (0, IMAGE // PAGE):
+                cache = Cache.random(MOONDREAM2, rows, POSITIONS // PAGE)
+                cache.pages[:, :common] = cache.pages[0, :common].clone()
+                took.append(f"{common} pages {_time(kernel, cache, tokens, positions, steps):.4f}")
+                del cache
+            print(f"common: tiles {each}, {rows} rows, ms a step:", ", ".join(took), flush=True)
 
 
 def time_under_way(tiles: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from legato_engine.resident.sizes import ModelSizes
 
-from tests.emulator.module import Schedule
+from tests.emulator.module import EmulatedFault, Schedule
 from tests.emulator.small import EVEN, SMALL, WIDE, emulated
 from tests.resident import words
 from tests.resident.captured import bits_are_those_of_captured_steps
@@ -106,6 +106,32 @@ def test_the_order_of_threads_changes_no_bit(
     world: World, num_rows: int, build: int, repeats: int
 ) -> None:
     words.repeats_have_the_same_bits(world, num_rows, build, repeats, steps=2)
+
+
+def test_rows_that_share_pages_have_their_own_bits(world: World) -> None:
+    words.rows_that_share_pages_have_their_own_bits(world, 2, words.SHARING[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "text", "other"),
+    [
+        ("worker.cuh", "min(common, with_last)", "common + 1"),
+        ("attention.cuh", "only < 0 || only == 2 * t + 1", "true"),
+        ("attention.cuh", "only < 0 || only == g", "true"),
+        ("producer.cuh", "member < 0 ? common : own,", "own,"),
+    ],
+    ids=["common", "columns", "weights", "copies"],
+)
+def test_faults_of_sharing_are_found(schedule: Schedule, file: str, text: str, other: str) -> None:
+    world = World(SMALL, emulated(schedule, (file, text, other)))
+    with pytest.raises((AssertionError, EmulatedFault)):
+        words.rows_that_share_pages_have_their_own_bits(world, 1, words.SHARING[:3])
+
+
+@pytest.mark.slow
+def test_many_rows_that_share_pages_have_their_own_bits(world: World) -> None:
+    words.rows_that_share_pages_have_their_own_bits(world, 3)
 
 
 def test_a_seed_is_an_order_of_threads(world: World, schedule: Schedule) -> None:

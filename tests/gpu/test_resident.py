@@ -54,6 +54,13 @@ def test_repeats_have_the_same_bits(world: World, num_rows: int, build: int, rep
     words.repeats_have_the_same_bits(world, num_rows, build, repeats)
 
 
+@pytest.mark.parametrize("sharing", [words.SHARING, words.SHARING[:3], [(8, 47)], [(32, 20)]])
+def test_rows_that_share_pages_have_their_own_bits(
+    world: World, sharing: list[tuple[int, int]]
+) -> None:
+    words.rows_that_share_pages_have_their_own_bits(world, 6, sharing)
+
+
 def test_late_warps_change_nothing() -> None:
     words.late_warps_change_nothing(World(LEGATO_TINY), repeats=60)
 

@@ -108,6 +108,38 @@ def a_row_has_the_same_bits_in_every_batch(world: World, counts: Iterable[int]) 
         assert all(torch.equal(logits[0, row], alone[row]) for row in range(count)), count
 
 
+SHARING = ((4, 9), (2, 9), (1, 0), (10, 3), (2, 1))
+"""Neighbours and how many leading pages they have in common; the first six rows have the same."""
+
+
+def rows_that_share_pages_have_their_own_bits(
+    world: World, steps: int, sharing: Iterable[tuple[int, int]] = SHARING
+) -> None:
+    """Each its bits alone, also beside one whose own pages have no numbers."""
+    sharing = tuple(sharing)
+    rows = Rows(world, sum(count for count, _ in sharing))
+    first, pages = 0, rows.cache.pages
+    for index, (count, common) in enumerate(sharing):
+        some = slice(first, first + count)
+        pages[some, :common] = pages[0 if index == 1 else first, :common].clone()
+        rows.positions[some] = common * 16 + torch.arange(count, device=world.device) * 37 % 300
+        first += count
+    one = [rows.only(slice(row, row + 1)) for row in range(rows.count)]
+    alone = [each.run(world.kernel(1), steps) for each in one]
+    for broken in (None, 2):
+        if broken is not None:
+            rows.positions[broken] += 32
+            rows.cache.values[:, pages[broken, int(rows.positions[broken]) // 16 - 1].long()] = (
+                torch.nan
+            )
+        most = steps if broken is None else 1
+        tokens, logits = rows.run(world.kernel(rows.count), most)
+        for row in range(rows.count):
+            if row != broken:
+                assert torch.equal(tokens[:, row], alone[row][0][:most, 0]), row
+                assert torch.equal(logits[:, row], alone[row][1][:most, 0]), row
+
+
 def repeats_have_the_same_bits(
     world: World, num_rows: int, build: int, repeats: int, steps: int = 3
 ) -> None:

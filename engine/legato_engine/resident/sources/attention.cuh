@@ -1,9 +1,10 @@
 // Attention of the tokens by tensor cores. A worker has a head and its own quarter of every row's pages, every SPLITS-th. What
 // the softmax of a token's quarters leaves is merged in MERGE, every SPLITS-th token by each worker of the head.
 //
-// A unit is a row's tokens of the step, which share the reads of its pages as columns of the same products. A page is one
-// warp's; those of a quarter are taken in turns. Results depend on a token's own query, keys, values and position alone: what
-// a page has for other tokens has weight 0.
+// A unit's tokens share the reads of pages as columns of the same products: with DRAFTS those of a row, else those of rows that have
+// leading pages in common, each of which then reads pages of its own. A page is one warp's; those of a row's quarter are taken in
+// turns. Results depend on a token's own query, keys, values and position alone: what a page has for other tokens of its row has
+// weight 0, and another row's page leaves their columns as they are.
 //
 // In a warp lane = 4g + t. Of scores it has those of the unit's token g, at positions 2t, 2t + 1, 2t + 8, 2t + 9 of a page; of
 // sums of values those of tokens 2t and 2t + 1, in dimensions 8g.. .
@@ -67,8 +68,9 @@ struct Softmax {
   float2 sum = {0.f, 0.f};
   float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
-  // `own`: token g's position, the last that it attends to; -1: there is no such token.
-  __device__ __forceinline__ void add(const Queries& q, const Page& page, int own) {
+  // `own`: token g's position, the last that it attends to; -1: there is no such token. `only`: the one token that the page is of,
+  // or -1.
+  __device__ __forceinline__ void add(const Queries& q, const Page& page, int own, int only) {
     const int t = threadIdx.x % 4;
     const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
     float scores[4] = {near.x, near.y, far.x, far.y};
@@ -93,16 +95,19 @@ struct Softmax {
     constexpr u32 ONES = 0x3f803f80u;
     float4 all = {sum.x * left, sum.y * right, 0.f, 0.f};
     mma(all, ONES, ONES, ONES, ONES, weights[0], weights[1]);
-    sum = float2{all.x, all.y};
+    const bool is_left = only < 0 || only == 2 * t, is_right = only < 0 || only == 2 * t + 1;
+    sum = float2{is_left ? all.x : sum.x, is_right ? all.y : sum.y};
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = page.value(i / 2 * 8 + t * 2 + i % 2);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const u32 a = (&v[0].x)[i], b = (&v[1].x)[i], c = (&v[2].x)[i], d = (&v[3].x)[i];
-      out[i].x *= left, out[i].y *= right, out[i].z *= left, out[i].w *= right;
-      mma(out[i], __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+      float4 more = {out[i].x * left, out[i].y * right, out[i].z * left, out[i].w * right};
+      mma(more, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
           __byte_perm(c, d, 0x7632), weights[0], weights[1]);
+      if (is_left) out[i].x = more.x, out[i].z = more.z;
+      if (is_right) out[i].y = more.y, out[i].w = more.w;
     }
   }
 
@@ -158,36 +163,43 @@ struct Written {
   }
 };
 
+// The common pages of a unit, then each member's; the same order as produce_unit's.
 __device__ __forceinline__ void attend_unit(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
-  const int last = position_of(shared, unit.token + unit.count - 1, at.step), pages = own_pages(last, quarter);
-  const int own = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
-  Written written;
-  written.load(a, shared, layer, index, first_position(shared, unit.token, at.step), last, pages);
+  const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
+  const int common = common_pages(shared, index);
   Softmax track;
-  for (int first = 0; first < pages; first += STAGE_PAGES) {
-    const unsigned char* stage = ring.get(a, at);
-    const int mine = (warp - first) & (WARPS - 1), which = first + mine;
-    if (mine < STAGE_PAGES && which < pages) {
-      const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
-      if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
-      track.add(q, page, own);
+  for (int member = common ? -1 : 0; member < num_members(unit); member++) {
+    const Unit of = member_of(unit, max(member, 0));
+    const int last = position_of(shared, of.token + of.count - 1, at.step);
+    const int begin = member < 0 ? 0 : common, end = member < 0 ? common : own_pages(last, quarter);
+    const int only = DRAFTS || member < 0 || unit.count == 1 ? -1 : member, own = only < 0 || only == g ? position : -1;
+    Written written;
+    written.load(a, shared, layer, pages_index(index, of), first_position(shared, of.token, at.step), last, end);
+    for (int first = begin; first < end; first += STAGE_PAGES) {
+      const unsigned char* stage = ring.get(a, at);
+      const int mine = (warp - first) & (WARPS - 1), which = first + mine;
+      if (mine < STAGE_PAGES && which < end) {
+        const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
+        if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
+        track.add(q, page, own, only);
+      }
+      ring.release(a, __float_as_uint(track.out[0].x));
     }
-    ring.release(a, __float_as_uint(track.out[0].x));
   }
   track.store(shared, unit);
 }
 
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = num_units(a, shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = shared.num_units;
   Queries next;
-  next.load(a, unit_of(a, shared, 0));  // of rows that are there even if no unit is: a branch costs the other builds registers
+  next.load(a, unit_of(shared, 0));  // of rows that are there even if no unit is: a branch costs the other builds registers
   for (int index = 0; index < units; index++) {
     const Queries q = next;
-    const Unit unit = unit_of(a, shared, index);
-    if (index + 1 < units) next.load(a, unit_of(a, shared, index + 1));
+    const Unit unit = unit_of(shared, index);
+    if (index + 1 < units) next.load(a, unit_of(shared, index + 1));
     attend_unit(a, at, shared, ring, q, it.layer, index, unit);
   }
   workers_sync();

@@ -66,18 +66,16 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
-// A unit's pages, as far as earlier steps wrote them; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
-__device__ __forceinline__ void produce_unit(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
-  const Unit unit = unit_of(a, ring.shared, index);
+// Pages from `begin` to `end`, as far as positions before `cached` are in them; lanes 2i and 2i + 1 copy keys and values of a
+// stage's page i.
+__device__ __forceinline__ void produce_pages(
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, int begin, int end, int cached, u64 policy) {
   const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS, quarter = blockIdx.x % SPLITS;
-  const int own = own_pages(position_of(ring.shared, unit.token + unit.count - 1, at.step), quarter);
-  const int cached = first_position(ring.shared, unit.token, at.step);
   const bf16* from = lane % 2 ? a.values : a.keys;
-  for (int first = 0; first < own; first += STAGE_PAGES, ring.next()) {
+  for (int first = begin; first < end; first += STAGE_PAGES, ring.next()) {
     if (!turn.mine()) continue;
     const int which = first + lane / 2;
-    const bool mine = lane / 2 < STAGE_PAGES && which < own;
+    const bool mine = lane / 2 < STAGE_PAGES && which < end;
     const int filled = mine ? max(0, min(PAGE, cached - (quarter + SPLITS * which) * PAGE)) : 0;
     const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
     if (lane == 0) acquire(a, at, ring, turn, total);
@@ -88,6 +86,20 @@ __device__ __forceinline__ void produce_unit(
       copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
                 ring.shared.full + ring.slot, policy);
     }
+  }
+}
+
+// What earlier steps wrote of a unit's pages: those in common, then each member's.
+__device__ __forceinline__ void produce_unit(
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
+  const Unit unit = unit_of(ring.shared, index);
+  const int common = common_pages(ring.shared, index);
+  for (int member = -1; member < num_members(unit); member++) {
+    const Unit of = member_of(unit, max(member, 0));
+    const int last = position_of(ring.shared, of.token + of.count - 1, at.step);
+    const int own = own_pages(last, blockIdx.x % SPLITS), cached = first_position(ring.shared, of.token, at.step);
+    produce_pages(a, at, ring, turn, layer, pages_index(index, of), member < 0 ? 0 : common, member < 0 ? common : own,
+                  cached, policy);
   }
 }
 
@@ -121,7 +133,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
-        for (int unit = 0; unit < num_units(a, shared); unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+        for (int unit = 0; unit < shared.num_units; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }

@@ -124,6 +124,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
     shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? (int)pages[row[i / OWN_PAGES] * row_pages + page] : 0;
   }
+  __syncthreads();
+  if (threadIdx.x < 32) find_units(shared, rows);
 #endif
   __syncthreads();
   const int warp = threadIdx.x / 32;

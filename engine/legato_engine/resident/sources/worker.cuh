@@ -145,14 +145,17 @@ struct __align__(16) Shared {
   u32 epoch;
   u32 passed;  // waits of the program that are over
   u32 ended;   // GOES_ON, ENDED or ABORTED
+  int num_units;
+  unsigned char unit[TOKENS + 1];  // first token of each, and their end
 #if DRAFTS
   DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
   int count, chosen_count;
-  int num_units, unit[TOKENS + 1];  // first token of each, and their end
   u32 placed;  // steps whose tokens are here, or were
   int longest, groups, sums_of_warps[WARPS];  // of PLACE and SETTLE
   bool goes_on;  // as PLACE says
+#else
+  unsigned char common[TOKENS];  // by unit: of the worker's quarter, leading pages that its rows have in common
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
@@ -288,25 +291,51 @@ struct Ring {
   }
 };
 
-// Tokens that share attention's reads: a row's, at consecutive positions, UNIT_TOKENS at most.
+// Tokens that share attention's reads, UNIT_TOKENS at most: with DRAFTS a row's, at consecutive positions; else those of rows
+// that have leading pages in common.
 constexpr int UNIT_TOKENS = 8;
 struct Unit {
   int token, count;  // the first one
 };
-__device__ __forceinline__ int num_units(const Arguments& a, const Shared& shared) {
-#if DRAFTS
-  return shared.num_units;
-#else
-  return a.rows;
-#endif
-}
-__device__ __forceinline__ Unit unit_of(const Arguments& a, const Shared& shared, int index) {
-#if DRAFTS
+__device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
   return Unit{shared.unit[index], shared.unit[index + 1] - shared.unit[index]};
+}
+__device__ __forceinline__ int common_pages(const Shared& shared, int index) {
+#if DRAFTS
+  return 0;
 #else
-  return Unit{index, 1};
+  return shared.common[index];
 #endif
 }
+// Parts of a unit that have pages of their own: its rows.
+__device__ __forceinline__ int num_members(const Unit& unit) { return DRAFTS ? 1 : unit.count; }
+__device__ __forceinline__ Unit member_of(const Unit& unit, int member) {
+  return DRAFTS ? unit : Unit{unit.token + member, 1};
+}
+// Whose pages are where: with DRAFTS a unit's, else a row's.
+__device__ __forceinline__ int pages_index(int unit, const Unit& member) { return DRAFTS ? unit : member.token; }
 
 // Pages of a quarter that hold positions up to `last`.
 __device__ __forceinline__ int own_pages(int last, int quarter) { return (last / PAGE - quarter + SPLITS) / SPLITS; }
+
+#if !DRAFTS
+// Units of the launch's rows, by one warp, from the pages that all positions so far fill. A row joins the unit before it if
+// they have at least half of that unit's common pages in common.
+__device__ __forceinline__ void find_units(Shared& shared, int rows) {
+  const int lane = threadIdx.x % 32, quarter = blockIdx.x % SPLITS;
+  const int filled = lane < rows ? (shared.position[lane] / PAGE + SPLITS - 1 - quarter) / SPLITS : 0;
+  const int limit = min(filled, __shfl_up_sync(~0u, filled, 1));
+  int same = 0;
+  if (lane && lane < rows)
+    while (same < limit && shared.pages[lane][same] == shared.pages[lane - 1][same]) same++;
+  int units = 0, first = 0, common = 0;
+  for (int row = 0; row < rows; row++) {
+    const int with_last = __shfl_sync(~0u, same, row);
+    const bool joins = row > first && row < first + UNIT_TOKENS && with_last && with_last * 2 >= common;
+    if (!joins) first = row, common = 0, units++;
+    else common = common ? min(common, with_last) : with_last;
+    if (lane == 0) shared.unit[units - 1] = first, shared.common[units - 1] = common, shared.unit[units] = row + 1;
+  }
+  if (lane == 0) shared.num_units = units;
+}
+#endif
