@@ -69,7 +69,8 @@ struct Softmax {
   float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
   // `own`: token g's position, the last that it attends to; -1: there is no such token. `only`: the one token that the page is of,
-  // or -1.
+  // with ONE; -1: of all.
+  template <bool ONE>
   __device__ __forceinline__ void add(const Queries& q, const Page& page, int own, int only) {
     const int t = threadIdx.x % 4;
     const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
@@ -95,7 +96,7 @@ struct Softmax {
     constexpr u32 ONES = 0x3f803f80u;
     float4 all = {sum.x * left, sum.y * right, 0.f, 0.f};
     mma(all, ONES, ONES, ONES, ONES, weights[0], weights[1]);
-    const bool is_left = only < 0 || only == 2 * t, is_right = only < 0 || only == 2 * t + 1;
+    const bool is_left = !ONE || only < 0 || only == 2 * t, is_right = !ONE || only < 0 || only == 2 * t + 1;
     sum = float2{is_left ? all.x : sum.x, is_right ? all.y : sum.y};
     uint4 v[4];
 #pragma unroll
@@ -163,30 +164,40 @@ struct Written {
   }
 };
 
-// The common pages of a unit, then each member's; the same order as produce_unit's.
+// Pages of a unit's member from `begin` to `end`, as produce_pages copies them; `position` is token g's.
+template <bool ONE>
+__device__ __forceinline__ void attend_pages(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, Softmax& track, int layer, int index,
+    const Unit& member, int begin, int end, int position, int only) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
+  const int last = position_of(shared, member.token + member.count - 1, at.step);
+  const int own = !ONE || only < 0 || only == g ? position : -1;
+  Written written;
+  written.load(a, shared, layer, pages_index(index, member), first_position(shared, member.token, at.step), last, end);
+  for (int first = begin; first < end; first += STAGE_PAGES) {
+    const unsigned char* stage = ring.get(a, at);
+    const int mine = (warp - first) & (WARPS - 1), which = first + mine;
+    if (mine < STAGE_PAGES && which < end) {
+      const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
+      if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
+      track.add<ONE>(q, page, own, only);
+    }
+    ring.release(a, __float_as_uint(track.out[0].x));
+  }
+}
+
+// In the order of produce_unit.
 __device__ __forceinline__ void attend_unit(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
+  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = common_pages(shared, index);
   const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
-  const int common = common_pages(shared, index);
+  const auto end_of = [&](const Unit& of) { return own_pages(position_of(shared, of.token + of.count - 1, at.step), quarter); };
   Softmax track;
-  for (int member = common ? -1 : 0; member < num_members(unit); member++) {
+  if (!common) attend_pages<false>(a, at, shared, ring, q, track, layer, index, unit, 0, end_of(unit), position, -1);
+  for (int member = -1; common && member < unit.count; member++) {
     const Unit of = member_of(unit, max(member, 0));
-    const int last = position_of(shared, of.token + of.count - 1, at.step);
-    const int begin = member < 0 ? 0 : common, end = member < 0 ? common : own_pages(last, quarter);
-    const int only = DRAFTS || member < 0 || unit.count == 1 ? -1 : member, own = only < 0 || only == g ? position : -1;
-    Written written;
-    written.load(a, shared, layer, pages_index(index, of), first_position(shared, of.token, at.step), last, end);
-    for (int first = begin; first < end; first += STAGE_PAGES) {
-      const unsigned char* stage = ring.get(a, at);
-      const int mine = (warp - first) & (WARPS - 1), which = first + mine;
-      if (mine < STAGE_PAGES && which < end) {
-        const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
-        if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
-        track.add(q, page, own, only);
-      }
-      ring.release(a, __float_as_uint(track.out[0].x));
-    }
+    attend_pages<true>(a, at, shared, ring, q, track, layer, index, of, member < 0 ? 0 : common,
+                       member < 0 ? common : end_of(of), position, member);
   }
   track.store(shared, unit);
 }

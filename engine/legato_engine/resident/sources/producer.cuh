@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce_unit(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
   const Unit unit = unit_of(ring.shared, index);
   const int common = common_pages(ring.shared, index);
-  for (int member = -1; member < num_members(unit); member++) {
+  for (int member = common ? -1 : 0; member < num_members(unit); member++) {
     const Unit of = member_of(unit, max(member, 0));
     const int last = position_of(ring.shared, of.token + of.count - 1, at.step);
     const int own = own_pages(last, blockIdx.x % SPLITS), cached = first_position(ring.shared, of.token, at.step);
