@@ -189,7 +189,7 @@ __device__ __forceinline__ void attend_pages(
 // In the order of produce_unit.
 __device__ __forceinline__ void attend_unit(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
-  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = common_pages(shared, index);
+  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = unit.common;
   const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
   const auto end_of = [&](const Unit& of) { return own_pages(position_of(shared, of.token + of.count - 1, at.step), quarter); };
   Softmax track;
@@ -205,13 +205,15 @@ __device__ __forceinline__ void attend_unit(
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = shared.num_units;
+  Unit unit = unit_of(shared, 0);
   Queries next;
-  next.load(a, unit_of(shared, 0));  // of rows that are there even if no unit is: a branch costs the other builds registers
+  next.load(a, unit);  // of rows that are there even if no unit is: a branch costs the other builds registers
   for (int index = 0; index < units; index++) {
     const Queries q = next;
-    const Unit unit = unit_of(shared, index);
-    if (index + 1 < units) next.load(a, unit_of(shared, index + 1));
-    attend_unit(a, at, shared, ring, q, it.layer, index, unit);
+    const Unit own = unit;
+    unit = unit_of(shared, index + 1);
+    if (index + 1 < units) next.load(a, unit);
+    attend_unit(a, at, shared, ring, q, it.layer, index, own);
   }
   workers_sync();
   // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to warps.

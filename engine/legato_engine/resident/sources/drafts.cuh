@@ -61,14 +61,16 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   const u32 rows = __ballot_sync(~0u, live && (lane == 0 || before != row));
   const int first = 31 - __clz(rows & (2u << lane) - 1);
   const u32 units = __ballot_sync(~0u, live && (lane - first) % UNIT_TOKENS == 0);
-  if (units >> lane & 1) shared.unit[__popc(units & (1u << lane) - 1)] = lane;
-  if (lane == 0) shared.num_units = __popc(units), shared.unit[__popc(units)] = __popc(all);
+  const u32 later = units & ~((2u << lane) - 1);
+  const int end = later ? __ffs(later) - 1 : __popc(all);
+  if (units >> lane & 1) shared.unit[__popc(units & (1u << lane) - 1)] = packed(Unit{lane, end - lane, 0});
+  if (lane == 0) shared.num_units = __popc(units);
 }
 
 // Pages of the units; `take_tokens` came before.
 __device__ __forceinline__ void take_pages(const DraftArguments& a, Shared& shared, int thread, int threads) {
   for (int i = thread; i < shared.num_units * OWN_PAGES; i += threads) {
-    const i64 row = shared.row[shared.unit[i / OWN_PAGES]];
+    const i64 row = shared.row[unit_of(shared, i / OWN_PAGES).token];
     const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
     shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < a.row_pages ? (int)a.pages[row * a.row_pages + page] : 0;
   }

@@ -91,10 +91,9 @@ __device__ __forceinline__ void produce_pages(
 
 // What earlier steps wrote of a unit's pages: those in common, then each member's.
 __device__ __forceinline__ void produce_unit(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
-  const Unit unit = unit_of(ring.shared, index);
-  const int common = common_pages(ring.shared, index);
-  for (int member = common ? -1 : 0; member < num_members(unit); member++) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, const Unit& unit, u64 policy) {
+  const int common = unit.common, members = DRAFTS ? 1 : unit.count;
+  for (int member = common ? -1 : 0; member < members; member++) {
     const Unit of = member_of(unit, max(member, 0));
     const int last = position_of(ring.shared, of.token + of.count - 1, at.step);
     const int own = own_pages(last, blockIdx.x % SPLITS), cached = first_position(ring.shared, of.token, at.step);
@@ -133,7 +132,12 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
-        for (int unit = 0; unit < shared.num_units; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+        Unit next = unit_of(shared, 0);
+        for (int index = 0; index < shared.num_units; index++) {
+          const Unit unit = next;
+          next = unit_of(shared, index + 1);
+          produce_unit(a, at, ring, turn, it.layer, index, unit, policy);
+        }
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }

@@ -116,6 +116,15 @@ struct Sampling {
   Best best[WARPS];
 };
 
+// Tokens that share attention's reads, UNIT_TOKENS at most: with DRAFTS a row's, at consecutive positions; else those of rows
+// that have leading pages in common, of which the worker's quarter has `common`.
+constexpr int UNIT_TOKENS = 8;
+struct Unit {
+  int token, count, common;  // the first token
+};
+using PackedUnit = unsigned short;  // one read
+__device__ __forceinline__ PackedUnit packed(const Unit& unit) { return unit.token | unit.count - 1 << 5 | unit.common << 8; }
+
 struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
   float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts
@@ -146,7 +155,7 @@ struct __align__(16) Shared {
   u32 passed;  // waits of the program that are over
   u32 ended;   // GOES_ON, ENDED or ABORTED
   int num_units;
-  unsigned char unit[TOKENS + 1];  // first token of each, and their end
+  PackedUnit unit[TOKENS + 1];  // the last one's contents do not matter: it is read ahead
 #if DRAFTS
   DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
@@ -154,8 +163,6 @@ struct __align__(16) Shared {
   u32 placed;  // steps whose tokens are here, or were
   int longest, groups, sums_of_warps[WARPS];  // of PLACE and SETTLE
   bool goes_on;  // as PLACE says
-#else
-  unsigned char common[TOKENS];  // by unit: of the worker's quarter, leading pages that its rows have in common
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
@@ -291,27 +298,12 @@ struct Ring {
   }
 };
 
-// Tokens that share attention's reads, UNIT_TOKENS at most: with DRAFTS a row's, at consecutive positions; else those of rows
-// that have leading pages in common.
-constexpr int UNIT_TOKENS = 8;
-struct Unit {
-  int token, count;  // the first one
-};
 __device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
-  return Unit{shared.unit[index], shared.unit[index + 1] - shared.unit[index]};
+  const int all = shared.unit[index];
+  return Unit{all & 31, (all >> 5 & 7) + 1, DRAFTS ? 0 : all >> 8};
 }
-__device__ __forceinline__ int common_pages(const Shared& shared, int index) {
-#if DRAFTS
-  return 0;
-#else
-  return shared.common[index];
-#endif
-}
-// Parts of a unit that have pages of their own: its rows.
-__device__ __forceinline__ int num_members(const Unit& unit) { return DRAFTS ? 1 : unit.count; }
-__device__ __forceinline__ Unit member_of(const Unit& unit, int member) {
-  return DRAFTS ? unit : Unit{unit.token + member, 1};
-}
+// A unit's row alone; with DRAFTS it has one.
+__device__ __forceinline__ Unit member_of(const Unit& unit, int member) { return DRAFTS ? unit : Unit{unit.token + member, 1, 0}; }
 // Whose pages are where: with DRAFTS a unit's, else a row's.
 __device__ __forceinline__ int pages_index(int unit, const Unit& member) { return DRAFTS ? unit : member.token; }
 
@@ -328,13 +320,14 @@ __device__ __forceinline__ void find_units(Shared& shared, int rows) {
   int same = 0;
   if (lane && lane < rows)
     while (same < limit && shared.pages[lane][same] == shared.pages[lane - 1][same]) same++;
-  int units = 0, first = 0, common = 0;
+  int units = 0;
+  Unit unit = {0, 0, 0};
   for (int row = 0; row < rows; row++) {
     const int with_last = __shfl_sync(~0u, same, row);
-    const bool joins = row > first && row < first + UNIT_TOKENS && with_last && with_last * 2 >= common;
-    if (!joins) first = row, common = 0, units++;
-    else common = common ? min(common, with_last) : with_last;
-    if (lane == 0) shared.unit[units - 1] = first, shared.common[units - 1] = common, shared.unit[units] = row + 1;
+    const bool joins = row && unit.count < UNIT_TOKENS && with_last && with_last * 2 >= unit.common;
+    if (joins) unit = {unit.token, unit.count + 1, unit.common ? min(unit.common, with_last) : with_last};
+    else unit = {row, 1, 0}, units++;
+    if (lane == 0) shared.unit[units - 1] = packed(unit);
   }
   if (lane == 0) shared.num_units = units;
 }
