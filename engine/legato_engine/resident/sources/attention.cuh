@@ -187,34 +187,44 @@ __device__ __forceinline__ void attend_pages(
 }
 
 // In the order of produce_unit.
+template <bool ANY>
 __device__ __forceinline__ void attend_unit(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
   const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = unit.common;
   const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
   const auto end_of = [&](const Unit& of) { return own_pages(position_of(shared, of.token + of.count - 1, at.step), quarter); };
   Softmax track;
-  if (!common) attend_pages<false>(a, at, shared, ring, q, track, layer, index, unit, 0, end_of(unit), position, -1);
-  for (int member = -1; common && member < unit.count; member++) {
-    const Unit of = member_of(unit, max(member, 0));
-    attend_pages<true>(a, at, shared, ring, q, track, layer, index, of, member < 0 ? 0 : common,
-                       member < 0 ? common : end_of(of), position, member);
-  }
+  if (DRAFTS || !ANY)
+    attend_pages<false>(a, at, shared, ring, q, track, layer, index, unit, 0, end_of(unit), position, -1);
+  else
+    for (int member = common ? -1 : 0; member < unit.count; member++) {
+      const Unit of = member_of(unit, max(member, 0));
+      attend_pages<true>(a, at, shared, ring, q, track, layer, index, of, member < 0 ? 0 : common,
+                         member < 0 ? common : end_of(of), position, member);
+    }
   track.store(shared, unit);
 }
 
-__device__ __forceinline__ void run_attend(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = shared.num_units;
-  Unit unit = unit_of(shared, 0);
+template <bool ANY>
+__device__ __forceinline__ void attend_units(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
+  const int units = ANY ? shared.num_units : a.rows;
+  Unit unit = unit_of<ANY>(shared, 0);
   Queries next;
   next.load(a, unit);  // of rows that are there even if no unit is: a branch costs the other builds registers
   for (int index = 0; index < units; index++) {
     const Queries q = next;
     const Unit own = unit;
-    unit = unit_of(shared, index + 1);
+    unit = unit_of<ANY>(shared, index + 1);
     if (index + 1 < units) next.load(a, unit);
-    attend_unit(a, at, shared, ring, q, it.layer, index, own);
+    attend_unit<ANY>(a, at, shared, ring, q, layer, index, own);
   }
+}
+
+__device__ __forceinline__ void run_attend(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (any_units(a, shared)) attend_units<true>(a, at, shared, ring, it.layer);
+  else attend_units<false>(a, at, shared, ring, it.layer);
   workers_sync();
   // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to warps.
   const Parts* parts = parts_of(shared);

@@ -298,7 +298,11 @@ struct Ring {
   }
 };
 
+// Where no rows share pages each is a unit; code for that alone is faster, as nothing of a unit has to be read.
+__device__ __forceinline__ bool any_units(const Arguments& a, const Shared& shared) { return DRAFTS || shared.num_units < a.rows; }
+template <bool ANY = true>
 __device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
+  if (!ANY) return Unit{index, 1, 0};
   const int all = shared.unit[index];
   return Unit{all & 31, (all >> 5 & 7) + 1, DRAFTS ? 0 : all >> 8};
 }
