@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
         del assemblies["resident"]
     assemblies = {"graph": graph, **assemblies}
+    gc.collect()
+    gc.freeze()  # as the engine's process does: a collection takes 130 ms
     context, objects = arguments.context, arguments.length // 3
 
     def answers(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
@@ -79,8 +81,6 @@ def main(argv: Sequence[str]) -> int:
         path: joins(assembly, 1, arguments.joins, arguments.context)
         for path, assembly in assemblies.items()
     }
-    gc.collect()
-    gc.freeze()  # as the engine's process does: a collection takes 130 ms
     loads = [
         _loads(assemblies, callers, arguments.load, lists=lists)
         for lists in (False, True)
