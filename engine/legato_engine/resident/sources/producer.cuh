@@ -102,6 +102,17 @@ __device__ __forceinline__ void produce_unit(
   }
 }
 
+template <bool ANY>
+__device__ __forceinline__ void produce_units(const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, u64 policy) {
+  const Shared& shared = ring.shared;
+  Unit next = unit_of<ANY>(shared, 0);
+  for (int index = 0; index < (ANY ? shared.num_units : a.rows); index++) {
+    const Unit unit = next;
+    next = unit_of<ANY>(shared, index + 1);
+    produce_unit(a, at, ring, turn, layer, index, unit, policy);
+  }
+}
+
 // Before it copies keys and values a producer needs to know the step's tokens. It has begun all stages before those, which
 // is all that the warps wait for until they commit the step before.
 __device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const Shared& shared) {
@@ -132,8 +143,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
-        for (int index = 0; index < shared.num_units; index++)
-          produce_unit(a, at, ring, turn, it.layer, index, unit_of(shared, index), policy);
+        if (any_units(a, shared)) produce_units<true>(a, at, ring, turn, it.layer, policy);
+        else produce_units<false>(a, at, ring, turn, it.layer, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
