@@ -112,14 +112,15 @@ class DecodeLoops:
         rank: int,
         num_steps: int,
         needs: Needs,
+        common: bool,
     ) -> None:
         """Enqueue at most `num_steps` steps of up to `num_tokens` tokens, maybe none; rows and
-        constraints are staged.
+        constraints are staged. `common`: as a `Choice` has it.
         """
         self._rings[slot].reset()
         self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
         resident = self._resident
-        if resident is not None and not rank and _takes(resident, self.choice, num_rows, needs):
+        if resident is not None and not rank and self._takes(resident, num_rows, needs, common):
             if num_steps:
                 self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
@@ -142,9 +143,19 @@ class DecodeLoops:
     def _most_rows(self, kind: Kind) -> int:
         assert self._resident is not None, "rows of no kernel"
         rows = range(self._resident.max_rows, 0, -1)
-        takes = self.choice.takes
-        either = (n for n in rows if takes(kind, n, drawn=False) or takes(kind, n, drawn=True))
-        return next(either, 0)
+        takes, ways = self.choice.takes, tuple(product((False, True), repeat=2))
+
+        def any_way(count: int) -> bool:
+            return any(takes(kind, count, drawn=drawn, common=common) for drawn, common in ways)
+
+        return next(filter(any_way, rows), 0)
+
+    def _takes(self, resident: ResidentSteps, num_rows: int, needs: Needs, common: bool) -> bool:
+        kind = Kind.VALUES if needs.payload else Kind.WORDS
+        kind = Kind.DRAFTS if resident.drafts else kind
+        if num_rows > resident.max_rows or needs.logprobs or kind not in _kinds(resident):
+            return False
+        return self.choice.takes(kind, num_rows, drawn=needs.sampled, common=common)
 
     def without_kernel(self) -> None:
         """Nothing may be in flight."""
@@ -294,14 +305,6 @@ def _kinds(resident: ResidentSteps) -> tuple[Kind, ...]:
     if resident.drafts:
         return (Kind.DRAFTS,)
     return (Kind.WORDS, Kind.VALUES) if resident.has_values else (Kind.WORDS,)
-
-
-def _takes(resident: ResidentSteps, choice: Choice, num_rows: int, needs: Needs) -> bool:
-    kind = Kind.VALUES if needs.payload else Kind.WORDS
-    kind = Kind.DRAFTS if resident.drafts else kind
-    if num_rows > resident.max_rows or needs.logprobs or kind not in _kinds(resident):
-        return False
-    return choice.takes(kind, num_rows, drawn=needs.sampled)
 
 
 def _widened(needs: Needs) -> Needs:

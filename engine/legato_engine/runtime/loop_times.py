@@ -21,6 +21,7 @@ from legato_engine.speculative.block_policy import INITIAL_RATE
 
 _STEPS = 10
 _CONTEXT = 512  # positions: an image, a question and half of an answer
+_COMMON = 0.75  # of its pages, where rows have some in common: the image's
 _TEMPERATURE, _TOP_P = 0.7, 0.9  # of drawn rows
 _FREE = 0  # the constraint of words
 _SLOT = 0
@@ -29,9 +30,10 @@ _SLOT = 0
 class LoopTimes:
     """Times steps of loops over the first slot's buffers; nothing may be in flight.
 
-    Rows read pages of their own, as sequences do, and write to the scratch page alone. In lists all
-    tokens have values, and drafts are of an answer that repeats one token, so that all are
-    accepted. Among drawn lists every other row has words: the token of a value is drawn from one.
+    Rows read pages of their own, or some in common as requests about one image do, and write to the
+    scratch page alone. In lists all tokens have values, and drafts are of an answer that repeats
+    one token, so that all are accepted. Among drawn lists every other row has words: the token of a
+    value is drawn from one.
     """
 
     def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
@@ -53,7 +55,7 @@ class LoopTimes:
         def begin() -> None:
             changed = (state.page_table_RM, *rules, successor_C2)
             kept.extend((each, each.clone()) for each in changed)
-            self._take_pages()
+            self._take_pages(common=False)
             state.top_p_R.fill_(_TOP_P)
             state.top_k_R.zero_()
             state.seed_R.copy_(torch.arange(len(state.seed_R)))
@@ -73,24 +75,27 @@ class LoopTimes:
             resources.compute.submit(end)
             resources.compute.record().wait()
 
-    def seconds(self, kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float:
+    def seconds(
+        self, kind: Kind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+    ) -> float:
         """Of a step, once, within `rehearsing`."""
         resources, loops = self._resources, self._loops
         compute, slot = resources.compute, resources.slots[_SLOT]
         before, loops.choice = loops.choice, ALL if resident else NONE
 
-        def set_temperature() -> None:
+        def set_rows() -> None:
             resources.state.temperature_R.fill_(_TEMPERATURE if drawn else 0.0)
+            self._take_pages(common=common)
 
         try:
-            compute.submit(set_temperature)
+            compute.submit(set_rows)
             num_tokens = self._stage(kind, num_rows, drawn)
             slot.staged.upload(compute)
             slot.constraint.upload(compute)
             begun = compute.record()
             needs = Needs(sampled=drawn, payload=kind is Kind.VALUES, logprobs=False)
             bucket = bucket_for(resources.buckets, num_tokens)
-            loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs)
+            loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs, common)
             ended = compute.record()
             num_steps = 0
             while loops.next_outputs(_SLOT, ended) is not None:
@@ -100,14 +105,17 @@ class LoopTimes:
             loops.choice = before
         return (ended.time_ns() - begun.time_ns()) / 1e9 / max(1, num_steps)
 
-    def _take_pages(self) -> None:
-        """Different ones up to the context, as far as the pool has so many."""
+    def _take_pages(self, *, common: bool) -> None:
+        """Different ones up to the context, as far as the pool has so many, or most in common."""
         resources = self._resources
         table_RM, num_pages = resources.state.page_table_RM, resources.kv.k_LNHSE.shape[1]
         rows, width = resources.state.scratch_row, self._context // resources.kv.page_size
         pages = torch.arange(rows * width, device=table_RM.device).view(rows, width)
         table_RM.zero_()
         table_RM[:rows, :width] = 1 + pages % (num_pages - 1)
+        if common:
+            shared = int(_COMMON * width)
+            table_RM[:rows, :shared] = table_RM[0, :shared].clone()
 
     def _repeat(self, drafts: DraftState, token: int) -> None:
         """Let all rows have had one token up to the context, and tokens left."""

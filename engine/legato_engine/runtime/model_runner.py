@@ -29,7 +29,13 @@ from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table, successor_table
-from legato_engine.runtime.slot_outputs import Outputs, drafted_tokens, needs_of, sampled_tokens
+from legato_engine.runtime.slot_outputs import (
+    Outputs,
+    drafted_tokens,
+    have_common_pages,
+    needs_of,
+    sampled_tokens,
+)
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
@@ -258,7 +264,10 @@ class ModelRunner:
         events.needs = needs_of(rows)
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
-        self._loops.start(launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs)
+        common = have_common_pages(rows)
+        self._loops.start(
+            launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs, common
+        )
         events.forward_end = self._device.compute.record(events.forward_end)
 
     def collect(self, launch: Launch) -> list[RowTokens] | None:

@@ -24,26 +24,33 @@ Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
 
 class StepTimes(msgspec.Struct, frozen=True, order=True):
     """A step of so many rows, all drawn or all greedy, in a launch of the kernel and in a captured
-    loop.
+    loop. `common`: they have an image's pages in common.
     """
 
     kind: Kind
     rows: int
     drawn: bool
+    common: bool
     resident: Seconds
     loop: Seconds
 
 
 class Choice(Protocol):
-    """What goes to the kernel, of what it can take; `drawn`: some row is not greedy."""
+    """What goes to the kernel, of what it can take; `drawn`: some row is not greedy, `common`: most
+    have leading pages in common with the row before.
+    """
 
-    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool: ...
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool, common: bool) -> bool: ...
 
 
 class Timer(Protocol):
-    """Seconds of a step, whose rows are all `drawn` or all greedy, in the kernel or captured."""
+    """Seconds of a step, whose rows are all `drawn` or all greedy and have pages in `common` or
+    none, in the kernel or captured.
+    """
 
-    def __call__(self, kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float: ...
+    def __call__(
+        self, kind: Kind, num_rows: int, *, drawn: bool, common: bool, resident: bool
+    ) -> float: ...
 
 
 class Fixed:
@@ -52,8 +59,8 @@ class Fixed:
     def __init__(self, takes: bool) -> None:
         self._takes = takes
 
-    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool:
-        del kind, num_rows, drawn
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool, common: bool) -> bool:
+        del kind, num_rows, drawn, common
         return self._takes
 
 
@@ -66,8 +73,9 @@ class PathTable:
     def __init__(self, times: Iterable[StepTimes]) -> None:
         self.times = tuple(sorted(times))
 
-    def takes(self, kind: Kind, num_rows: int, *, drawn: bool) -> bool:
-        same = (each for each in self.times if each.kind == kind and each.drawn == drawn)
+    def takes(self, kind: Kind, num_rows: int, *, drawn: bool, common: bool) -> bool:
+        wanted = kind, drawn, common and _may_share(kind, num_rows)
+        same = (each for each in self.times if (each.kind, each.drawn, each.common) == wanted)
         least = next((each for each in same if each.rows >= num_rows), None)
         return least is not None and _wins(least)
 
@@ -87,6 +95,7 @@ class PathTable:
                 "kind": str(each.kind),
                 "rows": each.rows,
                 "drawn": each.drawn,
+                "common": each.common,
                 "resident": round(each.resident * 1e3, 4),
                 "loop": round(each.loop * 1e3, 4),
             }
@@ -95,17 +104,22 @@ class PathTable:
 
 
 def measure(builds: Sequence[Build], seconds: Timer) -> PathTable:
-    """Measure a lone row of each kind and the most rows of each build, greedy and drawn, both paths
-    in turns.
+    """Measure a lone row of each kind and the most rows of each build, greedy and drawn, with pages
+    of their own and with some in common, both paths in turns.
     """
     counts = [each for build in builds for each in _measured_by(build, builds)]
     times = []
-    for (kind, rows), drawn in product(counts, (False, True)):
+    for (kind, rows), drawn, common in product(counts, (False, True), (False, True)):
+        if common and not _may_share(kind, rows):
+            continue
         turns = [
-            [seconds(kind, rows, drawn=drawn, resident=resident) for resident in (True, False)]
+            [
+                seconds(kind, rows, drawn=drawn, common=common, resident=resident)
+                for resident in (True, False)
+            ]
             for _ in range(_TURNS)
         ]
-        times.append(StepTimes(kind, rows, drawn, *map(min, zip(*turns, strict=True))))
+        times.append(StepTimes(kind, rows, drawn, common, *map(min, zip(*turns, strict=True))))
     return PathTable(times)
 
 
@@ -140,6 +154,11 @@ class _File(msgspec.Struct, frozen=True):
 
 def _wins(times: StepTimes) -> bool:
     return times.resident < times.loop
+
+
+def _may_share(kind: Kind, num_rows: int) -> bool:
+    """Whether common pages make a difference: the kernel's rows that draft do not share."""
+    return num_rows > 1 and kind is not Kind.DRAFTS
 
 
 def _measured_by(build: Build, builds: Sequence[Build]) -> list[Build]:

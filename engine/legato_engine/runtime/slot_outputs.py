@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,13 @@ def needs_of(rows: Sequence[ScheduledSequence]) -> Needs:
         logprobs = logprobs or request.logprobs
         alternatives = alternatives or request.top_logprobs > 0
     return Needs(sampled, payload, logprobs, alternatives)
+
+
+def have_common_pages(rows: Sequence[ScheduledSequence]) -> bool:
+    """Whether most begin with the page of the row before, as requests about one image do."""
+    first = [row.sequence.pages.ids[0] for row in rows]
+    same: int = sum(map(eq, first, first[1:]))
+    return 2 * same >= len(rows)
 
 
 def sampled_tokens(

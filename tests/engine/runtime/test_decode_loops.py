@@ -265,7 +265,8 @@ def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> 
     """It may hold a prefill in front; the host would sleep through the steps after it."""
     loops = looping.runner._loops
     assert loops is not None
-    loops.start(0, 1, 1, looping.runner._resources.buckets[0], 0, 2, Needs(False, False, False))
+    needs = Needs(False, False, False)
+    loops.start(0, 1, 1, looping.runner._resources.buckets[0], 0, 2, needs, False)
     looping.device.compute.record().wait()
     now = time.perf_counter() + 1.0
     loops._measure(now)

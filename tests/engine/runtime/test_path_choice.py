@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,12 +24,14 @@ from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.loop_times import LoopTimes
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.slot_outputs import have_common_pages
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.block_sizes import block_policy
 from legato_engine.speculative.lookup import LookupProposer
 
 from tests.engine.runtime.test_resident_loops import Fake, Launches, answers
+from tests.loop_answers import Ask, results
 
 MOST = 4
 LENGTHS = [40, 7, 2, 23]
@@ -53,13 +56,14 @@ class Kernel:
 
     wins: Mapping[Kind, Collection[int]] = dataclasses.field(default_factory=dict)
     drawn: Mapping[Kind, Collection[int]] | None = None  # of drawn rows; None: the same
+    common: Mapping[Kind, Collection[int]] | None = None  # with common pages; None: the same
     values: bool = True
     refused: str | None = None
     sources: str = "these"
     steps: int | None = None  # after the warm-up, until it is stuck
     fake: Fake | None = None
     built: list[tuple[Build, ...]] = dataclasses.field(default_factory=list)
-    timed: list[tuple[Kind, int, bool, bool]] = dataclasses.field(default_factory=list)
+    timed: list[tuple[Kind, int, bool, bool, bool]] = dataclasses.field(default_factory=list)
     took: list[float] = dataclasses.field(default_factory=list)
 
     def offer(self, max_rows: int, policy: BlockPolicy | None) -> ResidentOffer | str:
@@ -74,10 +78,13 @@ class Kernel:
         self.fake.drafts = Kind.DRAFTS in kinds
         return self.fake
 
-    def seconds(self, kind: Kind, rows: int, drawn: bool, resident: bool, took: float) -> float:
-        self.timed.append((kind, rows, drawn, resident))
+    def seconds(
+        self, kind: Kind, rows: int, drawn: bool, common: bool, resident: bool, took: float
+    ) -> float:
+        self.timed.append((kind, rows, drawn, common, resident))
         self.took.append(took)
         wins = self.drawn if drawn and self.drawn is not None else self.wins
+        wins = self.common if common and self.common is not None else wins
         return 1.0 if resident == (rows in wins.get(kind, ())) else 2.0
 
 
@@ -97,10 +104,16 @@ def start(graph: Assembly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
             return kernel.offer(max_rows, policy)
 
         def seconds(
-            times: LoopTimes, kind: Kind, num_rows: int, *, drawn: bool, resident: bool
+            times: LoopTimes,
+            kind: Kind,
+            num_rows: int,
+            *,
+            drawn: bool,
+            common: bool,
+            resident: bool,
         ) -> float:
-            took = timed(times, kind, num_rows, drawn=drawn, resident=resident)
-            return kernel.seconds(kind, num_rows, drawn, resident, took)
+            took = timed(times, kind, num_rows, drawn=drawn, common=common, resident=resident)
+            return kernel.seconds(kind, num_rows, drawn, common, resident, took)
 
         monkeypatch.setattr(TorchBackend, "resident", resident)
         monkeypatch.setattr(LoopTimes, "seconds", seconds)
@@ -137,7 +150,9 @@ def test_a_first_start_measures_and_a_later_one_reads(start: Start, graph: Assem
     first = Kernel({Kind.WORDS: [1, MOST], Kind.VALUES: []})
     assembly, said = start(first)
     assert first.built == [(Build(Kind.WORDS, MOST), Build(Kind.VALUES, MOST))]
-    cells = {(kind is Kind.VALUES, rows, drawn) for kind, rows, drawn, _ in first.timed}
+    cells = {(kind is Kind.VALUES, rows, drawn) for kind, rows, drawn, _, _ in first.timed}
+    shared = {(rows, common) for _, rows, _, common, _ in first.timed}
+    assert shared == {(1, False), (MOST, False), (MOST, True)}
     assert cells == set(product((False, True), (1, MOST), (False, True)))
     assert first.fake is not None
     assert first.fake.kinds == cells
@@ -147,6 +162,7 @@ def test_a_first_start_measures_and_a_later_one_reads(start: Start, graph: Assem
         "kind": "values",
         "rows": 1,
         "drawn": False,
+        "common": False,
         "resident": 2000.0,
         "loop": 1000.0,
     }
@@ -199,6 +215,37 @@ def test_a_launch_with_a_drawn_row_goes_by_the_times_of_drawn_rows(
     assert kernel.built == [(Build(Kind.WORDS, MOST),)]
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_launches_with_common_pages_go_by_their_own_times(
+    start: Start, graph: Assembly, shares: bool
+) -> None:
+    """Lists about one image begin with its pages, questions with pages of their own."""
+    everywhere = {Kind.WORDS: [1, MOST], Kind.VALUES: [1, MOST]}
+    kernel = Kernel({}, common=everywhere)
+    assembly, _ = start(kernel)
+    fake = kernel.fake
+    assert fake is not None
+    fake.kinds.clear()
+    asked = [Ask(4, 60, logprobs=False, after=6) for _ in range(3)]
+    if shares:
+        assert results(assembly, asked, 2)[0] == results(graph, asked, 2)[0]
+    else:
+        assert answers(assembly, LENGTHS) == answers(graph, LENGTHS)
+    assert bool(fake.kinds) == shares
+
+
+@pytest.mark.parametrize(
+    ("first", "common"),
+    [([7], False), ([7, 7], True), ([7, 8], False), ([1, 1, 2, 2], True), ([1, 2, 2, 3], False)],
+)
+def test_rows_have_common_pages_if_most_begin_with_the_one_before(
+    first: list[int], common: bool
+) -> None:
+    pages = [SimpleNamespace(ids=[page, 9]) for page in first]
+    rows: Any = [SimpleNamespace(sequence=SimpleNamespace(pages=each)) for each in pages]
+    assert have_common_pages(rows) == common
+
+
 def test_where_it_wins_nowhere_nothing_is_built_later(start: Start, graph: Assembly) -> None:
     """And the first start keeps nothing of it."""
     first, later = Kernel(), Kernel()
@@ -218,7 +265,7 @@ def test_drafting_steps_are_measured_with_all_their_drafts(
     """By the builds for rows that draft; the acceptance of what was measured is forgotten."""
     kernel = Kernel({Kind.DRAFTS: range(1, MOST + 1)})
     assembly, _ = start(kernel, setting)
-    assert {kind for kind, _, _, _ in kernel.timed} == {Kind.DRAFTS}
+    assert {(kind, common) for kind, _, _, common, _ in kernel.timed} == {(Kind.DRAFTS, False)}
     assert kernel.fake is not None
     assert {drawn for _, _, drawn in kernel.fake.kinds} == {False, True}
     drafts = assembly.runner._drafts
@@ -266,7 +313,7 @@ def test_rules_of_sampling_are_of_the_measurement_alone(
     monkeypatch.setattr(loops, "start", started)
     times = LoopTimes(resources, loops)
     with times.rehearsing():
-        times.seconds(Kind.WORDS, 2, drawn=drawn, resident=False)
+        times.seconds(Kind.WORDS, 2, drawn=drawn, common=False, resident=False)
     assert [each.sampled for each in needs] == [drawn]
     temperature_R, top_p_R, top_k_R, seed_R = (each[:2] for each in measured)
     assert temperature_R.tolist() == pytest.approx([0.7 if drawn else 0.0] * 2)

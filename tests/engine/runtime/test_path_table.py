@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,29 @@ WORDS, VALUES, DRAFTS = Kind
 SUBJECT = {"gpu": "a GPU", "sources": "abc"}
 
 
-def table(drawn: tuple[int, ...] = (), **wins: tuple[int, ...]) -> PathTable:
+def table(
+    drawn: tuple[int, ...] = (), common: tuple[int, ...] = (), **wins: tuple[int, ...]
+) -> PathTable:
     """Where the kernel wins at these counts of greedy rows, of 1, 8, 16 and 32, and of `drawn` rows
-    of words.
+    of words, both with pages of their own; of rows with `common` pages, greedy and drawn.
     """
     return PathTable(
-        StepTimes(kind, rows, is_drawn, 1.0 + (rows not in won), 1.5)
+        StepTimes(kind, rows, is_drawn, shares, 1.0 + (rows not in won), 1.5)
         for kind in (WORDS, VALUES)
         for is_drawn in (True, False)
-        for won in [drawn * (kind is WORDS) if is_drawn else wins.get(kind, ())]
+        for shares in (True, False)
+        for own in [drawn * (kind is WORDS) if is_drawn else wins.get(kind, ())]
+        for won in [common if shares else own]
         for rows in (32, 16, 8, 1)
+        if rows > 1 or not shares
     )
 
 
-def taken(by_times: PathTable, kind: Kind, *, drawn: bool) -> list[int]:
-    return [rows for rows in range(1, 40) if by_times.takes(kind, rows, drawn=drawn)]
+def taken(
+    by_times: PathTable, kind: Kind, *, drawn: bool = False, common: bool = False
+) -> list[int]:
+    counts = range(1, 40)
+    return [rows for rows in counts if by_times.takes(kind, rows, drawn=drawn, common=common)]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,17 @@ def test_launches_with_a_drawn_row_go_by_what_drawn_rows_take() -> None:
     assert taken(table(drawn=(8,)), WORDS, drawn=False) == []
 
 
+def test_launches_with_common_pages_go_by_what_such_rows_take() -> None:
+    """A lone row has none, and rows that draft do not share."""
+    by_times = table(words=(1,), common=(8,))
+    assert taken(by_times, WORDS) == [1]
+    assert taken(by_times, WORDS, common=True) == list(range(1, 9))
+    assert taken(by_times, VALUES, common=True) == list(range(2, 9))
+    assert taken(by_times, WORDS, drawn=True, common=True) == list(range(2, 9))
+    drafting = PathTable([StepTimes(DRAFTS, 4, False, False, 1.0, 1.5)])
+    assert taken(drafting, DRAFTS, common=True) == [1, 2, 3, 4]
+
+
 def test_only_builds_that_win_are_wanted() -> None:
     """A lone row needs the build of eight; drawn rows need the builds of greedy ones."""
     builds = builds_for(32, values=True)
@@ -85,38 +105,46 @@ def test_only_builds_that_win_are_wanted() -> None:
         Build(VALUES, 32),
     )
     assert table(drawn=(1,)).wanted(builds) == (Build(WORDS, 8),)
+    assert table(common=(16,)).wanted(builds) == (Build(WORDS, 16), Build(VALUES, 16))
     assert table(words=(8,), drawn=(32,)).wanted(builds) == (Build(WORDS, 8), Build(WORDS, 32))
 
 
 def test_both_paths_are_measured_in_turns_and_the_shortest_counts() -> None:
-    """A lone row too, by the smallest build, unless that is for one; all are greedy, then drawn."""
+    """A lone row too, by the smallest build, unless that is for one; all are greedy, then drawn,
+    with pages of their own and then with common ones, which a lone row has not.
+    """
     calls: list[bool] = []
 
-    def seconds(kind: Kind, num_rows: int, *, drawn: bool, resident: bool) -> float:
+    def seconds(kind: Kind, num_rows: int, *, drawn: bool, common: bool, resident: bool) -> float:
         del kind
         calls.append(resident)
         disturbed = 5.0 if len(calls) % 6 == 1 else 0.0
         slower = 0.5 if resident == (num_rows > 1) else 0.0
-        return disturbed + num_rows + slower + (0.25 if drawn and resident else 0.0)
+        less = 0.125 if common and resident else 0.0
+        return disturbed + num_rows + slower + (0.25 if drawn and resident else 0.0) - less
 
     measured = measure([Build(WORDS, 8), Build(WORDS, 16), Build(VALUES, 1)], seconds)
     assert measured.times == (
-        StepTimes(VALUES, 1, False, 1.0, 1.5),
-        StepTimes(VALUES, 1, True, 1.25, 1.5),
-        StepTimes(WORDS, 1, False, 1.0, 1.5),
-        StepTimes(WORDS, 1, True, 1.25, 1.5),
-        StepTimes(WORDS, 8, False, 8.5, 8.0),
-        StepTimes(WORDS, 8, True, 8.75, 8.0),
-        StepTimes(WORDS, 16, False, 16.5, 16.0),
-        StepTimes(WORDS, 16, True, 16.75, 16.0),
+        StepTimes(VALUES, 1, False, False, 1.0, 1.5),
+        StepTimes(VALUES, 1, True, False, 1.25, 1.5),
+        StepTimes(WORDS, 1, False, False, 1.0, 1.5),
+        StepTimes(WORDS, 1, True, False, 1.25, 1.5),
+        StepTimes(WORDS, 8, False, False, 8.5, 8.0),
+        StepTimes(WORDS, 8, False, True, 8.375, 8.0),
+        StepTimes(WORDS, 8, True, False, 8.75, 8.0),
+        StepTimes(WORDS, 8, True, True, 8.625, 8.0),
+        StepTimes(WORDS, 16, False, False, 16.5, 16.0),
+        StepTimes(WORDS, 16, False, True, 16.375, 16.0),
+        StepTimes(WORDS, 16, True, False, 16.75, 16.0),
+        StepTimes(WORDS, 16, True, True, 16.625, 16.0),
     )
     assert calls == [True, False] * (len(calls) // 2)
 
 
 def test_a_named_path_is_always_that() -> None:
-    for drawn in (False, True):
-        assert ALL.takes(WORDS, 1, drawn=drawn)
-        assert not NONE.takes(WORDS, 1, drawn=drawn)
+    for drawn, common in product((False, True), repeat=2):
+        assert ALL.takes(WORDS, 1, drawn=drawn, common=common)
+        assert not NONE.takes(WORDS, 1, drawn=drawn, common=common)
 
 
 @pytest.fixture
@@ -149,12 +177,17 @@ def test_a_kept_table_is_read_again(kept: Kept) -> None:
         '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [{"kind": "words"}]}',
         '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [BAD]}',
         '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [GREEDY]}',
+        '{"subject": {"gpu": "a GPU", "sources": "abc"}, "times": [OWN]}',
         "\xff",
     ],
 )
 def test_a_file_that_is_no_table_of_the_subject_is_not_read(kept: Kept, text: str) -> None:
-    """It is measured again, also if it does not say which rows were drawn."""
-    good = '{"kind": "words", "rows": 1, "drawn": false, "resident": 0.1, "loop": 0.2}'
+    """It is measured again, also if it does not say which rows were drawn or shared pages."""
+    good = (
+        '{"kind": "words", "rows": 1, "drawn": false, "common": false,'
+        ' "resident": 0.1, "loop": 0.2}'
+    )
+    text = text.replace("OWN", good.replace(' "common": false,', ""))
     greedy = good.replace('"drawn": false, ', "")
     kept.path().parent.mkdir()
     text = text.replace("GOOD", good).replace("BAD", good.replace("0.1", "-0.1"))
