@@ -12,7 +12,8 @@ import time
 
 import torch
 from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.program import Op, Program
+from legato_engine.resident.instructions import Op
+from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import MOONDREAM2, ModelSizes
 
 from benchmarks.resident_drafts import time_drafts

@@ -6,7 +6,7 @@ import statistics
 
 import torch
 from legato_engine.kernels.cuda.resident import RING_STAGES
-from legato_engine.resident.program import Op
+from legato_engine.resident.instructions import Op
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import MOONDREAM2, PAGE
 

@@ -49,7 +49,8 @@ FAULTS = {
                 "      __syncwarp();  // or the other lanes",
                 "      telling_sync();\n      __syncwarp();  // or the other lanes",
             ),
-        )
+        ),
+        "deadlock|wrong logits",
     ),
     "a wait for one more than there are": Planted(
         (("producer.cuh", "it.wait, it.wait_count +", "it.wait, it.wait_count + 1 +"),),

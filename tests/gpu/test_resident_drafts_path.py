@@ -12,7 +12,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating
-from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
+from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
 
 from benchmarks.loops import question, randomly
 from benchmarks.speculation.decode_paths import Answers, answer

@@ -11,7 +11,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
-from legato_engine.resident.program import FIELDS, WORDS, Kind, counter
+from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.path_table import ALL

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from legato_engine.kernels.accelerated import Sampler
 from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentWeights
-from legato_engine.resident.program import Kind, Program, counter
+from legato_engine.resident.instructions import Kind, counter
+from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import ModelSizes
 
 from benchmarks.resident_kernel import ResidentKernel, Rules

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from legato_engine.resident.program import Instruction
+from legato_engine.resident.instructions import Instruction
 
 Propose = Callable[[int, Sequence[int]], Sequence[int]]
 """Draft tokens of a row after what it has, its first token included."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from legato_engine.resident.program import Instruction, Op, Source
+from legato_engine.resident.instructions import Instruction, Op, Source
 from legato_engine.resident.sizes import BLOCK, MAX_ROWS, SPLITS, ModelSizes, ValueDims
 
 Version = tuple[int, int]

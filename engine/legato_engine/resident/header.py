@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.resources
 
 from legato_engine.resident import sizes
-from legato_engine.resident.program import FIELDS, NONE, WORD_BYTES, WORDS, Op, Source
+from legato_engine.resident.instructions import FIELDS, NONE, WORD_BYTES, WORDS, Op, Source
 from legato_engine.resident.sizes import ModelSizes
 
 FILE = "program.cuh"
@@ -33,7 +33,7 @@ _CONSTANTS = (
 def header() -> str:
     """The text of the file."""
     lines = [
-        "// Written by `python -m legato_engine.resident.header`; program.py explains it.",
+        "// Written by `python -m legato_engine.resident.header`; instructions.py explains it.",
         "#pragma once",
         "",
         *(f"constexpr int {name} = {getattr(sizes, name)};" for name in _CONSTANTS),

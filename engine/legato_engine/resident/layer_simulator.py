@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from legato_engine.resident.instructions import Instruction
 from legato_engine.resident.maps import Floats, gelu
-from legato_engine.resident.program import Instruction
 from legato_engine.resident.simulator_state import Memory, Work, Worker, Write, nothing, own_head
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, SPLITS, ModelSizes
 from legato_engine.resident.stream import Matrix, qkv_rows

@@ -6,16 +6,16 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from legato_engine.resident.program import (
+from legato_engine.resident.instructions import (
     FIELDS,
     NONE,
     WORD_BYTES,
     Instruction,
     Op,
-    Program,
     Source,
     num_counters,
 )
+from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import ModelSizes
 
 BLOCKS_AT_ONCE = 4

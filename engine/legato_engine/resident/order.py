@@ -13,7 +13,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from legato_engine.resident.program import NONE, Program
+from legato_engine.resident.instructions import NONE
+from legato_engine.resident.program import Program
 
 Ints = npt.NDArray[np.int32]
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from legato_engine.resident.draft_simulator import Drafts, one_each
+from legato_engine.resident.instructions import NONE, Instruction, Op
 from legato_engine.resident.layer_simulator import LayerWork
 from legato_engine.resident.maps import Floats
 from legato_engine.resident.order import Stuck
-from legato_engine.resident.program import NONE, Instruction, Op, Program
+from legato_engine.resident.program import Program
 from legato_engine.resident.ring import RunAhead
 from legato_engine.resident.simulator_state import Memory, Worker, Write, own_head
 from legato_engine.resident.sizes import BLOCK

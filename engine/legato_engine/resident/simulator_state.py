@@ -10,8 +10,9 @@ import numpy as np
 
 from legato_engine.resident.draft_simulator import DraftMemory, Drafts, Placed
 from legato_engine.resident.draws import NOTHING_WEIGHED
+from legato_engine.resident.instructions import Instruction, Op, Source
 from legato_engine.resident.maps import Floats, Map
-from legato_engine.resident.program import Instruction, Op, Program, Source
+from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, SPLITS, ModelSizes
 from legato_engine.resident.stream import MATRICES
 from legato_engine.resident.value_simulator import ValueMemory

@@ -9,7 +9,8 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from legato_engine.resident.program import Instruction, Op, Program
+from legato_engine.resident.instructions import Instruction, Op
+from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, ROTARY_DIM, SPLITS
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from legato_engine.resident.draft_simulator import DraftMemory, Placed, one_each
 from legato_engine.resident.draws import DrawnRow, choose, own_slice, weigh
-from legato_engine.resident.program import Instruction
+from legato_engine.resident.instructions import Instruction
 from legato_engine.resident.simulator_state import Memory, Work, Worker, Write, nothing
 from legato_engine.resident.sizes import ModelSizes
 from legato_engine.resident.weights import Rule, Weights

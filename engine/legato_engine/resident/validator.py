@@ -15,9 +15,10 @@ import dataclasses
 import numpy as np
 
 from legato_engine.resident.effects import UNWRITTEN, Access, Buffer, Version, reads, writes
+from legato_engine.resident.instructions import Instruction, Op, Source
 from legato_engine.resident.operands import check_operands
 from legato_engine.resident.order import Event, Order, Stuck
-from legato_engine.resident.program import Instruction, Op, Program, Source
+from legato_engine.resident.program import Program
 from legato_engine.resident.ring import RunAhead
 from legato_engine.resident.sizes import MAX_ROWS
 

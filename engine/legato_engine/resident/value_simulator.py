@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from legato_engine.resident.instructions import Instruction
 from legato_engine.resident.maps import Floats, gelu
-from legato_engine.resident.program import Instruction
 from legato_engine.resident.sizes import BLOCK, ModelSizes, ValueDims
 from legato_engine.resident.values import Values
 

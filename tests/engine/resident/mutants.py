@@ -6,7 +6,8 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from legato_engine.resident.program import NONE, Instruction, Program, num_counters
+from legato_engine.resident.instructions import NONE, Instruction, num_counters
+from legato_engine.resident.program import Program
 
 Lists = list[list[Instruction]]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from legato_engine.resident import header
-from legato_engine.resident.program import FIELDS, WORDS, Op, build_program, most_instructions
+from legato_engine.resident.instructions import FIELDS, WORDS, Op
+from legato_engine.resident.program import build_program, most_instructions
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.stream import Matrix, qkv_rows, worker_stages
 

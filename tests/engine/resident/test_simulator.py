@@ -11,8 +11,9 @@ import struct
 import legato_tiny
 import numpy as np
 import pytest
+from legato_engine.resident.instructions import NONE, Op
 from legato_engine.resident.order import Stuck
-from legato_engine.resident.program import NONE, Op, build_program
+from legato_engine.resident.program import build_program
 from legato_engine.resident.simulator import simulate
 from legato_engine.resident.sizes import LEGATO_TINY, ModelSizes
 from legato_engine.resident.weights import Cache, Weights, forward

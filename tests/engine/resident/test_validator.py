@@ -6,16 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from legato_engine.resident.program import (
-    NONE,
-    Instruction,
-    Kind,
-    Op,
-    Program,
-    Source,
-    build_program,
-    counter,
-)
+from legato_engine.resident.instructions import NONE, Instruction, Kind, Op, Source, counter
+from legato_engine.resident.program import Program, build_program
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2, ModelSizes, ValueDims
 from legato_engine.resident.validator import InvalidProgram, validate
 

@@ -23,7 +23,8 @@ from legato_engine.kernels.cuda.resident_values import BuildValues
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp
 from legato_engine.resident.header import defines
-from legato_engine.resident.program import WORD_BYTES, WORDS, Program
+from legato_engine.resident.instructions import WORD_BYTES, WORDS
+from legato_engine.resident.program import Program
 from legato_engine.resident.ring_model import ring_problem
 from legato_engine.resident.sizes import (
     BLOCK,

@@ -16,8 +16,9 @@ from legato_engine.kernels.cuda.resident import (
     model_sizes,
     shared_body,
 )
+from legato_engine.resident.instructions import WORD_BYTES, WORDS
 from legato_engine.resident.operands import BLOCKS_AT_ONCE
-from legato_engine.resident.program import WORD_BYTES, WORDS, most_instructions
+from legato_engine.resident.program import most_instructions
 from legato_engine.resident.sizes import BLOCK, HEAD_DIM, PAGE, ROTARY_DIM
 
 _CAPABILITY = (9, 0)

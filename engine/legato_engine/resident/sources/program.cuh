@@ -1,4 +1,4 @@
-// Written by `python -m legato_engine.resident.header`; program.py explains it.
+// Written by `python -m legato_engine.resident.header`; instructions.py explains it.
 #pragma once
 
 constexpr int BLOCK = 16;

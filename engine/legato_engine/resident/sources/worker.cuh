@@ -143,7 +143,7 @@ struct __align__(16) Shared {
   int chosen[TOKENS];     // the host's, as of the step that is over
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
-  int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, for each of attention's units
+  int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, by `pages_index`
   ValueArguments values;
   float4 value[TOKENS];   // as of the token
   float2 read[2];  // what VALUE has of a token's values
