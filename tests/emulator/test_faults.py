@@ -8,9 +8,10 @@ import dataclasses
 
 import pytest
 import torch
+from legato_engine.kernels.cuda.resident import SOURCE, source_folder
 
 from benchmarks.resident_model import forward
-from tests.emulator.build import Patch
+from tests.emulator.build import Patch, sources
 from tests.emulator.module import EmulatedFault
 from tests.emulator.small import SMALL, emulated
 from tests.resident.words import Rows, World
@@ -35,7 +36,7 @@ def _without(file: str, text: str) -> tuple[Patch, ...]:
 _SYNC = "  workers_sync();\n"
 FAULTS = {
     "sums read before all warps have stored theirs": Planted(
-        (("residual.cuh", "sums.store(shared, 0);\n" + _SYNC, "sums.store(shared, 0);\n"),)
+        (("residual.cuh", "sums, PARTS - 1);\n" + _SYNC, "sums, PARTS - 1);\n"),)
     ),
     "a signal before what it tells of": Planted(
         (
@@ -88,13 +89,13 @@ FAULTS = {
         (
             (
                 "matrix.cuh",
-                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);\n" + _SYNC,
-                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks);\n",
+                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);\n" + _SYNC,
+                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);\n",
             ),
         )
     ),
     "parts of a softmax merged before all are there": Planted(
-        (("attention.cuh", _SYNC + "  const Parts* parts", "  const Parts* parts"),)
+        (("attention.cuh", _SYNC + "  // A quarter has", "  // A quarter has"),)
     ),
     "a stage read before its copy has landed": Planted(
         _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, phase, 1, slot);\n")
@@ -172,6 +173,12 @@ def end_early(world: World) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_planted_where_the_source_has_its_text(name: str) -> None:
+    """Once; those that are slow to find are not run each time."""
+    sources(SOURCE, source_folder(), FAULTS[name].patches)
+
+
 def test_the_source_as_it_is_passes() -> None:
     """The launches that find planted faults find none without them."""
     assert found(()) is None

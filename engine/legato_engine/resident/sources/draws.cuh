@@ -248,7 +248,7 @@ __device__ __noinline__ u32 draw_row(int index, int step, uint2 highest) {
   const Share own = share_of_range(shared, index), through = warp_prefix(own);
   const Share total = {__shfl_sync(~0u, through.mass, 31), __shfl_sync(~0u, through.count, 31)};
   const Bounds most = {mass_limit(rules.top_p, total), count_limit(rules.top_k)};
-  Choice last;
+  Choice last = {};
   const u32 found = __ballot_sync(~0u, has_last(own, through, Choice{}, total, most, threadIdx.x % 32, last));
   if (!found) return NO_BEST.id;  // nothing is in reach of a score that overflowed
   const int lane = __ffs(found) - 1;
