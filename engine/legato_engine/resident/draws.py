@@ -23,7 +23,7 @@ from legato_engine.resident.sizes import (
     RANGES,
     ModelSizes,
 )
-from legato_engine.resident.weights import Rule
+from legato_engine.resident.weights import Rule, noise_of
 
 Token = tuple[float, float, int]
 """Score with noise, score, and the id's opposite: of equal ones the lowest id is best."""
@@ -54,8 +54,7 @@ class DrawnRow:
 
     @classmethod
     def of(cls, highest: float, rule: Rule, position: int, vocab_size: int) -> DrawnRow:
-        noise = np.random.default_rng((rule.seed, position)).gumbel(size=vocab_size)
-        return cls(rule, highest / rule.temperature, noise)
+        return cls(rule, highest / rule.temperature, noise_of(rule, position, vocab_size))
 
     def tokens(self, first: int, logits: Floats) -> list[Token]:
         """Of consecutive ids."""

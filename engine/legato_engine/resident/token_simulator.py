@@ -63,12 +63,8 @@ class TokenWork(Work):
         memory, mine = self._memory, own_slice(self._sizes, worker.number)
         found = {}
         for index, at in enumerate(worker.placed):
-            rule = self._rules[at.row]
-            if rule.temperature == 0.0:
-                continue
-            highest = memory.best[:, index].max()
-            row = DrawnRow.of(highest, rule, self._length + at.position + 1, self._sizes.vocab_size)
-            found[index] = weigh(row, mine.start, memory.logits[index, mine])
+            if self._rules[at.row].temperature > 0.0:
+                found[index] = weigh(self._drawn(index, at), mine.start, memory.logits[index, mine])
 
         def write() -> None:
             for index, each in found.items():
@@ -94,9 +90,12 @@ class TokenWork(Work):
         logit, token = max(zip(memory.best[:, index], -memory.best_id[:, index], strict=True))
         if rule.temperature == 0.0:
             return -int(token), logit
-        row = DrawnRow.of(logit, rule, self._length + at.position + 1, self._sizes.vocab_size)
         weighed = [each[index] for each in memory.weighed]
-        return choose(row, weighed, memory.logits[index]), logit
+        return choose(self._drawn(index, at), weighed, memory.logits[index]), logit
+
+    def _drawn(self, index: int, at: Placed) -> DrawnRow:
+        highest, position = self._memory.best[:, index].max(), self._length + at.position + 1
+        return DrawnRow.of(highest, self._rules[at.row], position, self._sizes.vocab_size)
 
     def settle(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         drafts = self._memory.drafts

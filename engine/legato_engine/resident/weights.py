@@ -135,6 +135,11 @@ class Rule:
 GREEDY = Rule()
 
 
+def noise_of(rule: Rule, position: int, size: int) -> Floats:
+    """Of each token of a vocabulary."""
+    return np.random.default_rng((rule.seed, position)).gumbel(size=size)
+
+
 def draw(logits: Floats, rule: Rule, position: int) -> int:
     """A row's token from its logits [V], by noise of its seed and position; -1: not finite."""
     if not np.isfinite(logits).all():
@@ -146,7 +151,7 @@ def draw(logits: Floats, rule: Rule, position: int) -> int:
     shares = np.exp(scores[order] - scores.max())
     before = np.cumsum(shares) - shares
     kept = order[before <= rule.top_p * shares.sum()][: rule.top_k or None]
-    noise = np.random.default_rng((rule.seed, position)).gumbel(size=len(logits))
+    noise = noise_of(rule, position, len(logits))
     return int(kept[(scores + noise)[kept].argmax()])
 
 

@@ -46,7 +46,9 @@ class LoopTimes:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within it rows have pages, what drawn rows draw by, and constraints that stay."""
+        """Within it rows have what drawn rows draw by, and constraints that stay; their pages may
+        change.
+        """
         resources, state = self._resources, self._resources.state
         successor_C2 = resources.successor_C2
         rules = (state.temperature_R, state.top_p_R, state.top_k_R, state.seed_R)
@@ -55,7 +57,6 @@ class LoopTimes:
         def begin() -> None:
             changed = (state.page_table_RM, *rules, successor_C2)
             kept.extend((each, each.clone()) for each in changed)
-            self._take_pages(common=False)
             state.top_p_R.fill_(_TOP_P)
             state.top_k_R.zero_()
             state.seed_R.copy_(torch.arange(len(state.seed_R)))

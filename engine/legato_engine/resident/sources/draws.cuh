@@ -39,10 +39,6 @@ __device__ __forceinline__ Rules rules_of(const Shared& shared, int index, int s
   return rules;
 }
 
-__device__ __forceinline__ bool beats(const Best& a, const Best& b) {
-  if (a.first != b.first) return a.first > b.first;
-  return a.second != b.second ? a.second > b.second : a.id < b.id;
-}
 constexpr Best NO_BEST = {0u, 0u, ~0u};
 
 // The row's highest score and the lowest token that has it, in every lane; ids with BROKEN stay so.
@@ -124,8 +120,7 @@ __device__ __forceinline__ void weigh_row(Shared& shared, int index, int step) {
   if (!is_token(highest)) return;
   const Rules rules = rules_of(shared, index, step, highest.x);
   const bool bounded = rules.bounded();
-  // The highest is kept if any lower one is: those need its score with noise at least. Rough scores and a product instead of
-  // a quotient have their errors.
+  // The highest is kept if any lower one is: those need its score with noise at least. Both scores and the bound are rough.
   const float floor = rules.rough(rules.peak, mix(rules.key + (u64)highest.y)) - 2.f * NOISE_SLACK;
   Scale& scale = own_scale(shared);
   scale.bins[lane] = Bin{};

@@ -15,6 +15,11 @@ struct Best {  // greatest `first`, then `second`, then lowest `id`
   u32 first, second, id;
 };
 
+__device__ __forceinline__ bool beats(const Best& a, const Best& b) {
+  if (a.first != b.first) return a.first > b.first;
+  return a.second != b.second ? a.second > b.second : a.id < b.id;
+}
+
 __device__ __forceinline__ Best warp_best(Best mine) {
   const u32 first = __reduce_max_sync(~0u, mine.first);
   const u32 second = __reduce_max_sync(~0u, mine.first == first ? mine.second : 0u);
