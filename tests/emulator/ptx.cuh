@@ -179,6 +179,11 @@ inline void barrier_wait(u64* barrier, u32 phase) {
 
 // Copies.
 
+// Any lane may be the one, as long as it always is.
+inline bool elected() {
+  emulator::meet("elected", ~0u, nullptr);
+  return emulator::running->lane == 19;
+}
 inline void copy_async(void* shared, const void* global) { emulator::copy_run_later(shared, global, 16); }
 inline void copy_run(void* shared, const void* global, int bytes, u64) { emulator::copy_run_later(shared, global, bytes); }
 inline void barrier_arrive_copied(u64* barrier) { emulator::arrive_after_runs(host::word_of(barrier)); }

@@ -121,7 +121,7 @@ FAULTS = {
         (("producer.cuh", "ring, turn, STAGE_BYTES)", "ring, turn, STAGE_BYTES - 16)"),), "deadlock"
     ),
     "a block that ends before its copies have landed": Planted(
-        (("producer.cuh", "  finish_copies(shared);\n}", "}"),), "copies are under way"
+        (("step.cu", "      finish_copies(shared);\n", ""),), "copies are under way"
     ),
     "a barrier for too few warps": Planted(
         (("worker.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"

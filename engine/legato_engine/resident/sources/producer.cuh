@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce_weights(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages,
     u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
-    if (turn.mine() && threadIdx.x % 32 == 0) {
+    if (turn.mine()) {
       unsigned char* stage = acquire(a, at, ring, turn, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
     }
@@ -66,50 +66,53 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
-// Pages from `begin` to `end`, as far as positions before `cached` are in them; lanes 2i and 2i + 1 copy keys and values of a
-// stage's page i.
+// Pages from `begin` to `end` of a row that has cached positions before `cached`; only the last one may have others. `head`: where
+// the worker's head is in a page of the layer, in bytes from the first page's.
 __device__ __forceinline__ void produce_pages(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, int begin, int end, int cached, u64 policy) {
-  const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS, quarter = blockIdx.x % SPLITS;
-  const bf16* from = lane % 2 ? a.values : a.keys;
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, const int* pages, int begin, int end, int cached, u64 policy) {
+  constexpr int HALF = PAGE_BYTES / 2;  // of keys, and of values
+  const int quarter = blockIdx.x % SPLITS;
+  const int tail = max(0, min(PAGE, cached - (quarter + SPLITS * (end - 1)) * PAGE)) * (HALF / PAGE);
   for (int first = begin; first < end; first += STAGE_PAGES, ring.next()) {
     if (!turn.mine()) continue;
-    const int which = first + lane / 2;
-    const bool mine = lane / 2 < STAGE_PAGES && which < end;
-    const int filled = mine ? max(0, min(PAGE, cached - (quarter + SPLITS * which) * PAGE)) : 0;
-    const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
-    if (lane == 0) acquire(a, at, ring, turn, total);
-    at.dead = __shfl_sync(~0u, at.dead, 0);
-    if (bytes && !at.dead) {
-      const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];
-      const bf16* source = from + (page * HEADS + head) * (PAGE * HEAD_DIM);
-      copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
-                ring.shared.full + ring.slot, policy);
+    const int whole = min(STAGE_PAGES, end - first) - 1, rest = first + STAGE_PAGES < end ? HALF : tail;
+    i64 from[STAGE_PAGES];
+#pragma unroll
+    for (int i = 0; i < STAGE_PAGES; i++) from[i] = head + (i64)pages[first + min(i, whole)] * (HEADS * HALF);
+    unsigned char* stage = acquire(a, at, ring, turn, 2 * (whole * HALF + rest));
+    u64* full = ring.shared.full + ring.slot;
+#pragma unroll
+    for (int i = 0; i < STAGE_PAGES; i++) {
+      const int bytes = i < whole ? HALF : i == whole ? rest : 0;
+      if (!bytes || at.dead) continue;
+      copy_bulk(stage + i * PAGE_BYTES, reinterpret_cast<const unsigned char*>(a.keys) + from[i], bytes, full, policy);
+      copy_bulk(stage + i * PAGE_BYTES + HALF, reinterpret_cast<const unsigned char*>(a.values) + from[i], bytes, full, policy);
     }
   }
 }
 
 // What earlier steps wrote of a unit's pages: those in common, then each member's.
 __device__ __forceinline__ void produce_unit(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, const Unit& unit, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, int index, const Unit& unit, u64 policy) {
   const int common = unit.common, members = DRAFTS ? 1 : unit.count;
   for (int member = common ? -1 : 0; member < members; member++) {
     const Unit of = member_of(unit, max(member, 0));
     const int last = position_of(ring.shared, of.token + of.count - 1, at.step);
     const int own = own_pages(last, blockIdx.x % SPLITS), cached = first_position(ring.shared, of.token, at.step);
-    produce_pages(a, at, ring, turn, layer, pages_index(index, of), member < 0 ? 0 : common, member < 0 ? common : own,
-                  cached, policy);
+    produce_pages(a, at, ring, turn, head, ring.shared.pages[pages_index(index, of)], member < 0 ? 0 : common,
+                  member < 0 ? common : own, cached, policy);
   }
 }
 
 template <bool ANY>
 __device__ __forceinline__ void produce_units(const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, u64 policy) {
   const Shared& shared = ring.shared;
+  const i64 head = ((i64)layer * a.layer_pages * HEADS + blockIdx.x / SPLITS) * (PAGE_BYTES / 2);
   Unit next = unit_of<ANY>(shared, 0);
   for (int index = 0; index < (ANY ? shared.num_units : a.rows); index++) {
     const Unit unit = next;
     next = unit_of<ANY>(shared, index + 1);
-    produce_unit(a, at, ring, turn, layer, index, unit, policy);
+    produce_unit(a, at, ring, turn, head, index, unit, policy);
   }
 }
 
@@ -125,10 +128,10 @@ __device__ __forceinline__ void wait_placed(const Arguments& a, Place& at, const
     if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{3, 0, (u32)at.step + 1, placed});
     __nanosleep(40);
   }
-  at.dead = __any_sync(~0u, at.dead);
 #endif
 }
 
+// One thread of a warp.
 __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
   Ring ring{shared};
   Turn turn{number};
@@ -148,9 +151,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
-      at.dead = __shfl_sync(~0u, at.dead, 0);
     }
-  finish_copies(shared);
 }
 
 // The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.

@@ -134,7 +134,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     compute(a, shared);
   } else {
     give_registers<40>();
-    if (warp < WARPS + PRODUCERS) produce(a, shared, warp - WARPS);
+    if (warp < WARPS + PRODUCERS) {
+      if (elected()) produce(a, shared, warp - WARPS);
+      finish_copies(shared);
+    }
     if (warp == WARPS + PRODUCERS && threadIdx.x % 32 == 0) watch(a, shared);
     if (warp == WARPS + PRODUCERS + 1) tell(a, shared);
   }

@@ -224,6 +224,13 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Whether the calling thread is the one that the warp elects, always the same. The compiler knows that what depends on it is for one
+// thread: a bulk copy there is one instruction, elsewhere a loop over the threads.
+__device__ __forceinline__ bool elected() {
+  u32 is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+  return is;
+}
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
