@@ -55,7 +55,11 @@ struct Page {
   }
 };
 
-// What each warp's softmax of a token leaves; sums of products lie there at other times.
+// A unit's pages of the quarter belong to WARPS tracks in turns, by their place in the row. Which warp has a track changes no
+// result: the first track is another warp's in each unit, or the same warps would have a page more of all of them.
+__device__ __forceinline__ int track_of(int index) { return threadIdx.x / 32 - 5 * index & WARPS - 1; }
+
+// What the softmax of each track of a token leaves; sums of products lie there at other times.
 using Parts = float2[WARPS][HEAD_DIM / 2];
 __device__ __forceinline__ Parts* parts_of(Shared& shared) {
   static_assert(sizeof(shared.sums) >= sizeof(Parts) * TOKENS, "the parts of all tokens");
@@ -113,17 +117,17 @@ struct Softmax {
   }
 
   // For the merge of the worker's warps.
-  __device__ __forceinline__ void store(Shared& shared, const Unit& unit) const {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  __device__ __forceinline__ void store(Shared& shared, const Unit& unit, int track) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Parts* parts = parts_of(shared);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      if (t * 2 < unit.count) parts[unit.token + t * 2][warp][g * 4 + i] = float2{out[i].x, out[i].z};
-      if (t * 2 + 1 < unit.count) parts[unit.token + t * 2 + 1][warp][g * 4 + i] = float2{out[i].y, out[i].w};
+      if (t * 2 < unit.count) parts[unit.token + t * 2][track][g * 4 + i] = float2{out[i].x, out[i].z};
+      if (t * 2 + 1 < unit.count) parts[unit.token + t * 2 + 1][track][g * 4 + i] = float2{out[i].y, out[i].w};
     }
-    if (t == 0 && g < unit.count) shared.ends[unit.token + g][warp].x = top;
-    if (g == 0 && t * 2 < unit.count) shared.ends[unit.token + t * 2][warp].y = sum.x;
-    if (g == 0 && t * 2 + 1 < unit.count) shared.ends[unit.token + t * 2 + 1][warp].y = sum.y;
+    if (t == 0 && g < unit.count) shared.ends[unit.token + g][track].x = top;
+    if (g == 0 && t * 2 < unit.count) shared.ends[unit.token + t * 2][track].y = sum.x;
+    if (g == 0 && t * 2 + 1 < unit.count) shared.ends[unit.token + t * 2 + 1][track].y = sum.y;
   }
 };
 
@@ -135,12 +139,12 @@ struct Written {
   int page, first, end;  // by the quarter's count of pages; of the page's positions
   u32 keys[MOST], values[MOST];
   __device__ __forceinline__ void load(
-      const Arguments& a, const Shared& shared, int layer, int index, int fresh, int last, int own) {
+      const Arguments& a, const Shared& shared, int layer, int index, int fresh, int last, int own, int track) {
     static_assert(TOKENS < (SPLITS - 1) * PAGE, "of a quarter one page");
     page = own - 1;
     const int begin = (blockIdx.x % SPLITS + SPLITS * page) * PAGE;
     first = max(0, fresh - begin), end = own ? min(PAGE, last + 1 - begin) : 0;
-    if (page % WARPS != threadIdx.x / 32) end = 0;
+    if (page % WARPS != track) end = 0;
     if (first >= end) return;
     const i64 place = (i64)layer * a.layer_pages + shared.pages[index][page];
     const i64 from = (place * HEADS + blockIdx.x / SPLITS) * PAGE * HEAD_DIM + threadIdx.x % 32 * 2;
@@ -168,17 +172,17 @@ struct Written {
 template <bool ONE>
 __device__ __forceinline__ void attend_pages(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, Softmax& track, int layer, int index,
-    const Unit& member, int begin, int end, int position, int only) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
+    int mine, const Unit& member, int begin, int end, int position, int only) {
+  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
   const int last = position_of(shared, member.token + member.count - 1, at.step);
   const int own = !ONE || only < 0 || only == g ? position : -1;
   Written written;
-  written.load(a, shared, layer, pages_index(index, member), first_position(shared, member.token, at.step), last, end);
+  written.load(a, shared, layer, pages_index(index, member), first_position(shared, member.token, at.step), last, end, mine);
   for (int first = begin; first < end; first += STAGE_PAGES) {
     const unsigned char* stage = ring.get(a, at);
-    const int mine = (warp - first) & (WARPS - 1), which = first + mine;
-    if (mine < STAGE_PAGES && which < end) {
-      const Page page = {stage + mine * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
+    const int place = (mine - first) & (WARPS - 1), which = first + place;
+    if (place < STAGE_PAGES && which < end) {
+      const Page page = {stage + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
       if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
       track.add<ONE>(q, page, own, only);
     }
@@ -190,19 +194,19 @@ __device__ __forceinline__ void attend_pages(
 template <bool ANY>
 __device__ __forceinline__ void attend_unit(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
-  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = unit.common;
+  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = unit.common, mine = track_of(index);
   const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
   const auto end_of = [&](const Unit& of) { return own_pages(position_of(shared, of.token + of.count - 1, at.step), quarter); };
   Softmax track;
   if (DRAFTS || !ANY)
-    attend_pages<false>(a, at, shared, ring, q, track, layer, index, unit, 0, end_of(unit), position, -1);
+    attend_pages<false>(a, at, shared, ring, q, track, layer, index, mine, unit, 0, end_of(unit), position, -1);
   else
     for (int member = common ? -1 : 0; member < unit.count; member++) {
       const Unit of = member_of(unit, max(member, 0));
-      attend_pages<true>(a, at, shared, ring, q, track, layer, index, of, member < 0 ? 0 : common,
+      attend_pages<true>(a, at, shared, ring, q, track, layer, index, mine, of, member < 0 ? 0 : common,
                          member < 0 ? common : end_of(of), position, member);
     }
-  track.store(shared, unit);
+  track.store(shared, unit, mine);
 }
 
 template <bool ANY>
