@@ -27,10 +27,10 @@ struct Queries {
   }
 };
 
-// A page in the ring, from position `begin` on. Tokens of the unit attend to positions up to `last`.
+// A page in the ring, from position `begin` on.
 struct Page {
   const unsigned char* keys;
-  int begin, last;
+  int begin;
 
   // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g.
   __device__ __forceinline__ float4 multiply(const Queries& q, int half) const {
@@ -47,11 +47,10 @@ struct Page {
     return float4{sums.x + more.x, sums.y + more.y, 0.f, 0.f};
   }
 
-  // Dimensions 8g.. at one of the positions; memory has anything where none was written, and 0 times that is not 0.
+  // Dimensions 8g.. at one of the positions; zero where none was written, as 0 times anything is not 0.
   __device__ __forceinline__ uint4 value(int position) const {
     const uint4* values = reinterpret_cast<const uint4*>(keys + PAGE_BYTES / 2) + threadIdx.x % 32 / 4;
-    const uint4 value = values[position * (HEAD_DIM / 8)];
-    return begin + position <= last ? value : uint4{0, 0, 0, 0};
+    return values[position * (HEAD_DIM / 8)];
   }
 };
 
@@ -132,7 +131,7 @@ struct Softmax {
 };
 
 // Keys and values of positions of this step in a page, which QKV wrote after the page was copied: they are put where the copy
-// would have them. A lane has dimensions 2 lane and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer
+// would have them, and zeros where later positions will have values: memory has anything there. A lane has dimensions 2 lane and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer
 // of them than the quarters have positions.
 struct Written {
   static constexpr int MOST = DRAFTS ? PAGE : 1;
@@ -156,7 +155,9 @@ struct Written {
       }
   }
   __device__ __forceinline__ void store(unsigned char* to) const {
-    to += first * (HEAD_DIM * 2) + threadIdx.x % 32 * 4;
+    to += threadIdx.x % 32 * 4;
+    for (int i = end; i < PAGE; i++) *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2) + PAGE_BYTES / 2) = 0;
+    to += first * (HEAD_DIM * 2);
 #pragma unroll
     for (int i = 0; i < MOST; i++)
       if (first + i < end) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ void attend_pages(
     const unsigned char* stage = ring.get(a, at);
     const int place = (mine - first) & (WARPS - 1), which = first + place;
     if (place < STAGE_PAGES && which < end) {
-      const Page page = {stage + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE, last};
+      const Page page = {stage + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE};
       if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
       track.add<ONE>(q, page, own, only);
     }

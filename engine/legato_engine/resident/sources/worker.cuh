@@ -290,10 +290,10 @@ struct Ring {
     return shared.ring[slot];
   }
   // `read` depends on all that the lane read of the stage. A lane that has issued its reads may arrive before they are
-  // done, and the copy engine overwrites what they have not reached: so the arrival waits for their values.
+  // done, and the copy engine overwrites what they have not reached: so the arrival waits for all lanes' values.
   __device__ __forceinline__ void release(const Arguments& a, u32 read) {
-    __syncwarp(~(read & a.zero));
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty + slot);
+    const bool never = __any_sync(~0u, (read & a.zero) != 0);
+    if (threadIdx.x % 32 == 0 && !never) barrier_arrive(shared.empty + slot);
     next();
   }
 };
