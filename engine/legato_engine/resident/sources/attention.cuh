@@ -32,19 +32,20 @@ struct Page {
   const unsigned char* keys;
   int begin;
 
-  // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g.
-  __device__ __forceinline__ float4 multiply(const Queries& q, int half) const {
+  // Of the page's positions 8 `half` + 2t and the one after it: products of their keys with query g. Even positions are read
+  // from their first piece on and odd ones from their second, so no two lanes read from one bank. Both halves of the queries are
+  // multiplied with either piece, as rows g and g + 8 of a product, and each position takes those that belong together.
+  __device__ __forceinline__ float2 multiply(const Queries& q, int half) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const uint4* key = reinterpret_cast<const uint4*>(keys) + (half * 8 + g) * (HEAD_DIM / 8) + 2 * t;
-    // Odd positions are read from their second piece on: so no two lanes read from one bank.
     const bool odd = g % 2;
-    const uint4 first = key[odd], second = key[!odd], low = odd ? second : first, high = odd ? first : second;
+    const uint4 first = key[odd], second = key[!odd];
     float4 sums = {0.f, 0.f, 0.f, 0.f}, more = {0.f, 0.f, 0.f, 0.f};
-    mma(sums, q.low.x, 0u, q.low.y, 0u, low.x, low.y);
-    mma(more, q.high.x, 0u, q.high.y, 0u, high.x, high.y);
-    mma(sums, q.low.z, 0u, q.low.w, 0u, low.z, low.w);
-    mma(more, q.high.z, 0u, q.high.w, 0u, high.z, high.w);
-    return float4{sums.x + more.x, sums.y + more.y, 0.f, 0.f};
+    mma(sums, q.low.x, q.high.x, q.low.y, q.high.y, first.x, first.y);
+    mma(more, q.low.x, q.high.x, q.low.y, q.high.y, second.x, second.y);
+    mma(sums, q.low.z, q.high.z, q.low.w, q.high.w, first.z, first.w);
+    mma(more, q.low.z, q.high.z, q.low.w, q.high.w, second.z, second.w);
+    return float2{sums.x + more.z, more.y + sums.w};
   }
 
   // Dimensions 8g.. at one of the positions; zero where none was written, as 0 times anything is not 0.
@@ -76,7 +77,7 @@ struct Softmax {
   template <bool ONE>
   __device__ __forceinline__ void add(const Queries& q, const Page& page, int own, int only) {
     const int t = threadIdx.x % 4;
-    const float4 near = page.multiply(q, 0), far = page.multiply(q, 1);
+    const float2 near = page.multiply(q, 0), far = page.multiply(q, 1);
     float scores[4] = {near.x, near.y, far.x, far.y};
     float highest = -INFINITY;
 #pragma unroll
