@@ -170,7 +170,9 @@ inline void store_release_shared(u32* address, u32 v) { atomicExch(address, v); 
 
 inline void barrier_init(u64* barrier, int arrivals) { emulator::barrier_begin(host::word_of(barrier), arrivals); }
 inline void barriers_ready() {}
-inline void barrier_arrive(u64* barrier) { emulator::barrier_count(host::word_of(barrier), 0); }
+inline void barrier_arrive(u64* barrier, int arrivals = 1) {
+  while (arrivals--) emulator::barrier_count(host::word_of(barrier), 0);
+}
 inline void barrier_expect(u64* barrier, u32 bytes) { emulator::barrier_count(host::word_of(barrier), bytes); }
 inline bool barrier_done(const u64* barrier, u32 phase) { return emulator::barrier_over(host::word_of(barrier), phase); }
 inline void barrier_wait(u64* barrier, u32 phase) {

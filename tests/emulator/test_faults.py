@@ -74,13 +74,29 @@ FAULTS = {
     ),
     "attention's stages released before they are read": Planted(
         (
-            *_without("attention.cuh", "    ring.release(a, __float_as_uint(track.out[0].x));\n"),
             (
                 "attention.cuh",
-                "stage = ring.get(a, at);\n",
-                "stage = ring.get(a, at);\n    ring.release(a, 0);\n",
+                "    track.add<ONE>(q, page, own, only);\n"
+                "    ring.release_for(a, __float_as_uint(track.out[0].x), place",
+                "    ring.release_for(a, 0, place",
+            ),
+            (
+                "attention.cuh",
+                "WARPS - others);\n",
+                "WARPS - others);\n    track.add<ONE>(q, page, own, only);\n",
             ),
         )
+    ),
+    "attention's stages taken without a look at their lap": Planted(
+        (("attention.cuh", "ring.get_ahead(a, at)", "ring.get(a, at)"),),
+        "more arrivals|deadlock|wrong logits",
+    ),
+    "attention's stages let go by those alone that have pages": Planted(
+        (("attention.cuh", "place ? 1 : WARPS - others", "1"),), "deadlock"
+    ),
+    "a stage begun before its place is free": Planted(
+        (("producer.cuh", "if (is_free && landed) break;", "if (landed) break;"),),
+        "deadlock|more arrivals|wrong logits",
     ),
     "the newest position left out of its page": Planted(
         (("attention.cuh", "if (which == written.page &&", "if (which < 0 &&"),)
@@ -98,14 +114,7 @@ FAULTS = {
         (("attention.cuh", _SYNC + "  // A quarter has", "  // A quarter has"),)
     ),
     "a stage read before its copy has landed": Planted(
-        _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, phase, 1, slot);\n")
-    ),
-    "a stage filled while it is read": Planted(
-        _without(
-            "producer.cuh",
-            "  wait_stage(a, at, ring.shared, ring.shared.empty, ring.slot, ring.phase ^ 1, 2);\n",
-        ),
-        "deadlock|more arrivals|wrong logits",
+        _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, parity(), 1, slot);\n")
     ),
     "a stage free when one warp still reads it": Planted(
         (

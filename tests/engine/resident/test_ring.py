@@ -7,16 +7,42 @@ import random
 
 import pytest
 from legato_engine.kernels.cuda.resident import RING_STAGES, UNDER_WAY
-from legato_engine.resident.ring_model import RingFault, RingModel, ring_problem
+from legato_engine.resident.ring_model import (
+    WEIGHTS,
+    RingFault,
+    RingModel,
+    Takers,
+    ring_problem,
+)
 
-STAGES = 60
+STAGES, WARPS = 60, 4
 
 
-def faults(ring_stages: int, under_way: int, orders: int, *, early: bool = False) -> list[str]:
+def plan_of(chance: random.Random) -> list[Takers]:
+    """Weights and rows of attention in turns. A row's pages are each warp's in turns, from any one
+    on; a short row leaves most of them without any.
+    """
+    plan: list[Takers] = []
+    while len(plan) < STAGES:
+        plan += [WEIGHTS] * chance.randrange(4)
+        for _ in range(chance.randrange(1, 12)):
+            first, pages = chance.randrange(WARPS), chance.choice((1, 1, 2, 3, 7))
+            warps = [(first + page) % WARPS for page in range(pages)]
+            plan += [tuple(warps[i : i + 2]) for i in range(0, pages, 2)]
+    return [*plan, WEIGHTS]
+
+
+def ring_of(stages: int, **planted: bool) -> RingModel:
+    return RingModel(stages, 3, warps=WARPS, **planted)
+
+
+def faults(ring_stages: int, under_way: int, orders: int, **planted: bool) -> list[str]:
     found = []
     for seed in range(orders):
+        chance = random.Random(seed)
+        plan = plan_of(chance)
         try:
-            RingModel(ring_stages, under_way, early=early).run(STAGES, random.Random(seed))
+            RingModel(ring_stages, under_way, warps=WARPS, **planted).run(plan, chance)
         except RingFault as fault:
             found.append(str(fault))
     return found
@@ -47,3 +73,17 @@ def test_a_stage_let_go_before_its_reads_are_over_is_overwritten(ring: int) -> N
     assert any(
         "in place of" in fault for fault in faults(ring, 3 if ring > 4 else 2, 60, early=True)
     )
+
+
+@pytest.mark.parametrize("ring", [8, 10, 12])
+@pytest.mark.parametrize(("fault", "after"), [("looks_at_lap", (1, 0)), ("meets", WEIGHTS)])
+def test_a_warp_that_is_a_lap_ahead_takes_what_is_not_there(
+    ring: int, fault: str, after: Takers
+) -> None:
+    """A warp goes past as many stages of others as the ring has, to one that looks full."""
+    plan = [WEIGHTS, *[(0,)] * ring, after, WEIGHTS]
+    with pytest.raises(RingFault, match="in place of"):
+        for seed in range(60):
+            ring_of(ring, **{fault: False}).run(plan, random.Random(seed))
+    for seed in range(60):
+        ring_of(ring).run(plan, random.Random(seed))

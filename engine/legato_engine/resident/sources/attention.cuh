@@ -132,8 +132,8 @@ struct Softmax {
 };
 
 // Keys and values of positions of this step in a page, which QKV wrote after the page was copied: they are put where the copy
-// would have them, and zeros where later positions will have values: memory has anything there. A lane has dimensions 2 lane and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer
-// of them than the quarters have positions.
+// would have them, and zeros where later positions will have values, as memory has anything there. A lane has dimensions 2 lane
+// and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer of them than the quarters have positions.
 struct Written {
   static constexpr int MOST = DRAFTS ? PAGE : 1;
   int page, first, end;  // by the quarter's count of pages; of the page's positions
@@ -180,16 +180,19 @@ __device__ __forceinline__ void attend_pages(
   const int own = !ONE || only < 0 || only == g ? position : -1;
   Written written;
   written.load(a, shared, layer, pages_index(index, member), first_position(shared, member.token, at.step), last, end, mine);
-  for (int first = begin; first < end; first += STAGE_PAGES) {
-    const unsigned char* stage = ring.get(a, at);
-    const int place = (mine - first) & (WARPS - 1), which = first + place;
-    if (place < STAGE_PAGES && which < end) {
-      const Page page = {stage + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE};
-      if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
-      track.add<ONE>(q, page, own, only);
-    }
-    ring.release(a, __float_as_uint(track.out[0].x));
+  // From one page of the warp to its next: other warps take what is between, and the first page's lets the stage go for those
+  // that have none of it.
+  u32 stage = 0;
+  for (u32 i = mine - begin & WARPS - 1; i < end - begin; i += WARPS) {
+    const u32 place = i % STAGE_PAGES, others = min((u32)STAGE_PAGES - 1, end - begin - 1 - (i - place));
+    ring.skip(i / STAGE_PAGES - stage), stage = i / STAGE_PAGES;
+    const int which = begin + i;
+    const Page page = {ring.get_ahead(a, at) + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE};
+    if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
+    track.add<ONE>(q, page, own, only);
+    ring.release_for(a, __float_as_uint(track.out[0].x), place ? 1 : WARPS - others);
   }
+  ring.skip((u32)(end - begin + STAGE_PAGES - 1) / STAGE_PAGES - stage);
 }
 
 // In the order of produce_unit.

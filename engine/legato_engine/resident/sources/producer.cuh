@@ -6,14 +6,13 @@
 
 // Whose turn a stage is.
 struct Turn {
-  const int own;
-  int next = 0;
+  int others;      // stages before the producer's next one
   u32 stages = 0;  // of both, the one at hand included
   __device__ __forceinline__ bool mine() {
-    const bool is = next == own;
     stages++;
-    if (++next == PRODUCERS) next = 0;
-    return is;
+    if (others--) return false;
+    others = PRODUCERS - 1;
+    return true;
   }
 };
 
@@ -24,35 +23,31 @@ __device__ __forceinline__ void finish_copies(Shared& shared) {
   if (threadIdx.x % 32) return;
   for (int slot = 0; slot < RING; slot++)
     if (const u32 begun = shared.begun[slot])
-      while (!barrier_done(shared.full + slot, begun - 1)) {}
-}
-
-// A producer's wait for a stage: `kind` as in `Waited`. One that waits beyond the last step's end is done, which is as
-// good as dead.
-__device__ __forceinline__ void wait_stage(
-    const Arguments& a, Place& at, const Shared& shared, const u64* barriers, int slot, u32 phase, int kind) {
-  u64 deadline = 0;
-  for (u32 polls = 1; !at.dead && !barrier_done(barriers + slot, phase); polls++) {
-    at.dead = is_over(shared);
-    if (polls % 256 == 0 && !at.dead) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
-  }
+      while (!barrier_done(shared.full + slot, begun - 1 & 1)) {}
 }
 
 // The next stage, when it is free and fewer than UNDER_WAY others are being copied. With more of them under way none
-// comes sooner, and what the workers wait for, activations and counters, queues behind them in the memory system.
-__device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, const Turn& turn, u32 bytes) {
-  wait_stage(a, at, ring.shared, ring.shared.empty, ring.slot, ring.phase ^ 1, 2);
-  if (turn.stages > UNDER_WAY) {
-    const bool wraps = ring.slot < UNDER_WAY;
-    wait_stage(a, at, ring.shared, ring.shared.full, ring.slot - UNDER_WAY + (wraps ? RING : 0), ring.phase ^ wraps, 1);
+// comes sooner, and what the workers wait for, activations and counters, queues behind them in the memory system. A producer that
+// waits beyond the last step's end is done, which is as good as dead.
+__device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, const Ring& ring, const Turn& turn, u32 bytes) {
+  const bool wraps = ring.slot < UNDER_WAY;
+  const int slot = ring.slot, before = slot - UNDER_WAY + (wraps ? RING : 0);
+  u64 deadline = 0;
+  for (u32 polls = 1; !at.dead; polls++) {  // both in one look
+    const bool is_free = barrier_done(ring.shared.empty + slot, ring.parity() ^ 1);
+    const bool landed = turn.stages <= UNDER_WAY || barrier_done(ring.shared.full + before, ring.parity() ^ wraps);
+    if (is_free && landed) break;
+    at.dead = is_over(ring.shared);
+    if (polls % 256 == 0 && !at.dead)
+      at.dead = give_up(a, at, deadline, is_free ? Waited{1, before, ring.parity() ^ wraps, 0} : Waited{2, slot, ring.parity() ^ 1, 0});
   }
   dawdle(9);
-  if (!at.dead) {
-    barrier_expect(ring.shared.full + ring.slot, bytes);
-    ring.shared.begun[ring.slot] = 1 + ring.phase;
-  }
-  return ring.shared.ring[ring.slot];
+  if (!at.dead) barrier_expect(ring.shared.full + slot, bytes);
+  return ring.shared.ring[slot];
 }
+
+// Copies to the stage have begun.
+__device__ __forceinline__ void note_begun(const Ring& ring) { store_release_shared(ring.shared.begun + ring.slot, ring.lap + 1); }
 
 __device__ __forceinline__ void produce_weights(
     const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages,
@@ -60,7 +55,9 @@ __device__ __forceinline__ void produce_weights(
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
     if (turn.mine()) {
       unsigned char* stage = acquire(a, at, ring, turn, STAGE_BYTES);
-      if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
+      if (at.dead) return;
+      copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
+      note_begun(ring);
     }
     ring.next();
   }
@@ -80,14 +77,15 @@ __device__ __forceinline__ void produce_pages(
 #pragma unroll
     for (int i = 0; i < STAGE_PAGES; i++) from[i] = head + (i64)pages[first + min(i, whole)] * (HEADS * HALF);
     unsigned char* stage = acquire(a, at, ring, turn, 2 * (whole * HALF + rest));
-    u64* full = ring.shared.full + ring.slot;
+    if (at.dead) return;
+    const auto copy = [&](int place, const bf16* of, i64 at, int bytes) {
+      copy_bulk(stage + place * HALF, reinterpret_cast<const unsigned char*>(of) + at, bytes, ring.shared.full + ring.slot, policy);
+    };
 #pragma unroll
-    for (int i = 0; i < STAGE_PAGES; i++) {
-      const int bytes = i < whole ? HALF : i == whole ? rest : 0;
-      if (!bytes || at.dead) continue;
-      copy_bulk(stage + i * PAGE_BYTES, reinterpret_cast<const unsigned char*>(a.keys) + from[i], bytes, full, policy);
-      copy_bulk(stage + i * PAGE_BYTES + HALF, reinterpret_cast<const unsigned char*>(a.values) + from[i], bytes, full, policy);
-    }
+    for (int i = 0; i < STAGE_PAGES; i++)
+      if (const int bytes = i < whole ? HALF : i == whole ? rest : 0)
+        copy(2 * i, a.keys, from[i], bytes), copy(2 * i + 1, a.values, from[i], bytes);
+    note_begun(ring);
   }
 }
 

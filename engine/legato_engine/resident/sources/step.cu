@@ -130,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
-    take_registers<232>();
+    take_registers<224>();
     compute(a, shared);
   } else {
-    give_registers<40>();
+    give_registers<56>();
     if (warp < WARPS + PRODUCERS) {
       if (elected()) produce(a, shared, warp - WARPS);
       finish_copies(shared);

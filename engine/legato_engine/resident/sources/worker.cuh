@@ -136,7 +136,7 @@ struct __align__(16) Shared {
     uint2 best[WARPS][TOKENS];   // the head's
   };
   u64 full[RING], empty[RING];
-  u32 begun[RING];  // one more than the phase in which a stage was last filled; 0: never
+  u32 begun[RING];  // one more than the lap in which copies to a stage have begun; 0: none
   Sampling sampling;
   DrawArguments draw;
   int token[TOKENS];      // that the step begins with; -1 for the host only
@@ -276,26 +276,40 @@ constexpr int TELLING = THREADS + 32;  // threads of the barrier with the teller
 __device__ __forceinline__ void telling_sync() { threads_sync<2, TELLING>(); }
 __device__ __forceinline__ void workers_sync() { threads_sync<1, THREADS>(); }
 
-// Stages in shared memory, between the producer and the warps that compute.
+// Stages in shared memory, between the producers and the warps that compute.
 struct Ring {
   Shared& shared;
   int slot = 0;
-  u32 phase = 0;
+  u32 lap = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == RING) slot = 0, phase ^= 1;
+    if (++slot == RING) slot = 0, lap++;
   }
-  // A warp that computes: the next stage; then let it go.
+  __device__ __forceinline__ void skip(int stages) {
+    for (slot += stages; slot >= RING; slot -= RING) lap++;
+  }
+  __device__ __forceinline__ u32 parity() const { return lap & 1; }
+  // A warp that computes: the stage, when it is full.
   __device__ __forceinline__ const unsigned char* get(const Arguments& a, Place& at) {
-    wait_barrier(a, at, shared.full + slot, phase, 1, slot);
+    wait_barrier(a, at, shared.full + slot, parity(), 1, slot);
     return shared.ring[slot];
   }
-  // `read` depends on all that the lane read of the stage. A lane that has issued its reads may arrive before they are
-  // done, and the copy engine overwrites what they have not reached: so the arrival waits for all lanes' values.
-  __device__ __forceinline__ void release(const Arguments& a, u32 read) {
-    const bool never = __any_sync(~0u, (read & a.zero) != 0);
-    if (threadIdx.x % 32 == 0 && !never) barrier_arrive(shared.empty + slot);
-    next();
+  // The same, where the warp has skipped stages. The barrier may be a lap behind then, and its parity that of the stage as if
+  // that were full.
+  __device__ __forceinline__ const unsigned char* get_ahead(const Arguments& a, Place& at) {
+    u64 deadline = 0;
+    for (u32 polls = 1; !at.dead && load_acquire_shared(shared.begun + slot) != lap + 1; polls++)
+      if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{1, slot, parity(), 0});
+    return get(a, at);
   }
+  // Let the stage go, for so many of the warps. `read` depends on all that the lane read of it. A lane that has issued its reads
+  // may arrive before they are done, and the copy engine overwrites what they have not reached: so the arrival waits for all
+  // lanes' values.
+  __device__ __forceinline__ void release_for(const Arguments& a, u32 read, int warps) {
+    const bool never = __any_sync(~0u, (read & a.zero) != 0);
+    if (threadIdx.x % 32 == 0 && !never) barrier_arrive(shared.empty + slot, warps);
+  }
+  // Let the stage go, and on to the next.
+  __device__ __forceinline__ void release(const Arguments& a, u32 read) { release_for(a, read, 1), next(); }
 };
 
 // Where no rows share pages each is a unit; code for that alone is faster, as nothing of a unit has to be read.
