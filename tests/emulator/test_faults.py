@@ -76,14 +76,14 @@ FAULTS = {
         (
             (
                 "attention.cuh",
-                "    track.add<ONE>(q, page, own, only);\n"
+                "    track.add(q, page, position);\n"
                 "    ring.release_for(a, __float_as_uint(track.out[0].x), place",
                 "    ring.release_for(a, 0, place",
             ),
             (
                 "attention.cuh",
                 "WARPS - others);\n",
-                "WARPS - others);\n    track.add<ONE>(q, page, own, only);\n",
+                "WARPS - others);\n    track.add(q, page, position);\n",
             ),
         )
     ),
@@ -97,6 +97,21 @@ FAULTS = {
     "a stage begun before its place is free": Planted(
         (("producer.cuh", "if (is_free && landed) break;", "if (landed) break;"),),
         "deadlock|more arrivals|wrong logits",
+    ),
+    "a row that does not go on from the pages in common": Planted(
+        _without(
+            "attention.cuh",
+            "    if (!begins && has_pages) track.load(shared, unit.token, mine);\n",
+        )
+    ),
+    "a row that goes on before the pages in common are over": Planted(
+        (
+            (
+                "attention.cuh",
+                "  __syncwarp();\n  workers_sync();\n}\n\n// In the order",
+                "}\n\n// In the order",
+            ),
+        )
     ),
     "the newest position left out of its page": Planted(
         (("attention.cuh", "if (which == written.page &&", "if (which < 0 &&"),)
@@ -114,7 +129,8 @@ FAULTS = {
         (("attention.cuh", _SYNC + "  // A quarter has", "  // A quarter has"),)
     ),
     "a stage read before its copy has landed": Planted(
-        _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, parity(), 1, slot);\n")
+        _without("worker.cuh", "    wait_barrier(a, at, shared.full + slot, parity(), 1, slot);\n"),
+        "wrong logits|want",  # a wait that is given up says what it wanted
     ),
     "a stage free when one warp still reads it": Planted(
         (
@@ -154,6 +170,8 @@ def found(patches: tuple[Patch, ...]) -> str | None:
     try:
         for launch in range(LAUNCHES):
             rows, steps = Rows(world, 3 + launch % 2 * 3, launch), 2
+            if launch % 2:
+                share_pages(rows)
             cache = rows.cache.clone()
             kernel = world.kernel(rows.count)
             logits = torch.full((steps, 8, SMALL.vocab_size), torch.nan)
@@ -172,6 +190,12 @@ def found(patches: tuple[Patch, ...]) -> str | None:
     except EmulatedFault as fault:
         return str(fault)
     return None
+
+
+def share_pages(rows: Rows) -> None:
+    """More pages of each worker's than there are warps, of all rows, and own ones after them."""
+    rows.cache.pages[:, :36] = rows.cache.pages[0, :36].clone()
+    rows.positions = 36 * 16 + rows.positions % 300
 
 
 def end_early(world: World) -> None:

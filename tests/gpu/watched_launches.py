@@ -2,19 +2,21 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m ...
 
-Two layers of legato-tiny's width, builds for 8, 16 and 32 tokens, greedy and drawn rows. Drafts are
-checked against single tokens, too. The watchdog waits ten minutes, as a watched launch is slow.
+Two layers of legato-tiny's width, builds for 8, 16 and 32 tokens, greedy and drawn rows, with pages
+of their own and in common. Drafts are checked against single tokens, too. The watchdog waits ten
+minutes, as a watched launch is slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from unittest import mock
 
 from legato_engine.kernels.cuda import resident
-from legato_engine.resident.sizes import LEGATO_TINY
+from legato_engine.resident.sizes import LEGATO_TINY, PAGE
 
 from tests.resident import drafts, values, words
 
@@ -28,8 +30,11 @@ RULES = ((0.7, 0.9, 0), (1.0, 1.0, 40), (2.0, 1.0, 0))
 
 def launch_words() -> None:
     world = words.World(SIZES)
-    for count in ROWS:
+    for count, common in itertools.product(ROWS, (0, 20)):
         rows = words.Rows(world, count)
+        if common:
+            rows.cache.pages[:, :common] = rows.cache.pages[0, :common].clone()
+            rows.positions = common * PAGE + rows.positions % 300
         for index, (temperature, top_p, top_k) in enumerate(RULES):
             some = slice(index, count, 1 + len(RULES))
             rows.rules.temperature_R[some] = temperature

@@ -2,9 +2,9 @@
 // the softmax of a token's quarters leaves is merged in MERGE, every SPLITS-th token by each worker of the head.
 //
 // A unit's tokens share the reads of pages as columns of the same products: with DRAFTS those of a row, else those of rows that have
-// leading pages in common, each of which then reads pages of its own. A page is one warp's; those of a row's quarter are taken in
-// turns. Results depend on a token's own query, keys, values and position alone: what a page has for other tokens of its row has
-// weight 0, and another row's page leaves their columns as they are.
+// leading pages in common. These are over before any row's own pages, of which a row's tracks go on from there. A page is one warp's;
+// those of a row's quarter are taken in turns. Results depend on a token's own query, keys, values and position alone: what a page has
+// for other tokens of its row has weight 0.
 //
 // In a warp lane = 4g + t. Of scores it has those of the unit's token g, at positions 2t, 2t + 1, 2t + 8, 2t + 9 of a page; of
 // sums of values those of tokens 2t and 2t + 1, in dimensions 8g.. .
@@ -72,10 +72,8 @@ struct Softmax {
   float2 sum = {0.f, 0.f};
   float4 out[4] = {};  // .x and .y: dimension 8g + 2i of tokens 2t and 2t + 1; .z and .w: dimension 8g + 2i + 1
 
-  // `own`: token g's position, the last that it attends to; -1: there is no such token. `only`: the one token that the page is of,
-  // with ONE; -1: of all.
-  template <bool ONE>
-  __device__ __forceinline__ void add(const Queries& q, const Page& page, int own, int only) {
+  // `own`: token g's position, the last that it attends to; -1: there is no such token.
+  __device__ __forceinline__ void add(const Queries& q, const Page& page, int own) {
     const int t = threadIdx.x % 4;
     const float2 near = page.multiply(q, 0), far = page.multiply(q, 1);
     float scores[4] = {near.x, near.y, far.x, far.y};
@@ -100,23 +98,34 @@ struct Softmax {
     constexpr u32 ONES = 0x3f803f80u;
     float4 all = {sum.x * left, sum.y * right, 0.f, 0.f};
     mma(all, ONES, ONES, ONES, ONES, weights[0], weights[1]);
-    const bool is_left = !ONE || only < 0 || only == 2 * t, is_right = !ONE || only < 0 || only == 2 * t + 1;
-    sum = float2{is_left ? all.x : sum.x, is_right ? all.y : sum.y};
+    sum = float2{all.x, all.y};
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = page.value(i / 2 * 8 + t * 2 + i % 2);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const u32 a = (&v[0].x)[i], b = (&v[1].x)[i], c = (&v[2].x)[i], d = (&v[3].x)[i];
-      float4 more = {out[i].x * left, out[i].y * right, out[i].z * left, out[i].w * right};
-      mma(more, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+      out[i] = float4{out[i].x * left, out[i].y * right, out[i].z * left, out[i].w * right};
+      mma(out[i], __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
           __byte_perm(c, d, 0x7632), weights[0], weights[1]);
-      if (is_left) out[i].x = more.x, out[i].z = more.z;
-      if (is_right) out[i].y = more.y, out[i].w = more.w;
     }
   }
 
-  // For the merge of the worker's warps.
+  // Of one token, what `store` left of it.
+  __device__ __forceinline__ void load(Shared& shared, int token, int track) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if (g == 0) top = shared.ends[token][track].x;
+    if (t) return;
+    sum.x = shared.ends[token][track].y;
+    const Parts& parts = parts_of(shared)[token];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 own = parts[track][g * 4 + i];
+      out[i].x = own.x, out[i].z = own.y;
+    }
+  }
+
+  // For the merge of the worker's warps, or for the tokens' own pages.
   __device__ __forceinline__ void store(Shared& shared, const Unit& unit, int track) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Parts* parts = parts_of(shared);
@@ -170,16 +179,15 @@ struct Written {
   }
 };
 
-// Pages of a unit's member from `begin` to `end`, as produce_pages copies them; `position` is token g's.
-template <bool ONE>
+// Pages of a unit from `begin` to `end`, as produce_pages copies them; `mine`: the warp's track.
 __device__ __forceinline__ void attend_pages(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, Softmax& track, int layer, int index,
-    int mine, const Unit& member, int begin, int end, int position, int only) {
+    int mine, const Unit& unit, int begin, int end) {
   const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
-  const int last = position_of(shared, member.token + member.count - 1, at.step);
-  const int own = !ONE || only < 0 || only == g ? position : -1;
+  const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
+  const int last = position_of(shared, unit.token + unit.count - 1, at.step);
   Written written;
-  written.load(a, shared, layer, pages_index(index, member), first_position(shared, member.token, at.step), last, end, mine);
+  written.load(a, shared, layer, index, first_position(shared, unit.token, at.step), last, end, mine);
   // From one page of the warp to its next: other warps take what is between, and the first page's lets the stage go for those
   // that have none of it.
   u32 stage = 0;
@@ -189,51 +197,55 @@ __device__ __forceinline__ void attend_pages(
     const int which = begin + i;
     const Page page = {ring.get_ahead(a, at) + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE};
     if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
-    track.add<ONE>(q, page, own, only);
+    track.add(q, page, position);
     ring.release_for(a, __float_as_uint(track.out[0].x), place ? 1 : WARPS - others);
   }
   ring.skip((u32)(end - begin + STAGE_PAGES - 1) / STAGE_PAGES - stage);
 }
 
-// In the order of produce_unit.
-template <bool ANY>
-__device__ __forceinline__ void attend_unit(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Queries& q, int layer, int index, const Unit& unit) {
-  const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS, common = unit.common, mine = track_of(index);
-  const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
-  const auto end_of = [&](const Unit& of) { return own_pages(position_of(shared, of.token + of.count - 1, at.step), quarter); };
-  Softmax track;
-  if (DRAFTS || !ANY)
-    attend_pages<false>(a, at, shared, ring, q, track, layer, index, mine, unit, 0, end_of(unit), position, -1);
-  else
-    for (int member = common ? -1 : 0; member < unit.count; member++) {
-      const Unit of = member_of(unit, max(member, 0));
-      attend_pages<true>(a, at, shared, ring, q, track, layer, index, mine, of, member < 0 ? 0 : common,
-                         member < 0 ? common : end_of(of), position, member);
-    }
-  track.store(shared, unit, mine);
+// Pages that rows have in common.
+__device__ __forceinline__ void attend_common(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
+  for (int index = 0; index < shared.num_units; index++) {
+    const Unit unit = unit_of(shared, index);
+    if (!unit.common) continue;
+    const int mine = track_of(index);
+    Queries q;
+    q.load(a, unit);
+    Softmax track;
+    attend_pages(a, at, shared, ring, q, track, layer, unit.token, mine, unit, 0, unit.common);
+    track.store(shared, unit, mine);
+  }
+  __syncwarp();
+  workers_sync();
 }
 
-template <bool ANY>
-__device__ __forceinline__ void attend_units(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
-  const int units = ANY ? shared.num_units : a.rows;
-  Unit unit = unit_of<ANY>(shared, 0);
-  Queries next;
-  next.load(a, unit);  // of rows that are there even if no unit is: a branch costs the other builds registers
-  for (int index = 0; index < units; index++) {
-    const Queries q = next;
-    const Unit own = unit;
-    unit = unit_of<ANY>(shared, index + 1);
-    if (index + 1 < units) next.load(a, unit);
-    attend_unit<ANY>(a, at, shared, ring, q, layer, index, own);
+// In the order of produce_common and produce_parts. Queries are read ahead.
+__device__ __forceinline__ void attend(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
+  const int parts = num_parts(a, shared);
+  Unit next = part_of(shared, 0);
+  Queries ahead;
+  ahead.load(a, next);  // of rows that are there even if no part is: a branch costs the other builds registers
+  if (shares_pages(a, shared)) attend_common(a, at, shared, ring, layer);
+  for (int index = 0; index < parts; index++) {
+    const Queries q = ahead;
+    const Unit unit = next;
+    next = part_of(shared, index + 1);
+    if (index + 1 < parts) ahead.load(a, next);
+    const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
+    const int mine = track_of(index);
+    Softmax track;
+    // Pages in common have left a track, which goes on if the warp has pages of the row's own.
+    const bool begins = DRAFTS || unit.common == 0, has_pages = (mine - unit.common & WARPS - 1) < end - unit.common;
+    if (!begins && has_pages) track.load(shared, unit.token, mine);
+    attend_pages(a, at, shared, ring, q, track, layer, index, mine, unit, unit.common, end);
+    if (begins || has_pages) track.store(shared, unit, mine);
   }
 }
 
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (any_units(a, shared)) attend_units<true>(a, at, shared, ring, it.layer);
-  else attend_units<false>(a, at, shared, ring, it.layer);
+  attend(a, at, shared, ring, it.layer);
   workers_sync();
   // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to warps.
   const Parts* parts = parts_of(shared);

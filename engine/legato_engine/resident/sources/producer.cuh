@@ -89,28 +89,23 @@ __device__ __forceinline__ void produce_pages(
   }
 }
 
-// What earlier steps wrote of a unit's pages: those in common, then each member's.
-__device__ __forceinline__ void produce_unit(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, int index, const Unit& unit, u64 policy) {
-  const int common = unit.common, members = DRAFTS ? 1 : unit.count;
-  for (int member = common ? -1 : 0; member < members; member++) {
-    const Unit of = member_of(unit, max(member, 0));
-    const int last = position_of(ring.shared, of.token + of.count - 1, at.step);
-    const int own = own_pages(last, blockIdx.x % SPLITS), cached = first_position(ring.shared, of.token, at.step);
-    produce_pages(a, at, ring, turn, head, ring.shared.pages[pages_index(index, of)], member < 0 ? 0 : common,
-                  member < 0 ? common : own, cached, policy);
-  }
+// Pages that rows have in common.
+__device__ __forceinline__ void produce_common(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
+  const Shared& shared = ring.shared;
+  for (int index = 0; index < shared.num_units; index++)
+    if (const Unit unit = unit_of(shared, index); unit.common)
+      produce_pages(a, at, ring, turn, head, shared.pages[unit.token], 0, unit.common, first_position(shared, unit.token, at.step), policy);
 }
 
-template <bool ANY>
-__device__ __forceinline__ void produce_units(const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, u64 policy) {
+// All other pages, as far as earlier steps wrote them.
+__device__ __forceinline__ void produce_parts(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
   const Shared& shared = ring.shared;
-  const i64 head = ((i64)layer * a.layer_pages * HEADS + blockIdx.x / SPLITS) * (PAGE_BYTES / 2);
-  Unit next = unit_of<ANY>(shared, 0);
-  for (int index = 0; index < (ANY ? shared.num_units : a.rows); index++) {
+  Unit next = part_of(shared, 0);
+  for (int index = 0; index < num_parts(a, shared); index++) {
     const Unit unit = next;
-    next = unit_of<ANY>(shared, index + 1);
-    produce_unit(a, at, ring, turn, head, index, unit, policy);
+    next = part_of(shared, index + 1);
+    const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
+    produce_pages(a, at, ring, turn, head, shared.pages[index], unit.common, end, first_position(shared, unit.token, at.step), policy);
   }
 }
 
@@ -144,8 +139,9 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
-        if (any_units(a, shared)) produce_units<true>(a, at, ring, turn, it.layer, policy);
-        else produce_units<false>(a, at, ring, turn, it.layer, policy);
+        const i64 head = ((i64)it.layer * a.layer_pages * HEADS + blockIdx.x / SPLITS) * (PAGE_BYTES / 2);
+        if (shares_pages(a, shared)) produce_common(a, at, ring, turn, head, policy);
+        produce_parts(a, at, ring, turn, head, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }

@@ -143,7 +143,7 @@ struct __align__(16) Shared {
   int chosen[TOKENS];     // the host's, as of the step that is over
   int row[TOKENS], constraint[TOKENS];
   int position[TOKENS];
-  int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, by `pages_index`
+  int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, by row, or by unit with DRAFTS
   ValueArguments values;
   float4 value[TOKENS];   // as of the token
   float2 read[2];  // what VALUE has of a token's values
@@ -156,6 +156,7 @@ struct __align__(16) Shared {
   u32 ended;   // GOES_ON, ENDED or ABORTED
   int num_units;
   PackedUnit unit[TOKENS + 1];  // the last one's contents do not matter: it is read ahead
+  unsigned char common[TOKENS + 1];  // of a row's pages, those in common with its unit; likewise
 #if DRAFTS
   DraftArguments drafts;
   int first[TOKENS];  // of the positions that its row writes in the step
@@ -312,18 +313,17 @@ struct Ring {
   __device__ __forceinline__ void release(const Arguments& a, u32 read) { release_for(a, read, 1), next(); }
 };
 
-// Where no rows share pages each is a unit; code for that alone is faster, as nothing of a unit has to be read.
-__device__ __forceinline__ bool any_units(const Arguments& a, const Shared& shared) { return DRAFTS || shared.num_units < a.rows; }
-template <bool ANY = true>
 __device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
-  if (!ANY) return Unit{index, 1, 0};
   const int all = shared.unit[index];
   return Unit{all & 31, (all >> 5 & 7) + 1, DRAFTS ? 0 : all >> 8};
 }
-// A unit's row alone; with DRAFTS it has one.
-__device__ __forceinline__ Unit member_of(const Unit& unit, int member) { return DRAFTS ? unit : Unit{unit.token + member, 1, 0}; }
-// Whose pages are where: with DRAFTS a unit's, else a row's.
-__device__ __forceinline__ int pages_index(int unit, const Unit& member) { return DRAFTS ? unit : member.token; }
+// What attention takes one after the other once pages in common are done: units with DRAFTS, else rows.
+__device__ __forceinline__ int num_parts(const Arguments& a, const Shared& shared) { return DRAFTS ? shared.num_units : a.rows; }
+__device__ __forceinline__ Unit part_of(const Shared& shared, int index) {
+  return DRAFTS ? unit_of(shared, index) : Unit{index, 1, shared.common[index]};
+}
+// Whether any rows have pages in common.
+__device__ __forceinline__ bool shares_pages(const Arguments& a, const Shared& shared) { return !DRAFTS && shared.num_units < a.rows; }
 
 // Pages of a quarter that hold positions up to `last`.
 __device__ __forceinline__ int own_pages(int last, int quarter) { return (last / PAGE - quarter + SPLITS) / SPLITS; }
@@ -348,5 +348,10 @@ __device__ __forceinline__ void find_units(Shared& shared, int rows) {
     if (lane == 0) shared.unit[units - 1] = packed(unit);
   }
   if (lane == 0) shared.num_units = units;
+  __syncwarp();
+  for (int index = 0; index < units; index++) {
+    const Unit own = unit_of(shared, index);
+    if (lane >= own.token && lane < own.token + own.count) shared.common[lane] = own.common;
+  }
 }
 #endif
