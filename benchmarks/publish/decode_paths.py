@@ -15,7 +15,7 @@ NAMES = {
     "loop": "decode loop",
     "resident": "resident kernel",
 }
-_LAUNCHES = "h200/loops_resident"  # one run of all paths
+_LAUNCHES = "h200/loops"  # one run of all paths
 _ADAPTING = ("fixed:3", "seed", "budget")
 _CHANGES = ("mixed", "changing", "under pressure")
 
@@ -31,8 +31,8 @@ def launches(records: Records) -> str:
     rows = [
         [
             NAMES[name],
-            each["launches"],
-            each["waits"],
+            round(each["launches"]),
+            round(each["waits"]),
             f"{each['ms']:.3f}",
             f"{each['host_us']:.0f}",
         ]
