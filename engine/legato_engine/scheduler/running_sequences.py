@@ -10,7 +10,9 @@ from legato_engine.sequence import Sequence, SequenceStatus
 
 
 class RunningSequences:
-    """Sequences with a row, zombies excluded, in order of admission.
+    """Sequences with a row, zombies excluded. Those that begin with the same page are neighbours,
+    as attention of the resident kernel reads leading pages once for neighbours that have them in
+    common; otherwise in order of admission.
 
     When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
     waits again. One with no lower-ranked victim stalls until another finishes.
@@ -31,7 +33,12 @@ class RunningSequences:
         return len(self._members)
 
     def add(self, sequence: Sequence) -> None:
-        self._members[sequence] = None
+        """Behind the last one that begins with its page, or behind all."""
+        members = list(self._members)
+        first = sequence.pages.ids[:1]
+        same = [i for i, each in enumerate(members) if each.pages.ids[:1] == first]
+        members.insert(same[-1] + 1 if same else len(members), sequence)
+        self._members = dict.fromkeys(members)
 
     def remove(self, sequence: Sequence) -> None:
         """Release the sequence unless a launch in flight names it."""

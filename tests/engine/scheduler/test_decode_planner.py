@@ -4,6 +4,7 @@ from collections.abc import Sequence as Many
 
 import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.runtime.slot_outputs import have_common_pages
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
@@ -36,6 +37,27 @@ def test_decode_starts_with_the_last_launched_token() -> None:
         LaunchKind.DECODE,
         (ScheduledSequence(first, position=4), ScheduledSequence(later, position=6)),
     )
+
+
+def test_sequences_about_one_image_are_neighbours() -> None:
+    """In whatever order they came, and without those that have gone; others stay in order."""
+    sequences = [running(number, launched=1) for number in range(7)]
+    for sequence, page in zip(sequences, (3, 5, 3, 8, 5, 3, 9), strict=True):
+        sequence.pages.ids = (page, *range(20, 24))
+    planner = plain(*sequences)
+    plan = planner.plan()
+    assert planned(plan) == [0, 2, 5, 1, 4, 3, 6]
+    assert plan is not None
+    assert not have_common_pages(plan.rows)  # 3 of 7
+    sequences[3].preempted = sequences[2].preempted = True
+    plan = planner.plan()
+    assert planned(plan) == [0, 5, 1, 4, 6]
+    assert plan is not None
+    assert not have_common_pages(plan.rows)
+    sequences[6].preempted = True
+    plan = planner.plan()
+    assert plan is not None
+    assert have_common_pages(plan.rows)  # 2 of 4
 
 
 def test_decode_skips_sequences_that_cannot_continue() -> None:
