@@ -16,7 +16,7 @@ from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.draft_state import DraftState
-from legato_engine.runtime.loop_times import LoopTimes
+from legato_engine.runtime.loop_times import LoopTimes, own_hash
 from legato_engine.runtime.path_table import ALL, Choice, Kept, measure
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.torch_backend import TorchBackend
@@ -61,7 +61,7 @@ def paths_for(
         else:
             _log.warning("no_resident_kernel", reason=f"it {offer}", instead="decode_path loop")
         return Paths(None)
-    table = Kept(offer.subject).read() if by_times else None
+    table = _kept(offer).read() if by_times else None
     if table is not None:
         _log.info("decode_paths", milliseconds=table.milliseconds(), measured="at an earlier start")
         wanted = table.wanted(offer.builds)
@@ -80,10 +80,14 @@ def choose(offer: ResidentOffer, times: LoopTimes, loops: DecodeLoops) -> None:
     if not loops.resident_rows:
         return
     _log.info("decode_paths", milliseconds=table.milliseconds(), measured="now")
-    Kept(offer.subject).write(table)
+    _kept(offer).write(table)
     loops.choice = table
     if not table.wanted(offer.builds):
         loops.without_kernel()
+
+
+def _kept(offer: ResidentOffer) -> Kept:
+    return Kept({**offer.subject, "measurement": own_hash()})
 
 
 def _offer(backend: Backend, max_rows: int, drafts: DraftState | None) -> ResidentOffer | str:

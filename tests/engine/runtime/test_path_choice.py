@@ -331,6 +331,17 @@ def test_other_kernels_are_measured_again(start: Start) -> None:
     assert len(other.built) == 1
 
 
+def test_times_of_another_measurement_are_measured_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept is also of how it was measured."""
+    start(Kernel({Kind.WORDS: [1]}))
+    monkeypatch.setattr("legato_engine.runtime.backends.own_hash", lambda: "another")
+    again = Kernel({Kind.WORDS: [1]})
+    start(again)
+    assert again.timed != []
+
+
 def test_without_memory_for_it_the_log_says_so_once(start: Start, graph: Assembly) -> None:
     """And all launches are loops."""
     kernel = Kernel(refused="needs memory for a second copy of the weights")
