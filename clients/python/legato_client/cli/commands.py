@@ -47,6 +47,7 @@ def make_parser(*, complete: bool = False) -> arguments.Parser:
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _OWN:
         module.add_command(commands)
+    commands.choices["completion"].set_defaults(whole=lambda: make_parser(complete=True))
     for name, program in forward.MODULES.items():
         parents = _installed(name) if complete else []
         commands.add_parser(name, help=program.purpose, parents=parents, add_help=not parents)

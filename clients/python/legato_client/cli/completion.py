@@ -27,11 +27,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    from legato_client.cli.commands import make_parser
-
+    """`args.whole` makes the parser of all commands, which knows this one."""
     try:
         shtab: Any = importlib.import_module("shtab")
     except ModuleNotFoundError:
         raise CommandError(f"completion needs shtab: {install.hint('cli')}") from None
-    sys.stdout.write(shtab.complete(make_parser(complete=True), args.shell))
+    sys.stdout.write(shtab.complete(args.whole(), args.shell))
     sys.stdout.write("\n")
