@@ -219,18 +219,18 @@ __device__ __forceinline__ void attend_common(const Arguments& a, Place& at, Sha
   workers_sync();
 }
 
-// In the order of produce_common and produce_parts. Queries are read ahead.
+// In the order of produce_common and produce_own. Queries are read ahead.
 __device__ __forceinline__ void attend(const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer) {
-  const int parts = num_parts(a, shared);
-  Unit next = part_of(shared, 0);
+  const int owners = num_owners(a, shared);
+  Unit next = owner_of(shared, 0);
   Queries ahead;
-  ahead.load(a, next);  // of rows that are there even if no part is: a branch costs the other builds registers
+  ahead.load(a, next);  // of rows that are there even if no owner is: a branch costs the other builds registers
   if (shares_pages(a, shared)) attend_common(a, at, shared, ring, layer);
-  for (int index = 0; index < parts; index++) {
+  for (int index = 0; index < owners; index++) {
     const Queries q = ahead;
     const Unit unit = next;
-    next = part_of(shared, index + 1);
-    if (index + 1 < parts) ahead.load(a, next);
+    next = owner_of(shared, index + 1);
+    if (index + 1 < owners) ahead.load(a, next);
     const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
     const int mine = track_of(index);
     Softmax track;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void run_attend(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   attend(a, at, shared, ring, it.layer);
   workers_sync();
-  // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to warps.
+  // A quarter has OWN_LINES lines, to which its pages belong in turns, as they do to tracks.
   const Parts* parts = parts_of(shared);
   for (int i = warp; i < num_tokens(a, shared) * OWN_LINES; i += WARPS) {
     const int token = i / OWN_LINES, line = i % OWN_LINES, place = (token * WORKERS + blockIdx.x) * OWN_LINES + line;

@@ -98,12 +98,12 @@ __device__ __forceinline__ void produce_common(const Arguments& a, Place& at, Ri
 }
 
 // All other pages, as far as earlier steps wrote them.
-__device__ __forceinline__ void produce_parts(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
+__device__ __forceinline__ void produce_own(const Arguments& a, Place& at, Ring& ring, Turn& turn, i64 head, u64 policy) {
   const Shared& shared = ring.shared;
-  Unit next = part_of(shared, 0);
-  for (int index = 0; index < num_parts(a, shared); index++) {
+  Unit next = owner_of(shared, 0);
+  for (int index = 0; index < num_owners(a, shared); index++) {
     const Unit unit = next;
-    next = part_of(shared, index + 1);
+    next = owner_of(shared, index + 1);
     const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
     produce_pages(a, at, ring, turn, head, shared.pages[index], unit.common, end, first_position(shared, unit.token, at.step), policy);
   }
@@ -141,7 +141,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
         if (DRAFTS && it.layer == 0) wait_placed(a, at, shared);
         const i64 head = ((i64)it.layer * a.layer_pages * HEADS + blockIdx.x / SPLITS) * (PAGE_BYTES / 2);
         if (shares_pages(a, shared)) produce_common(a, at, ring, turn, head, policy);
-        produce_parts(a, at, ring, turn, head, policy);
+        produce_own(a, at, ring, turn, head, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }

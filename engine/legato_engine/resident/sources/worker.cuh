@@ -317,9 +317,9 @@ __device__ __forceinline__ Unit unit_of(const Shared& shared, int index) {
   const int all = shared.unit[index];
   return Unit{all & 31, (all >> 5 & 7) + 1, DRAFTS ? 0 : all >> 8};
 }
-// What attention takes one after the other once pages in common are done: units with DRAFTS, else rows.
-__device__ __forceinline__ int num_parts(const Arguments& a, const Shared& shared) { return DRAFTS ? shared.num_units : a.rows; }
-__device__ __forceinline__ Unit part_of(const Shared& shared, int index) {
+// Owners of the pages that are not in common: units with DRAFTS, else rows.
+__device__ __forceinline__ int num_owners(const Arguments& a, const Shared& shared) { return DRAFTS ? shared.num_units : a.rows; }
+__device__ __forceinline__ Unit owner_of(const Shared& shared, int index) {
   return DRAFTS ? unit_of(shared, index) : Unit{index, 1, shared.common[index]};
 }
 // Whether any rows have pages in common.
