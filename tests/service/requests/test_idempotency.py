@@ -41,8 +41,9 @@ UNARY = {
 
 
 async def joined(server, count=2):
-    """Wait until `count` calls share a run."""
+    """Wait until `count` calls share a run, whose request has reached the engine."""
     await until(lambda: server.server.idempotency_cache.num_waiting == count)
+    await until(lambda: bool(server.engine.streams))
 
 
 def finish(engine):
