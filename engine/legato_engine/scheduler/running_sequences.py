@@ -33,7 +33,7 @@ class RunningSequences:
         return len(self._members)
 
     def add(self, sequence: Sequence) -> None:
-        """Behind the last one that begins with its page, or behind all."""
+        """Insert it behind the last sequence that begins with the same page, or at the end."""
         members = list(self._members)
         first = sequence.pages.ids[:1]
         same = [i for i, each in enumerate(members) if each.pages.ids[:1] == first]

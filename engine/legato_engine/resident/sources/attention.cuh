@@ -185,7 +185,7 @@ __device__ __forceinline__ void attend_pages(
     int mine, const Unit& unit, int begin, int end) {
   const int g = threadIdx.x % 32 / 4, quarter = blockIdx.x % SPLITS;
   const int position = g < unit.count ? position_of(shared, unit.token + g, at.step) : -1;
-  const int last = position_of(shared, unit.token + unit.count - 1, at.step);
+  const int last = last_position(shared, unit, at.step);
   Written written;
   written.load(a, shared, layer, index, first_position(shared, unit.token, at.step), last, end, mine);
   // From one page of the warp to its next: other warps take what is between, and the first page's lets the stage go for those
@@ -231,8 +231,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Place& at, Shared& sh
     const Unit unit = next;
     next = owner_of(shared, index + 1);
     if (index + 1 < owners) ahead.load(a, next);
-    const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
-    const int mine = track_of(index);
+    const int mine = track_of(index), end = pages_of(shared, unit, at.step);
     Softmax track;
     // Pages in common have left a track, which goes on if the warp has pages of the row's own.
     const bool begins = DRAFTS || unit.common == 0, has_pages = (mine - unit.common & WARPS - 1) < end - unit.common;

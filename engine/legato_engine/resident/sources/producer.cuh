@@ -104,8 +104,8 @@ __device__ __forceinline__ void produce_own(const Arguments& a, Place& at, Ring&
   for (int index = 0; index < num_owners(a, shared); index++) {
     const Unit unit = next;
     next = owner_of(shared, index + 1);
-    const int last = position_of(shared, unit.token + unit.count - 1, at.step), end = own_pages(last, blockIdx.x % SPLITS);
-    produce_pages(a, at, ring, turn, head, shared.pages[index], unit.common, end, first_position(shared, unit.token, at.step), policy);
+    produce_pages(a, at, ring, turn, head, shared.pages[index], unit.common, pages_of(shared, unit, at.step),
+                  first_position(shared, unit.token, at.step), policy);
   }
 }
 

@@ -327,6 +327,13 @@ __device__ __forceinline__ bool shares_pages(const Arguments& a, const Shared& s
 
 // Pages of a quarter that hold positions up to `last`.
 __device__ __forceinline__ int own_pages(int last, int quarter) { return (last / PAGE - quarter + SPLITS) / SPLITS; }
+__device__ __forceinline__ int last_position(const Shared& shared, const Unit& unit, int step) {
+  return position_of(shared, unit.token + unit.count - 1, step);
+}
+// Pages of the worker's quarter that the unit's tokens attend to.
+__device__ __forceinline__ int pages_of(const Shared& shared, const Unit& unit, int step) {
+  return own_pages(last_position(shared, unit, step), blockIdx.x % SPLITS);
+}
 
 #if !DRAFTS
 // Units of the launch's rows, by one warp, from the pages that all positions so far fill. A row joins the unit before it if
