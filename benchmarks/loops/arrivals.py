@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import random
 import time
+from typing import NamedTuple
 
 import msgspec
 from legato_engine.bench.workload import Workload
 from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.assembly import Assembly
+from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks.loops.decodes import Decodes, recorded, values_of
@@ -21,18 +23,42 @@ MAX_LIVE = 6
 """Requests of `randomly` at once."""
 
 _KINDS = 10  # of its questions, and of its other requests
-_MS = 1e3
+_MS, _NS = 1e3, 1e9
 
 
-def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[float]:
-    """Milliseconds from a request's arrival to its first token, while `streams` others decode."""
+class Join(NamedTuple):
+    """Milliseconds from a request's arrival to the begin of its prompt's launch on the device, and
+    to its first token.
+    """
+
+    begun: float
+    answered: float
+
+
+class _Prompts(Decodes):
+    """Notes when a sequence's prompt began on the device, in `time.perf_counter_ns`."""
+
+    def __init__(self, assembly: Assembly, sequence: EngineSequence, *, at_once: int) -> None:
+        super().__init__(assembly, at_once=at_once)
+        self._runner, self._sequence = assembly.runner, sequence
+        self.begun_ns = 0
+
+    def committed(self, launched: StepRecord) -> None:
+        super().committed(launched)
+        prompts = [row.sequence for row in launched.launch.plan.prefills]
+        if self._sequence in prompts and not self.begun_ns:
+            self.begun_ns = self._runner.times(launched.launch).forward_start
+
+
+def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[Join]:
+    """How long requests wait that arrive while `streams` others decode."""
     draw = random.Random(7)
     waits = []
     for _ in range(count):
         workload = Workload(assembly, kind="query", count=streams, length=120, context=context)
         sequences = [*workload.sequences(), question(assembly, streams, 2)]
         *tasks, late = recorded(sequences)
-        run = Decodes(assembly, at_once=streams)
+        run = _Prompts(assembly, sequences[-1], at_once=streams)
         for sequence in sequences[:-1]:
             run.scheduler.submit(sequence)
         have = draw.randint(20, 80)
@@ -42,7 +68,8 @@ def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[fl
         run.scheduler.submit(sequences[-1])
         while not late.tokens:
             run.scheduler.step()
-        waits.append((late.times[0] - arrival) * _MS)
+        begun = run.begun_ns / _NS - arrival
+        waits.append(Join(begun * _MS, (late.times[0] - arrival) * _MS))
         run.scheduler.drain()
     return waits
 

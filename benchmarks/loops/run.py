@@ -8,10 +8,11 @@ One model, one run.
 to the first last one. `host`: microseconds of CPU of the whole process for a token of one answer.
 `launches`, `waits`: decodes of one answer, and waits of the host for one to end. `same tokens`:
 whether all are the graph's, in every run. `blocking` is the graph with one launch at a time.
-`join`: how long a request that arrives while others decode waits for its first token. `--steps` of
-short answers of every skill, with random lengths, arrivals and aborts, are compared with each
-other: tokens, values and log-probabilities depend on the question alone. With `--late` warps of the
-resident kernel sleep at random around every wait and signal.
+`join`: how long a request that arrives while others decode waits for its prompt to begin on the
+device, and for its first token. `--steps` of short answers of every skill, with random lengths,
+arrivals and aborts, are compared with each other: tokens, values and log-probabilities depend on
+the question alone. With `--late` warps of the resident kernel sleep at random around every wait and
+signal.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         "model": msgspec.to_builtins(graph.info),
         "rows": rows,
         "lists": list_rows,
-        "join_ms": waits,
+        "join_ms": {path: [each._asdict() for each in taken] for path, taken in waits.items()},
         "loads": loads,
         "random": totals,
     }
@@ -112,13 +113,14 @@ def main(argv: Sequence[str]) -> int:
         if name in row
     ]
     join = [
-        (path, f"{statistics.median(taken):.2f}", f"{max(taken):.2f}")
+        (path, *(f"{statistics.median(each):.2f} {max(each):.2f}" for each in (begun, answered)))
         for path, taken in waits.items()
+        for begun, answered in [zip(*taken, strict=True)]
     ]
     tables = [
         record.table(heads, lines),
         "",
-        record.table(("path", "join P50 ms", "slowest ms"), join),
+        record.table(("path", "prompt begins, P50 and slowest ms", "first token"), join),
         "",
         record.table(
             ("callers", "ask for", "path", "tokens/s", "of graph"),

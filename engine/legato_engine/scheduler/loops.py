@@ -87,7 +87,7 @@ class Loops(ABC):
         launch = record.launch
         rows = launch.plan.rows
         if ends or any(row.sequence.finalized for row in rows):
-            self._runner.end_loop(launch)
+            self.end(record)
         if not record.num_followed:
             self._num_needed = 0
         if is_cut and record.num_followed < _SETTLED:
@@ -103,6 +103,10 @@ class Loops(ABC):
         record.num_followed += 1
         record.tokens += outputs.num_tokens - num_tokens
         return True
+
+    def end(self, record: StepRecord) -> None:
+        """Let a loop end after the step that it is in."""
+        self._runner.end_loop(record.launch)
 
     def is_ending(self, record: StepRecord) -> bool:
         """Whether a loop has no further step for some row, after the one that it is in."""

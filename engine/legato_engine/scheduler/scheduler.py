@@ -306,13 +306,20 @@ class Scheduler:
         return plan
 
     def _plan_behind(self) -> Plan | None:
-        """Plan the launch that ends the loop in flight, if there is any."""
+        """Plan the launch that ends the loop in flight, if there is any.
+
+        The loop is told at once: it takes up to a step to end, and the launch about as long to be
+        enqueued.
+        """
         assert self._loops is not None, "a loop without loops"
         record = self._records[0]
         ends = self._loops.is_ending(record)
         if not ends and not self._planner.has_others:
             return None
-        return self._planner.plan_behind(self._loops.behind(record), ends=ends)
+        plan = self._planner.plan_behind(self._loops.behind(record), ends=ends)
+        if plan is not None:
+            self._loops.end(record)
+        return plan
 
     def _followed(self) -> bool:
         """Wait for a step of the loop in flight; False if it has ended."""

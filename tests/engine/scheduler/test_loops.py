@@ -15,6 +15,7 @@ from tests.engine.scheduler.reading_runner import PAGE, ReadingRunner, alone
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 LIMITS = BatchLimits(3, tokens=40, sampled=6)
+ROWS = 4
 
 
 class Late(random.Random):
@@ -26,16 +27,22 @@ class Late(random.Random):
 
 
 class Keeping(ReadingRunner):
-    """Keeps the plans."""
+    """Keeps the plans, and how many there were whenever a loop was told to end."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__(lambda: False, draw)
         self.plans: list[Plan] = []
+        self.plans_at_ends: list[int] = []
 
     def forward(self, launch: Launch) -> None:
         """As it is."""
         self.plans.append(launch.plan)
         super().forward(launch)
+
+    def end_loop(self, launch: Launch) -> None:
+        """As it is."""
+        self.plans_at_ends.append(len(self.plans))
+        super().end_loop(launch)
 
 
 class Looping:
@@ -43,7 +50,7 @@ class Looping:
 
     def __init__(self, draw: random.Random, num_pages: int = 60) -> None:
         self.runner = Keeping(draw)
-        self.manager = KVCacheManager(num_pages, PAGE, 4)
+        self.manager = KVCacheManager(num_pages, PAGE, ROWS)
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -106,6 +113,32 @@ def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
     world.submit(5)
     world.drain()
     assert world.behind()[0] == (LaunchKind.PREFILL, [0], 1)
+
+
+def test_a_loop_is_told_to_end_before_a_prompt_is_enqueued_behind_it() -> None:
+    """It ends beside that, which takes the host about as long as the device has for a step."""
+    world = Looping(random.Random(0))
+    first = world.submit(40)
+    world.until(first, 10)
+    assert not world.runner.plans_at_ends
+    world.submit(5)
+    world.scheduler.step()
+    assert world.runner.plans[-1].behind
+    assert world.runner.plans_at_ends[0] == len(world.runner.plans) - 1
+    world.drain()
+
+
+def test_a_loop_goes_on_while_no_waiting_prompt_fits() -> None:
+    """All rows are taken."""
+    world = Looping(random.Random(0), num_pages=240)
+    *_, last = (world.submit(40) for _ in range(ROWS))
+    world.until(last, 10)
+    ends = list(world.runner.plans_at_ends)
+    world.submit(5)
+    world.until(last, 20)
+    assert world.runner.plans[-1].loops
+    assert world.runner.plans_at_ends == ends
+    world.drain()
 
 
 def test_a_row_that_ends_in_its_loop_is_padding_behind_it() -> None:
