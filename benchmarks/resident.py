@@ -11,7 +11,7 @@ import dataclasses
 import time
 
 import torch
-from legato_engine.kernels.cuda.resident import RING_STAGES
+from legato_engine.kernels.cuda.resident import RING_STAGES, rows_of
 from legato_engine.resident.instructions import Op
 from legato_engine.resident.program import Program
 from legato_engine.resident.sizes import MOONDREAM2, ModelSizes
@@ -85,12 +85,12 @@ def check_layer(tiles: list[int]) -> None:
         out, build = kernel.tokens(1, rows), kernel.build
         expected, taps = forward(model, expected_cache, tokens, positions)
         pairs = {
-            "act": (build.act[:rows], taps.act),
+            "act": (rows_of(build.act)[:rows], taps.act),
             "q": (build.q[:rows], taps.q.flatten(1)),
             "keys": (cache.keys, expected_cache.keys),
             "values": (cache.values, expected_cache.values),
-            "heads": (build.heads[:rows], taps.heads),
-            "x": (build.x[1, :rows], taps.x[0]),
+            "heads": (rows_of(build.heads)[:rows], taps.heads),
+            "x": (rows_of(build.x[1])[:rows], taps.x[0]),
             "logits": (logits[0, :rows], expected),
         }
         said = ", ".join(f"{name} {_error(*pair):.1e}" for name, pair in pairs.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from legato_engine.kernels.accelerated import SampledTokens
+from legato_engine.kernels.cuda.resident import rows_of
 from legato_engine.kernels.cuda.value_heads import Embedder, MlpBins, TokenInputs, ValueReader
 
 from benchmarks.resident_kernel import ResidentKernel, Rules
@@ -88,7 +89,7 @@ def bits_are_those_of_captured_steps(world: World, num_rows: int) -> None:
         for steps in (1, 2):
             told, last = rows.run(kernel, steps), steps - 1
             assert told.tokens[0, 0] == favourite
-            _embeddings_are_equal(rows, told, last, captured, kernel.build.x[0])
+            _embeddings_are_equal(rows, told, last, captured, rows_of(kernel.build.x[0]))
             _values_are_equal(kernel, told, last, captured)
     kernel.favour(SCALAR, 0.0)
 
@@ -134,13 +135,14 @@ def _values_are_equal(
     token_B, count = told.tokens[step], len(told.tokens[step])
     inner_BF, scalar_BN, pair_BS = captured.bins(token_B, told.hidden[step])
     own, split = kernel.build.values, scalar_BN.shape[1]
+    own_inner_BF = rows_of(own.inner)[:count]
     width = inner_BF.shape[1] // 2
     for token, half, bins, expected in (
         (SCALAR, slice(0, width), own.bins[:count, :split], scalar_BN),
         (PAIR, slice(width, None), own.bins[:count, split:], pair_BS),
     ):
         if bool((token_B == token).any()):
-            assert torch.equal(own.inner[:count, half], inner_BF[:, half])
+            assert torch.equal(own_inner_BF[:, half], inner_BF[:, half])
             assert torch.equal(bins, expected)
     payload_B2, certainty_B2 = captured.read(told, step, kernel.constraints_CV)
     assert torch.equal(told.payload[step], payload_B2)

@@ -242,6 +242,13 @@ class ResidentBuild:
         return ", ".join(f"{name} {value}" for name, value in zip(_REPORT, values, strict=False))
 
 
+def rows_of(inputs: torch.Tensor) -> torch.Tensor:
+    """Inputs of products [T, I], which lie as `place_of` in worker.cuh says, row by row."""
+    tokens, width = inputs.shape
+    pieces = inputs.view(width // GROUP, tokens // 8, GROUP // 32, 8, 32)
+    return pieces.permute(1, 3, 0, 2, 4).reshape(tokens, width)
+
+
 def source_folder() -> Traversable:
     return importlib.resources.files("legato_engine.resident") / "sources"
 

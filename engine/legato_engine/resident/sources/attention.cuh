@@ -273,6 +273,6 @@ __device__ __forceinline__ void run_merge(const Arguments& a, const Shared& shar
       lines[i].out = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + place * 32 + lane);
     }
     const float2 out = result_of(lines);
-    *reinterpret_cast<u32*>(a.heads + token * DIM + head * HEAD_DIM + 2 * lane) = pack(out.x, out.y);
+    *reinterpret_cast<u32*>(a.heads + place_of(token, head * HEAD_DIM + 2 * lane)) = pack(out.x, out.y);
   }
 }

@@ -11,15 +11,14 @@ constexpr int IN_CHUNKS = CHUNKS, SLICES = CHUNK / GROUP;
 // 64 inputs of the tokens, as a lane holds them for the products.
 struct Inputs {
   uint4 of[TILES][2];
-  // Global memory; `from` is the warp's own in the first token.
-  __device__ __forceinline__ void load(const bf16* from, int stride, int rows) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  // A group of the first `tokens`, from global memory.
+  __device__ __forceinline__ void load(const bf16* from, int group, int tokens) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        of[tile][half] = tile * 8 + g < rows ? load_fresh(from + (tile * 8 + g) * stride + half * 32 + t * 8)
-                                             : uint4{0, 0, 0, 0};
+        of[tile][half] = tile * 8 + threadIdx.x % 32 / 4 < tokens ? load_fresh(from + piece_of(group, tile, half))
+                                                                  : uint4{0, 0, 0, 0};
   }
 };
 
@@ -61,6 +60,8 @@ struct Sums {
 __device__ __forceinline__ bool active() {
   return CHUNK == WARPS * GROUP || threadIdx.x / 32 * GROUP < CHUNK;
 }
+// The warp's group of a chunk.
+__device__ __forceinline__ int group_of(int chunk) { return chunk * SLICES + threadIdx.x / 32; }
 
 // Stages of the ring in registers, the next one ahead of the products of this one.
 struct Reader {
@@ -98,13 +99,13 @@ constexpr int AT_ONCE = TILES < 4 ? CHUNKS : 1;
 // 8 values of the lane's token of a tile from the residual stream: those that it multiplies of half a chunk.
 template <class Taken>
 __device__ __forceinline__ uint4 load_piece(const Taken& a, const Shared& shared, int source, int tile, int chunk, int half) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, token = tile * 8 + g;
+  const int token = tile * 8 + threadIdx.x % 32 / 4, group = group_of(chunk);
   const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
-  const int input = chunk * CHUNK + threadIdx.x / 32 * GROUP + half * 32 + t * 8;
   const bool live = token < num_tokens(a, shared) && active();
-  const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
-                                            : x + (live ? token * DIM : 0);
-  return live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
+  const bf16* from = source == SOURCE_EMBED
+                         ? a.embedding + (live ? (i64)shared.token[token] * DIM + group * GROUP + half * 32 + threadIdx.x % 4 * 8 : 0)
+                         : x + (live ? piece_of(group, tile, half) : 0);
+  return live ? load_fresh(from) : uint4{0, 0, 0, 0};
 }
 
 // A chunk of the residual stream of the tokens, as a warp holds it; `a` are arguments of either kind.
@@ -206,7 +207,7 @@ __device__ __forceinline__ void run_fc1(
       const int token = tile * 8 + t * 2 + j;
       if (token >= num_tokens(a, shared)) continue;
       const float2 m = shared.moments[token];
-      bf16* out = a.act + (i64)token * FF + row;
+      bf16* out = a.act + place_of(token, row);
       out[0] = to_bf16(gelu_tanh(normed(j ? sum.y : sum.x, m, low[i])));
       out[8] = to_bf16(gelu_tanh(normed(j ? sum.w : sum.z, m, high[i])));
     }
@@ -302,14 +303,13 @@ __device__ __forceinline__ void run_fc2(
     float4 all = {0.f, 0.f, 0.f, 0.f};
     if (warp < TILES) add_parts(shared, all, 0, part), shared.parts[warp][threadIdx.x % 32] = all;
   }
-  const bf16* from = a.act + it.chunk * CHUNK + warp * GROUP;
   const int tokens = num_tokens(a, shared);
   Reader reader;
   for (int first = 0; first < chunks; first += INNER_AT_ONCE) {
     Inputs in[INNER_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++)
-      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < chunks ? tokens : 0);
+      in[i].load(a.act, group_of(it.chunk + first + i), active() && first + i < chunks ? tokens : 0);
     if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++) {

@@ -4,7 +4,7 @@
 
 // A chunk of the tokens' heads.
 __device__ __forceinline__ void load_heads(const Arguments& a, const Shared& shared, int chunk, Inputs& to) {
-  to.load(a.heads + chunk * CHUNK + threadIdx.x / 32 * GROUP, DIM, active() ? num_tokens(a, shared) : 0);
+  to.load(a.heads, group_of(chunk), active() ? num_tokens(a, shared) : 0);
 }
 
 __device__ __forceinline__ void run_out(
@@ -19,9 +19,9 @@ __device__ __forceinline__ void run_out(
   for (int j = 0; j < 2; j++) {
     const int token = warp * 8 + t * 2 + j;
     const bool live = warp < TILES && token < num_tokens(a, shared);
-    const bf16* x = it.src == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
-                                           : from + (live ? token * DIM : 0);
-    if (live) old[j] = float2{to_float(load_fresh_bf16(x + row)), to_float(load_fresh_bf16(x + row + 8))};
+    const bf16* x = it.src == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM + row : 0)
+                                           : from + (live ? place_of(token, row) : 0);
+    if (live) old[j] = float2{to_float(load_fresh_bf16(x)), to_float(load_fresh_bf16(x + 8))};
   }
   Reader reader;
 #pragma unroll 1
@@ -47,7 +47,7 @@ __device__ __forceinline__ void run_out(
     if (token >= num_tokens(a, shared)) continue;
     const bf16 low = to_bf16(old[j].x + ((j ? all.y : all.x) + bias.x));
     const bf16 high = to_bf16(old[j].y + ((j ? all.w : all.z) + bias.y));
-    to[token * DIM + row] = low, to[token * DIM + row + 8] = high;
+    to[place_of(token, row)] = low, to[place_of(token, row + 8)] = high;
     if (a.trace) {
       bf16* trace = a.trace + (((i64)at.step * a.layers + it.layer) * TOKENS + token) * DIM + row;
       trace[0] = low, trace[8] = high;

@@ -46,7 +46,7 @@ __device__ __forceinline__ void embed_values(
       for (int i = 0; i < LOADS; i++)
         if (i * 256 + lane * 8 < INPUTS) add_products(sum, w[o][i], of[i * 32 + lane]);
       sum = warp_sum(sum);
-      if (lane == 0) x[token * DIM + first + o] = to_bf16(__fadd_rn(sum, to_float(bias[first + o])));
+      if (lane == 0) x[place_of(token, first + o)] = to_bf16(__fadd_rn(sum, to_float(bias[first + o])));
     }
   }
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
   bf16* x = dst == SOURCE_X0 ? a.x0 : a.x1;
   for (int i = threadIdx.x; i < a.rows * BLOCK; i += THREADS) {
     const int id = shared.token[i / BLOCK], output = block * BLOCK + i % BLOCK;
-    if (id != SCALAR && id != PAIR) x[i / BLOCK * DIM + output] = a.embedding[(i64)id * DIM + output];
+    if (id != SCALAR && id != PAIR) x[place_of(i / BLOCK, output)] = a.embedding[(i64)id * DIM + output];
   }
   for (int i = threadIdx.x; i < FEATURES / 2; i += THREADS) {
     const float scalar = i < SCALAR_FEATURES ? to_float(a.scalar.frequencies[i]) : 0.f;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* bias = (pair ? a.pair.fc1_bias : a.scalar.fc1_bias) - pair * INNER;
         each_sum(a, block, tile, sum, [&](int token, int row, float low, float high) {
-          bf16* out = a.inner + (i64)token * (2 * INNER) + row;
+          bf16* out = a.inner + place_of(token, row);
           out[0] = to_bf16(gelu_tanh(low + to_float(bias[row])));
           out[8] = to_bf16(gelu_tanh(high + to_float(bias[row + 8])));
         });
@@ -229,10 +229,10 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
   each_block<VALUE_PARTS>(
       shared, begin, num_blocks, [](int block) { return decoder_of_bins(block); },
       [&](int block, int part, Sums& sums) {
-        const bf16* inner = a.inner + (block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART + threadIdx.x / 32 * GROUP;
+        const int first = ((block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART) / GROUP + threadIdx.x / 32;
         multiply_past<INNER_CHUNK, VALUE_PART / INNER_CHUNK>(
             bin_weights(a, block) + part * (BLOCK * VALUE_PART), policy, sums,
-            [&](int chunk, Inputs& in) { in.load(inner + chunk * INNER_CHUNK, 2 * INNER, a.rows); });
+            [&](int chunk, Inputs& in) { in.load(a.inner, first + chunk * (INNER_CHUNK / GROUP), a.rows); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= SCALAR_BLOCKS;

@@ -43,7 +43,7 @@ struct ValueArguments {
   bf16 *x0, *x1;
   const int* token;
   const float* scores;
-  bf16* inner;     // [TOKENS, 2 * INNER]: inner activations
+  bf16* inner;     // [TOKENS, 2 * INNER]: inner activations, where `place_of` says
   float* bins;     // [TOKENS, SCALAR_BINS + PAIR_BINS]
   float4* value;   // [TOKENS]: both values, and the certainties of their kind and of them
   int rows;
@@ -74,10 +74,10 @@ struct Arguments {
   const float2* head_folded;  // [VOCAB]
   const float* out_bias;      // [layers, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
-  bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
+  bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM] and act [TOKENS, FF]; all but q lie as `place_of` says
   float* part;   // [TOKENS, WORKERS, OWN_LINES, HEAD_DIM]: what attention gives of a worker's quarter
   float2* ends;  // [TOKENS, WORKERS, OWN_LINES]: top and sum of each part
-  bf16* heads;   // [TOKENS, DIM]: of all quarters
+  bf16* heads;   // likewise [TOKENS, DIM]: of all quarters
   uint2* best;   // [WORKERS, TOKENS]: key, and id with BROKEN
   float* scores; // [TOKENS, VOCAB]: logits with constraints, of rows that are not greedy, or of all with VALUES
   int* token;    // [TOKENS], -1: not finite
@@ -168,6 +168,16 @@ struct __align__(16) Shared {
 };
 static_assert(sizeof(Shared) <= SHARED, "the host allots less");
 static_assert(TOKENS <= 32, "a lane for each row");
+
+// Where the inputs of products lie, in the order in which lanes take them, so that what a warp loads at once is one piece:
+// [inputs / GROUP, TILES, GROUP / 32, 8 tokens, 32].
+__device__ __forceinline__ int place_of(int token, int input) {
+  return input / GROUP * (GROUP * TOKENS) + (token / 8 * (GROUP / 32) + input % GROUP / 32) * 256 + token % 8 * 32 + input % 32;
+}
+// The lane's piece of half of a group: those of token tile * 8 + lane / 4.
+__device__ __forceinline__ int piece_of(int group, int tile, int half) {
+  return group * (GROUP * TOKENS) + (tile * (GROUP / 32) + half) * 256 + threadIdx.x % 32 * 8;
+}
 
 // Tokens of the step, and a token's position. `Taken` has the rows of the launch.
 template <class Taken>
