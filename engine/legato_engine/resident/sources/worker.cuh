@@ -223,13 +223,17 @@ struct Waited {
   u32 want, got;
 };
 
-// Whether to give up a wait; the first one given up is reported.
-__device__ __noinline__ bool overdue(u32* abort, int* report, int patience_ms, int step, int index, u64* deadline, Waited waited) {
-  if (load_relaxed(abort)) return true;
+constexpr u64 GIVEN_UP = ~0ull;  // a deadline
+
+// When to give up a wait, 0 at first, or that it is given up; the first such one is reported. The deadline is passed by value: in
+// local memory it would be read in every wait's loop, and the compiler may have such a read share a scoreboard with inputs under
+// way, so that each look at a barrier waits for them.
+__device__ __noinline__ u64 deadline_of(u32* abort, int* report, int patience_ms, int step, int index, u64 deadline, Waited waited) {
+  if (load_relaxed(abort)) return GIVEN_UP;
   const u64 time = nanoseconds();
   // Stages come late when a counter does: that wait is the one to report.
-  if (*deadline == 0) *deadline = time + (u64)patience_ms * (waited.kind == 0 ? 1000000 : 3000000);
-  if (time < *deadline) return false;
+  if (deadline == 0) deadline = time + (u64)patience_ms * (waited.kind == 0 ? 1000000 : 3000000);
+  if (time < deadline) return deadline;
   if (atomicCAS(abort, 0u, 1u) == 0u) {
     volatile int* to = report;
     to[1] = blockIdx.x, to[2] = threadIdx.x / 32, to[3] = step, to[4] = index;
@@ -237,14 +241,12 @@ __device__ __noinline__ bool overdue(u32* abort, int* report, int patience_ms, i
     __threadfence_system();
     to[0] = 1;
   }
-  return true;
+  return GIVEN_UP;
 }
 
 __device__ __forceinline__ bool give_up(const Arguments& a, const Place& at, u64& deadline, Waited waited) {
-  u64 until = deadline;
-  const bool over = overdue(a.abort, a.report, a.patience_ms, at.step, at.index, &until, waited);
-  deadline = until;
-  return over;
+  deadline = deadline_of(a.abort, a.report, a.patience_ms, at.step, at.index, deadline, waited);
+  return deadline == GIVEN_UP;
 }
 
 // Whether the launch's last step is over. Threads that are ahead of those that compute ask while they wait.
