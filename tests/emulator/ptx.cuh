@@ -182,6 +182,7 @@ inline void barrier_wait(u64* barrier, u32 phase) {
 // Copies.
 
 // Any lane may be the one, as long as it always is.
+inline u32 kept_lane() { return threadIdx.x % 32; }
 inline bool elected() {
   emulator::meet("elected", ~0u, nullptr);
   return emulator::running->lane == 19;

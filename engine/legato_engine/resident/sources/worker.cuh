@@ -266,12 +266,16 @@ __device__ __forceinline__ void wait_counter(const Arguments& a, const Shared& s
   dawdle(6);
 }
 
-__device__ __forceinline__ void wait_barrier(
-    const Arguments& a, Place& at, u64* barrier, u32 phase, int kind, int slot) {
+// Wait for a full stage that was not so at the first look; whether the wait is given up. A function of its own, as each stage's
+// code has a call.
+__device__ __noinline__ bool wait_longer(u32* abort, int* report, int patience_ms, int step, int index, const u64* full, u32 phase, int slot) {
   u64 deadline = 0;
-  for (u32 polls = 1; !at.dead && !barrier_done(barrier, phase); polls++)
-    if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
-  dawdle(7 + kind);
+  for (u32 polls = 1; !barrier_done(full, phase); polls++)
+    if (polls % 256 == 0) {
+      deadline = deadline_of(abort, report, patience_ms, step, index, deadline, Waited{1, slot, phase, 0});
+      if (deadline == GIVEN_UP) return true;
+    }
+  return false;
 }
 
 // Whether an instruction of this launch waits.
@@ -292,6 +296,7 @@ __device__ __forceinline__ void workers_sync() { threads_sync<1, THREADS>(); }
 // Stages in shared memory, between the producers and the warps that compute.
 struct Ring {
   Shared& shared;
+  const u32 lane = kept_lane();
   int slot = 0;
   u32 lap = 0;
   __device__ __forceinline__ void next() {
@@ -303,7 +308,10 @@ struct Ring {
   __device__ __forceinline__ u32 parity() const { return lap & 1; }
   // A warp that computes: the stage, when it is full.
   __device__ __forceinline__ const unsigned char* get(const Arguments& a, Place& at) {
-    wait_barrier(a, at, shared.full + slot, parity(), 1, slot);
+    const u64* full = shared.full + slot;
+    if (!barrier_done(full, parity()) && !at.dead)
+      at.dead = wait_longer(a.abort, a.report, a.patience_ms, at.step, at.index, full, parity(), slot);
+    dawdle(8);
     return shared.ring[slot];
   }
   // The same, where the warp has skipped stages. The barrier may be a lap behind then, and its parity that of the stage as if
@@ -319,7 +327,7 @@ struct Ring {
   // lanes' values.
   __device__ __forceinline__ void release_for(const Arguments& a, u32 read, int warps) {
     const bool never = __any_sync(~0u, (read & a.zero) != 0);
-    if (threadIdx.x % 32 == 0 && !never) barrier_arrive(shared.empty + slot, warps);
+    if (lane == 0 && !never) barrier_arrive(shared.empty + slot, warps);
   }
   // Let the stage go, and on to the next.
   __device__ __forceinline__ void release(const Arguments& a, u32 read) { release_for(a, read, 1), next(); }

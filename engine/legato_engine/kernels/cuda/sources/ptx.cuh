@@ -224,6 +224,13 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The thread's lane, kept in a register: `threadIdx` is read anew wherever registers are scarce, which takes as long as a read of
+// shared memory.
+__device__ __forceinline__ u32 kept_lane() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 // Whether the calling thread is the one that the warp elects, always the same. The compiler knows that what depends on it is for one
 // thread: a bulk copy there is one instruction, elsewhere a loop over the threads.
 __device__ __forceinline__ bool elected() {
