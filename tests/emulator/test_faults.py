@@ -120,8 +120,8 @@ FAULTS = {
         (
             (
                 "matrix.cuh",
-                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);\n" + _SYNC,
-                "  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);\n",
+                "it.src, in, it.num_blocks, true);\n" + _SYNC,
+                "it.src, in, it.num_blocks, true);\n",
             ),
         )
     ),

@@ -48,9 +48,9 @@ PATIENCE_MS = 1000
 """How long a wait may last: a step takes a few milliseconds, and all workers run at once."""
 RING_STAGES = {1: 12, 2: 10, 4: 8}
 """Stages of the ring by tiles of 8 rows: what a multiprocessor's shared memory holds of 16 KB."""
-UNDER_WAY = {1: 3, 2: 3, 4: 3}
-"""Stages that are being copied at once: the fastest on an H100, and on an H200 but for 0.5 % with
-four tiles (docs/log/decode-kernels.md).
+UNDER_WAY = {1: 3, 2: 3, 4: 4}
+"""Stages that are being copied at once: the fastest on an H200, and of up to two tiles on an H100
+(docs/log/decode-kernels.md).
 """
 
 _OWN_PAGES = 32  # of a row in a worker's quarter: OWN_PAGES in worker.cuh

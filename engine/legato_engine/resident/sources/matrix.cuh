@@ -92,30 +92,37 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
   return all;
 }
 
-// Chunks of a stream that registers hold at once. All of four tiles would be spilled, which costs more than to read
-// them again for every block.
-constexpr int AT_ONCE = TILES < 4 ? CHUNKS : 1;
+// Whether registers hold all chunks of the residual stream, or of the heads, from the first block on. Of four tiles they would be
+// spilled, which costs more than to read them again for every block.
+constexpr bool HELD = TILES < 4;
+constexpr int AT_ONCE = HELD ? CHUNKS : 1;
 
-// 8 values of the lane's token of a tile from the residual stream: those that it multiplies of half a chunk.
+// The residual stream in one of its buffers.
 template <class Taken>
-__device__ __forceinline__ uint4 load_piece(const Taken& a, const Shared& shared, int source, int tile, int chunk, int half) {
+__device__ __forceinline__ const bf16* residual(const Taken& a, int source) { return source == SOURCE_X0 ? a.x0 : a.x1; }
+
+// 8 values of the lane's token of a tile from the residual stream, or the token's embedding: those that it multiplies of half a chunk.
+__device__ __forceinline__ uint4 load_piece(const Arguments& a, const Shared& shared, int source, int tile, int chunk, int half) {
   const int token = tile * 8 + threadIdx.x % 32 / 4, group = group_of(chunk);
-  const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
   const bool live = token < num_tokens(a, shared) && active();
   const bf16* from = source == SOURCE_EMBED
                          ? a.embedding + (live ? (i64)shared.token[token] * DIM + group * GROUP + half * 32 + threadIdx.x % 4 * 8 : 0)
-                         : x + (live ? piece_of(group, tile, half) : 0);
+                         : residual(a, source) + (live ? piece_of(group, tile, half) : 0);
   return live ? load_fresh(from) : uint4{0, 0, 0, 0};
 }
 
-// A chunk of the residual stream of the tokens, as a warp holds it; `a` are arguments of either kind.
-template <class Taken>
-__device__ __forceinline__ void load_chunk(
-    const Taken& a, const Shared& shared, int source, int chunk, Inputs& to) {
+// Chunks from `first` on.
+template <int N>
+__device__ __forceinline__ void load_chunks(const Arguments& a, const Shared& shared, int source, int first, Inputs (&to)[N]) {
+  if (source != SOURCE_EMBED) {
+#pragma unroll
+    for (int c = 0; c < N; c++) to[c].load(residual(a, source), group_of(first + c), active() ? num_tokens(a, shared) : 0);
+    return;
+  }
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) to.of[tile][half] = load_piece(a, shared, source, tile, chunk, half);
+    for (int i = 0; i < 2 * N; i++) to[i / 2].of[tile][i % 2] = load_piece(a, shared, source, tile, first + i / 2, i % 2);
 }
 
 // Mean and inverse deviation of a token, of its slices.
@@ -141,16 +148,16 @@ __device__ __forceinline__ void store_slices(Shared& shared, int tile, At at) {
   if (t == 0 && active()) shared.slices[warp][tile * 8 + g] = slice;
 }
 
-// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory; with `measures` the tokens' moments
-// too, which the warps see after the next barrier.
+// What of the residual stream an instruction holds from its first block on; at once, as all else that it needs can wait.
+__device__ __forceinline__ void load_held(const Arguments& a, const Shared& shared, int source, Inputs (&to)[AT_ONCE]) {
+  if (HELD) load_chunks(a, shared, source, 0, to);
+}
+
+// Sums of up to BLOCKS_AT_ONCE blocks of the residual stream, into shared memory; with `measures` the tokens' moments too, which
+// the warps see after the next barrier. `in`: what is held, or room for a chunk.
 __device__ __forceinline__ void multiply_blocks(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, int blocks, bool measures) {
-  constexpr bool ALL = AT_ONCE == CHUNKS;
-  Inputs in[AT_ONCE];
-  if (ALL) {
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) load_chunk(a, shared, source, c, in[c]);
-  } else if (measures) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, int source, Inputs (&in)[AT_ONCE], int blocks, bool measures) {
+  if (!HELD && measures) {
 #pragma unroll 1
     for (int tile = 0; tile < TILES; tile++) {
       uint4 of[CHUNKS][2];
@@ -166,15 +173,15 @@ __device__ __forceinline__ void multiply_blocks(
     sums.clear();
 #pragma unroll AT_ONCE
     for (int c = 0; c < CHUNKS; c++) {
-      if (!ALL) load_chunk(a, shared, source, c, in[0]);
-      reader.multiply(a, at, ring, sums, in[ALL ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
+      if (!HELD) load_chunks(a, shared, source, c, in);
+      reader.multiply(a, at, ring, sums, in[HELD ? c : 0], c + 1 < CHUNKS || block + 1 < blocks);
     }
     sums.store(shared, block);
     if (!measures || block) continue;
-    if (ALL) {
+    if (HELD) {
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++)
-        store_slices(shared, tile, [&](int chunk, int half) { return in[ALL ? chunk : 0].of[tile][half]; });
+        store_slices(shared, tile, [&](int chunk, int half) { return in[HELD ? chunk : 0].of[tile][half]; });
     }
     __syncwarp();
     workers_sync();
@@ -186,6 +193,8 @@ __device__ __forceinline__ void multiply_blocks(
 __device__ __forceinline__ void run_fc1(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  Inputs in[AT_ONCE];
+  load_held(a, shared, it.src, in);
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
   constexpr int RATIO = FF / DIM;
   float2 low[(RATIO * TILES + WARPS - 1) / WARPS], high[(RATIO * TILES + WARPS - 1) / WARPS];
@@ -194,7 +203,7 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  multiply_blocks(a, at, shared, ring, it.src, it.num_blocks, true);
+  multiply_blocks(a, at, shared, ring, it.src, in, it.num_blocks, true);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -221,6 +230,8 @@ __device__ __forceinline__ void run_qkv(
   const int head = it.block / SPLITS, quarter = it.block % SPLITS;
   const bool rotated = quarter * BLOCK < ROTARY_DIM;
   const int dim = rotated ? quarter * 8 + g : quarter * BLOCK + g, gap = rotated ? HALF : 8;
+  Inputs in[AT_ONCE];
+  load_held(a, shared, it.src, in);
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF);
   float2 low[MORE], high[MORE];
   float c[MORE][2], s[MORE][2];
@@ -242,7 +253,7 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  multiply_blocks(a, at, shared, ring, it.src, 3, false);
+  multiply_blocks(a, at, shared, ring, it.src, in, 3, false);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void run_out(
   const float* biases = a.out_bias + it.layer * DIM + row;
   float2 bias = {0.f, 0.f}, old[2] = {};
   if (warp < TILES) bias = float2{biases[0], biases[8]};
-  const bf16* from = it.src == SOURCE_X0 ? a.x0 : a.x1;
+  const bf16* from = residual(a, it.src);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = warp * 8 + t * 2 + j;

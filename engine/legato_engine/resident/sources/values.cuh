@@ -207,7 +207,7 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
         multiply_past<CHUNK, CHUNKS>(
-            weights, policy, sums, [&](int chunk, Inputs& in) { load_chunk(a, shared, src, chunk, in); });
+            weights, policy, sums, [&](int chunk, Inputs& in) { in.load(residual(a, src), group_of(chunk), active() ? a.rows : 0); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= INNER_BLOCKS;
