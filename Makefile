@@ -140,7 +140,6 @@ format-check: | $(STAMP) ## fail if a file is not formatted
 lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
-	@$(BIN)/mypy -p tests -p examples -p legato_tiny -p release
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
 
