@@ -35,8 +35,9 @@ AXE := $(abspath .tools/axe)
 AXE_CORE := axe-core@4.10.3
 KUBE_SCORE := github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
-# Stages in quotes run two at a time, in this order: what one core does has the other beside it.
-CI_STAGES := "proto-check proto-breaking format-check tools warm" "test lint chart-check packages"
+# Stages in quotes run two at a time, in this order: what one core does has the other beside it. proto-check and tools build
+# programs of Go: one after the other, the second finds the standard library in the cache.
+CI_STAGES := "proto-check proto-breaking format-check warm tools" "test lint chart-check packages"
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
