@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 
 import pytest
 from hypothesis import settings
@@ -48,6 +49,17 @@ def pytest_unconfigure(config):
     """End it."""
     if not hasattr(config, "workerinput"):
         shared.end()
+
+
+def pytest_sessionstart(session):
+    """Have what a process tells of each test for its reruns leave at once.
+
+    pytest-rerunfailures sends it in small writes, of which each would wait for the acknowledgement
+    of the one before: 40 ms for every test.
+    """
+    channel = getattr(getattr(session.config, "failures_db", None), "sock", None)
+    if channel is not None:
+        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,6 +20,8 @@ ENVIRONMENT = {
 }
 NAMES = ("python", "go", "node", "grpcurl")
 PATIENCE = 500  # seconds for a download or a build, of which a fresh machine has much to do
+GO_TEST = ("go", "test", "-vet=off", "-json", "-count=1")
+"""A command whose output is events; all checks of `go vet` have a test of their own."""
 
 
 class Missing(Exception):

@@ -304,7 +304,7 @@ def test_the_go_client(secured, mutual):
         pytest.skip(str(error))
     for server in (secured, mutual):
         done = subprocess.run(
-            ["go", "test", "-json", "-count=1", "-run", "TestSecuredServer", "./legato"],
+            [*programs.GO_TEST, "-run", "TestSecuredServer", "./legato"],
             cwd=programs.GO,
             env={
                 **programs.ENVIRONMENT,

@@ -1,6 +1,6 @@
 """The fork server: `python -m tests.fork_server FD IMPORTED PADDING`.
 
-A process that has imported what servers and engines import, or only what a decoder of images does,
+A process that has imported what servers and engines import, or only what those of `SMALL` do,
 and has run nothing of it. For each `Start` that it reads from FD it forks a process, which runs the
 module as `python -m` would. That process becomes the child of the asking one: its first parent ends
 at once, and the asking process is a subreaper meanwhile. The padding is room for the command lines
@@ -45,7 +45,12 @@ IMPORTED = {
         "legato_tiny",
         "tests.fork_server.service",
     ),
-    "decoder": ("legato_engine.images.decoding_worker",),
+    "little": (
+        "legato_engine.images.decoding_worker",
+        "legato_engine.ipc.service_connections",
+        "legato_engine.ipc.subscribers",
+        "legato_engine.shm.blob_reader",
+    ),
 }
 SERVICES = ("legato_service", "tests.e2e.quick_service", "tests.service.fake_service")
 _FIRST_FREE_FD = 3

@@ -13,7 +13,8 @@ from typing import Any
 from tests.fork_server.client import ForkServer
 
 DECODER = "legato_engine.images.decoding_worker"
-"""It does without most of what the others import, so that its process is a tenth of theirs."""
+SMALL = frozenset({DECODER, "tests.engine.client.fake_engine"})
+"""They do without most of what the others import, so that their process is a tenth of theirs."""
 
 FORKED = frozenset(
     {
@@ -22,6 +23,7 @@ FORKED = frozenset(
         "legato_service",
         "legato_service.workers.worker",
         "tests.e2e.quick_service",
+        "tests.engine.client.fake_engine",
         "tests.service.fake_process",
         "tests.service.fake_service",
         "tests.service.fakes",
@@ -49,7 +51,7 @@ class ForkingStarts:
 
     def server(self, module: str) -> ForkServer:
         """The fork server of a module, from the first use on."""
-        imported = "decoder" if module == DECODER else "all"
+        imported = "little" if module in SMALL else "all"
         with self._lock:
             if imported not in self._servers:
                 path = os.pathsep.join(path for path in sys.path if path)

@@ -61,8 +61,18 @@ def server(tmp_path_factory):
 
 def go(*words: str, **environment: str) -> str:
     """The output of a go command in the client's folder, which must succeed."""
+    return run("go", *words, **environment)
+
+
+def go_test(*words: str, **environment: str) -> str:
+    """The same of `go test`: its events."""
+    return run(*programs.GO_TEST, *words, **environment)
+
+
+def run(*words: str, **environment: str) -> str:
+    """The output of a command in the client's folder, which must succeed."""
     done = subprocess.run(
-        ["go", *words],
+        words,
         cwd=programs.GO,
         env={**programs.ENVIRONMENT, **environment},
         capture_output=True,
@@ -93,8 +103,8 @@ def test_service_configuration():
 def test_tests(server):
     """`go test` passes, and leaves nothing out: this server can do all that its tests need."""
     # tests/e2e/test_security.py runs the one that needs TLS, the next test the other one.
-    words = ("test", "-json", "-count=1", "-skip", "TestSecuredServer|TestLostServer", "./...")
-    output = go(*words, LEGATO_SERVER=server.address)
+    words = ("-skip", "TestSecuredServer|TestLostServer", "./...")
+    output = go_test(*words, LEGATO_SERVER=server.address)
     events = [json.loads(line) for line in output.splitlines()]
     ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
     assert set(ended.values()) == {"pass"}, ended
@@ -109,8 +119,8 @@ def test_a_stream_outlives_its_server(server, tmp_path):
             "LEGATO_LOST_SERVER": lost.address,
             "LEGATO_LOST_PID": str(lost.process.pid),
         }
-        words = ("test", "-json", "-count=1", "-run", "^TestLostServer$", "./legato")
-        events = [json.loads(line) for line in go(*words, **variables).splitlines()]
+        output = go_test("-run", "^TestLostServer$", "./legato", **variables)
+        events = [json.loads(line) for line in output.splitlines()]
         ended = {event["Test"]: event["Action"] for event in events if "Test" in event}
         assert ended == {"TestLostServer": "pass"}
         assert lost.process.wait() == -signal.SIGKILL

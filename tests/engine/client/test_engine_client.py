@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import os
-import pathlib
 import signal
 import sys
 import time
@@ -43,7 +42,7 @@ from legato_engine.ipc.messages import Delta, Done, Started
 from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import blob_folder
 
-FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
+FAKE = (sys.executable, "-m", "tests.engine.client.fake_engine")
 pytestmark = pytest.mark.usefixtures("child_python_path")
 
 
@@ -365,8 +364,9 @@ async def restart_delays(client, num_deaths, before_death):
         for number in range(num_deaths):
             await client.wait_ready()
             await before_death(number)
+            before = client.restarts
             running_process(client).kill()
-            await until(lambda: client.state is not EngineState.READY)
+            await until(lambda: client.restarts > before)  # noqa: B023 - awaited at once
         await client.wait_ready()
     return [line["restart_in"] for line in lines if line["event"] == "engine_lost"]
 

@@ -21,7 +21,6 @@ _SERVICE = "legato.v1.InferenceService"
 _POLL = 0.2  # seconds
 _CHECK_TIMEOUT = 2.0  # seconds
 _STOP_TIMEOUT = 30.0  # seconds from SIGTERM to the exit
-_EAGER = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 500))
 _LOG_TAIL = 2000  # bytes of the log shown when the server fails
 
 
@@ -74,21 +73,20 @@ class LocalServer:
         """Wait for SERVING. Raises CommandError when the server fails or is too slow."""
         assert self._process is not None, "waited for a server that was not started"
         start = time.monotonic()
-        with grpc.insecure_channel(self.target, _EAGER) as channel:
-            while not _is_serving(channel):
-                elapsed = time.monotonic() - start
-                if (code := self._process.poll()) is not None:
-                    raise CommandError(
-                        f"the server ended with exit code {code} while starting{self._tail()}",
-                        ExitCode.UNAVAILABLE,
-                    )
-                if elapsed > timeout:
-                    raise CommandError(
-                        f"the server was not ready after {timeout:g} s{self._tail()}",
-                        ExitCode.UNAVAILABLE,
-                    )
-                update(f"starting the server ({elapsed:.0f} s)")
-                time.sleep(_POLL)
+        while not _is_serving(self.target):
+            elapsed = time.monotonic() - start
+            if (code := self._process.poll()) is not None:
+                raise CommandError(
+                    f"the server ended with exit code {code} while starting{self._tail()}",
+                    ExitCode.UNAVAILABLE,
+                )
+            if elapsed > timeout:
+                raise CommandError(
+                    f"the server was not ready after {timeout:g} s{self._tail()}",
+                    ExitCode.UNAVAILABLE,
+                )
+            update(f"starting the server ({elapsed:.0f} s)")
+            time.sleep(_POLL)
 
     def _tail(self) -> str:
         self._log.seek(0, 2)
@@ -104,17 +102,19 @@ def _free_port() -> int:
         return port
 
 
-def _is_serving(channel: grpc.Channel) -> bool:
+def _is_serving(target: str) -> bool:
+    """Ask over a new connection: gRPC looks after a refused one again only every five seconds."""
     health: Any = importlib.import_module("grpc_health.v1.health_pb2")
-    check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health.HealthCheckRequest.SerializeToString,
-        response_deserializer=health.HealthCheckResponse.FromString,
-    )
-    try:
-        response = check(health.HealthCheckRequest(service=_SERVICE), timeout=_CHECK_TIMEOUT)
-    except grpc.RpcError:
-        return False
+    with grpc.insecure_channel(target) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health.HealthCheckRequest.SerializeToString,
+            response_deserializer=health.HealthCheckResponse.FromString,
+        )
+        try:
+            response = check(health.HealthCheckRequest(service=_SERVICE), timeout=_CHECK_TIMEOUT)
+        except grpc.RpcError:
+            return False
     return bool(response.status == health.HealthCheckResponse.SERVING)
 
 
