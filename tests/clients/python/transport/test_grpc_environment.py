@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from concurrent import futures
@@ -42,15 +43,37 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """
 
 
+_EARLY_CALLER = """
+import sys, time
+
+import legato_client
+import grpc
+
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    echo = channel.unary_unary("/echo/Echo")
+    refused = False
+    while True:
+        try:
+            echo(b"are you there?")
+            break
+        except grpc.RpcError:
+            if not refused:
+                print("refused", flush=True)
+            refused = True
+            time.sleep(0.1)
+print("reached", flush=True)
+"""
+
+
 @contextmanager
-def _echo():
+def _echo(port=0):
     """A server that answers with what it is sent; its port."""
     with futures.ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
         handler: Any = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
         handlers = grpc.method_handlers_generic_handler("echo", {"Echo": handler})
         server.add_generic_rpc_handlers((handlers,))
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
         server.start()
         try:
             yield port
@@ -91,3 +114,35 @@ def test_a_program_decides_for_itself(given, early):
     seen = _call(given=given, early=early)
     assert seen["woken"] > CALLS / 2
     assert seen["left"] == given
+
+
+@contextmanager
+def _early_caller(port, **environment):
+    """A program that asks a server again and again until it is there."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    with subprocess.Popen(
+        [sys.executable, "-c", _EARLY_CALLER, f"127.0.0.1:{port}"],
+        env={"PYTHONPATH": paths, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as caller:
+        try:
+            yield caller
+        finally:
+            caller.kill()
+
+
+def test_a_server_that_comes_late_is_noticed():
+    """By a client that only asks now and then; sooner than by a program that says how seldom gRPC
+    looks at connections while no call waits.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seldom = {"GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "4000"}
+    with _early_caller(port) as caller, _early_caller(port, **seldom) as other:
+        for each in (caller, other):
+            assert each.stdout.readline() == "refused\n"
+        with _echo(port):
+            assert caller.stdout.readline() == "reached\n"
+            assert other.poll() is None
