@@ -129,7 +129,7 @@ FAULTS = {
         (("attention.cuh", _SYNC + "  // A quarter has", "  // A quarter has"),)
     ),
     "a stage read before its copy has landed": Planted(
-        (("worker.cuh", "if (!barrier_done(full, parity()) && !at.dead)", "if (false)"),),
+        (("ring.cuh", "if (!barrier_done(full, parity()) && !at.dead)", "if (false)"),),
         "wrong logits|want",  # a wait that is given up says what it wanted
     ),
     "a stage free when one warp still reads it": Planted(
@@ -149,7 +149,7 @@ FAULTS = {
         (("step.cu", "      finish_copies(shared);\n", ""),), "copies are under way"
     ),
     "a barrier for too few warps": Planted(
-        (("worker.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
+        (("ring.cuh", "threads_sync<2, TELLING>()", "threads_sync<2, THREADS>()"),), "deadlock"
     ),
     "threads that begin before shared memory is ready": Planted(
         (("step.cu", "  __syncthreads();\n  const int warp", "  const int warp"),),

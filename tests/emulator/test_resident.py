@@ -116,7 +116,7 @@ def test_rows_that_share_pages_have_their_own_bits(world: World) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "other"),
     [
-        ("worker.cuh", "min(common, with_last)", "common + 1"),
+        ("units.cuh", "min(common, with_last)", "common + 1"),
         ("attention.cuh", "only < 0 || only == 2 * t + 1", "true"),
         ("attention.cuh", "only < 0 || only == g", "true"),
         ("producer.cuh", "member < 0 ? common : own,", "own,"),

@@ -1,6 +1,6 @@
 """The ring of a thread block as its two producers and its warps use it, in random orders.
 
-This is the specification of `Ring` in worker.cuh and of `acquire` in producer.cuh. A barrier tells
+This is the specification of `Ring` in ring.cuh and of `acquire` in producer.cuh. A barrier tells
 phases apart by their parity alone, a copy lands at any time after it was begun, and what a warp
 reads reaches its registers at any time after it asked for it.
 

@@ -243,7 +243,7 @@ class ResidentBuild:
 
 
 def rows_of(inputs: torch.Tensor) -> torch.Tensor:
-    """Inputs of products [T, I], which lie as `place_of` in worker.cuh says, row by row."""
+    """Inputs of products [T, I], which lie as `place_of` in inputs.cuh says, row by row."""
     tokens, width = inputs.shape
     pieces = inputs.view(width // GROUP, tokens // 8, GROUP // 32, 8, 32)
     return pieces.permute(1, 3, 0, 2, 4).reshape(tokens, width)

@@ -11,6 +11,7 @@
 #pragma once
 #include "matrix.cuh"
 #include "softmax_parts.cuh"
+#include "units.cuh"
 
 constexpr int OWN_LINES = LINES / SPLITS;  // of a worker
 static_assert(OWN_LINES * TURNS == WARPS, "a warp has a track");

@@ -9,6 +9,7 @@
 #define ROWS TOKENS
 #include "draft_steps.cuh"
 #include "ngram_lookup.cuh"
+#include "units.cuh"
 
 // What a step's end reads and writes, all of it in device memory but for the host's ring.
 struct Drafting {

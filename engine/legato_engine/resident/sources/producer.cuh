@@ -3,6 +3,7 @@
 // values take one too long. What they copy of those was written in earlier steps.
 #pragma once
 #include "drafts.cuh"
+#include "units.cuh"
 
 // Whose turn a stage is.
 struct Turn {
