@@ -21,7 +21,7 @@ import argparse
 import functools
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,7 @@ from legato_engine.kernels.cuda import resident_decoder
 from legato_engine.kernels.cuda.resident import ResidentBuild
 
 from benchmarks import equal_answers, record
-from benchmarks.loops.arrivals import MAX_LIVE, joins, load, randomly
+from benchmarks.loops.arrivals import MAX_LIVE, Join, joins, load, randomly
 from benchmarks.loops.steps import lists_of, steps_of
 
 PATHS = ("graph", "loop", "resident")
@@ -46,10 +46,25 @@ STEPS = {
     "resident": ("resident", 2),
 }
 """Decode path and launches in flight by the names of steps."""
+STEP_HEADS = (
+    *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
+    "same tokens",
+)
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
+    assemblies = _assemblies(arguments)
+    figures = _figures(assemblies, arguments)
+    assemblies["graph"].device.close()
+    record.write(arguments.name, "Decode loops", figures, _tables(figures, tuple(assemblies)))
+    different = any(each["different"] for each in figures["random"].values())
+    same = all(row["identical"] for row in (*figures["rows"], *figures["lists"]))
+    return 0 if same and not different else 1
+
+
+def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
+    """One model with each path, the graph first."""
     most = max(arguments.streams) + 1
     config = msgspec.structs.replace(
         model_config(arguments),
@@ -60,19 +75,22 @@ def main(argv: Sequence[str]) -> int:
     graph = assemble(config)
     late = functools.partial(ResidentBuild, delays=arguments.late)
     with mock.patch.object(resident_decoder, "ResidentBuild", late):
-        assemblies = {path: with_decode_path(graph, path) for path in PATHS[1:]}
-    if not assemblies["resident"].runner.resident_rows:  # loops stand in for it
-        del assemblies["resident"]
-    assemblies = {"graph": graph, **assemblies}
+        others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
+    if not others["resident"].runner.resident_rows:  # loops stand in for it
+        del others["resident"]
     gc.collect()
     gc.freeze()  # as the engine's process does: a collection takes 130 ms
-    context, objects = arguments.context, arguments.length // 3
+    return {"graph": graph, **others}
+
+
+def _figures(assemblies: dict[str, Assembly], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the record keeps."""
 
     def answers(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
-        return steps_of(assembly, streams, arguments.length, context, depth)
+        return steps_of(assembly, streams, arguments.length, arguments.context, depth)
 
     def lists(assembly: Assembly, streams: int, depth: int) -> dict[str, Any]:
-        return lists_of(assembly, streams, objects, depth)
+        return lists_of(assembly, streams, arguments.length // 3, depth)
 
     rows, list_rows = (
         [_row(assemblies, streams, arguments.repeats, run) for streams in arguments.streams]
@@ -87,53 +105,46 @@ def main(argv: Sequence[str]) -> int:
         for lists in (False, True)
         for callers in arguments.streams
     ]
-    totals = {
-        path: randomly(assembly, arguments.steps, seed=1)
-        for path, assembly in assemblies.items()
-        if path != "graph"
-    }
-    graph.device.close()
-    figures = {
-        "model": msgspec.to_builtins(graph.info),
+    return {
+        "model": msgspec.to_builtins(assemblies["graph"].info),
         "rows": rows,
         "lists": list_rows,
         "join_ms": {path: [each._asdict() for each in taken] for path, taken in waits.items()},
         "loads": loads,
-        "random": totals,
+        "random": {
+            path: randomly(assembly, arguments.steps, seed=1)
+            for path, assembly in assemblies.items()
+            if path != "graph"
+        },
     }
-    heads = (
-        *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
-        "same tokens",
-    )
-    lines = [
+
+
+def _tables(figures: dict[str, Any], paths: Sequence[str]) -> list[str]:
+    steps = [
         (what, *_cells(row, name))
-        for what, of in (("answers", rows), ("lists", list_rows))
-        for row in of
+        for what, of in (("answers", "rows"), ("lists", "lists"))
+        for row in figures[of]
         for name in STEPS
         if name in row
     ]
-    join = [
-        (path, *(f"{statistics.median(each):.2f} {max(each):.2f}" for each in (begun, answered)))
-        for path, taken in waits.items()
-        for begun, answered in [zip(*taken, strict=True)]
-    ]
-    tables = [
-        record.table(heads, lines),
+    totals = figures["random"]
+    return [
+        record.table(STEP_HEADS, steps),
         "",
-        record.table(("path", "prompt begins, P50 and slowest ms", "first token"), join),
+        record.table(
+            ("path", "prompt begins, P50 and slowest ms", "first token"),
+            [(path, *_join_cells(taken)) for path, taken in figures["join_ms"].items()],
+        ),
         "",
         record.table(
             ("callers", "ask for", "path", "tokens/s", "of graph"),
-            [_load_cells(row, path) for row in loads for path in assemblies],
+            [_load_cells(row, path) for row in figures["loads"] for path in paths],
         ),
         "",
         record.table(
             ("path", *totals["loop"]), [(path, *each.values()) for path, each in totals.items()]
         ),
     ]
-    record.write(arguments.name, "Decode loops", figures, tables)
-    different = any(each["different"] for each in totals.values())
-    return 1 if different or not all(row["identical"] for row in (*rows, *list_rows)) else 0
 
 
 def _row(
@@ -175,6 +186,12 @@ def _loads(
     for path in (*assemblies, *reversed(assemblies)):
         taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
     return {"callers": callers, "lists": lists, **taken}
+
+
+def _join_cells(taken: Sequence[dict[str, float]]) -> Iterator[str]:
+    for what in Join._fields:
+        waits = [each[what] for each in taken]
+        yield f"{statistics.median(waits):.2f} {max(waits):.2f}"
 
 
 def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
