@@ -81,8 +81,8 @@ class Loops(ABC):
         A launch may give up before any of its steps: the rows go on after the last one that there
         was.
 
-        `ends`: another launch waits, so the loop ends after the step that it is in; `is_cut`: one
-        that is no decode.
+        `ends`: another launch waits that cannot be enqueued behind the loop, which ends after the
+        step that it is in; `is_cut`: that, or one that is no decode is behind it.
         """
         launch = record.launch
         rows = launch.plan.rows

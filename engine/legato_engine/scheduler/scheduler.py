@@ -327,9 +327,8 @@ class Scheduler:
         self.steps_committed += 1
         newest = self._records[-1].launch.plan
         blocks = self._pipeline.depth == 1 and bool(self._prefill)
-        is_cut = blocks or newest.kind is not LaunchKind.DECODE
-        is_cut = is_cut or self._pipeline.depth != self._depth
-        ends = is_cut or len(self._pipeline) > 1
+        ends = blocks or self._pipeline.depth != self._depth
+        is_cut = ends or newest.kind is not LaunchKind.DECODE
         return self._loops.follow(self._records[0], self._outputs, ends=ends, is_cut=is_cut)
 
     def _start_prefills(self, plan: Plan) -> None:

@@ -103,7 +103,7 @@ def _free_port() -> int:
 
 
 def _is_serving(target: str) -> bool:
-    """Ask over a new connection: gRPC looks after a refused one again only every five seconds."""
+    """Ask over a new connection: one that was refused is tried again only after a while."""
     health: Any = importlib.import_module("grpc_health.v1.health_pb2")
     with grpc.insecure_channel(target) as channel:
         check = channel.unary_unary(

@@ -9,7 +9,7 @@ struct Place {
   bool dead = false;
 };
 
-// What a wait waits for: `kind` 0 a counter, 1 a full stage, 2 an empty one.
+// What a wait waits for: `kind` 0 a counter, 1 a full stage, 2 an empty one, 3 a step's tokens.
 struct Waited {
   int kind, which;
   u32 want, got;
