@@ -4,6 +4,7 @@ answer, and answers that are aborted at random.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import msgspec
 from legato_engine.bench.workload import Workload
 from legato_engine.core.request_key import RequestKey
 from legato_engine.engine.assembly import Assembly
+from legato_engine.scheduler.runner import Pause
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 
@@ -24,6 +26,7 @@ MAX_LIVE = 6
 
 _KINDS = 10  # of its questions, and of its other requests
 _MS, _NS = 1e3, 1e9
+_SOON = 2e-3  # seconds, some steps
 
 
 class Join(NamedTuple):
@@ -40,8 +43,10 @@ class _Prompts(Decodes):
     the host saw its end as the launch took. Two clocks apart drift by some 0.1 ms in a few seconds.
     """
 
-    def __init__(self, assembly: Assembly, sequence: EngineSequence, *, at_once: int) -> None:
-        super().__init__(assembly, at_once=at_once)
+    def __init__(
+        self, assembly: Assembly, sequence: EngineSequence, pause: Pause, *, at_once: int
+    ) -> None:
+        super().__init__(assembly, at_once=at_once, pause=pause)
         self._runner, self._sequence = assembly.runner, sequence
         self.begun_ns = 0
 
@@ -53,26 +58,45 @@ class _Prompts(Decodes):
             self.begun_ns = launched.wait_end - (times.copy_end - times.forward_start)
 
 
+class _Arrival:
+    """The moment at which a request comes, in `time.perf_counter`."""
+
+    at = math.inf
+
+    def pause(self, seconds: float) -> bool:
+        """A `Pause` that it cuts short, as in an engine."""
+        time.sleep(max(0.0, min(seconds, self.at - time.perf_counter())))
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self.at
+
+
 def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[Join]:
-    """How long requests wait that arrive while `streams` others decode."""
+    """How long requests wait that arrive at any moment while `streams` others decode."""
     draw = random.Random(7)
     waits = []
     for _ in range(count):
         workload = Workload(assembly, kind="query", count=streams, length=120, context=context)
         sequences = [*workload.sequences(), question(assembly, streams, 2)]
         *tasks, late = recorded(sequences)
-        run = _Prompts(assembly, sequences[-1], at_once=streams)
+        arrival = _Arrival()
+        run = _Prompts(assembly, sequences[-1], arrival.pause, at_once=streams)
         for sequence in sequences[:-1]:
             run.scheduler.submit(sequence)
         have = draw.randint(20, 80)
         while len(tasks[0].tokens) < have:
             run.scheduler.step()
-        arrival = time.perf_counter()
+        arrival.at = at = time.perf_counter() + draw.uniform(0.0, _SOON)
+        while not arrival.is_over:
+            run.scheduler.step()
+        arrival.at = math.inf
         run.scheduler.submit(sequences[-1])
         while not late.tokens:
             run.scheduler.step()
-        begun = run.begun_ns / _NS - arrival
-        waits.append(Join(begun * _MS, (late.times[0] - arrival) * _MS))
+        begun = run.begun_ns / _NS - at
+        waits.append(Join(begun * _MS, (late.times[0] - at) * _MS))
         run.scheduler.drain()
     return waits
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from legato_engine.engine.assembly import Assembly
 from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.runner import Pause, sleep
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
@@ -18,12 +19,23 @@ class Decodes(SilentSink):
     """Runs sequences and counts their decodes."""
 
     def __init__(
-        self, assembly: Assembly, *, at_once: int, depth: int = 2, shares: bool = False
+        self,
+        assembly: Assembly,
+        *,
+        at_once: int,
+        depth: int = 2,
+        shares: bool = False,
+        pause: Pause = sleep,
     ) -> None:
         self.launches = self.waits = self.steps = 0
         self.plans: list[Plan] = []
         self.scheduler: Scheduler = assembly.scheduler(
-            self, pipeline_depth=depth, prefills_per_decode=at_once, shares=shares, observer=self
+            self,
+            pipeline_depth=depth,
+            prefills_per_decode=at_once,
+            shares=shares,
+            pause=pause,
+            observer=self,
         )
 
     def committed(self, launched: StepRecord) -> None:

@@ -34,6 +34,7 @@ from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import ALONE
 from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.runner import Pause, sleep
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import FlightRecorder, Observer
@@ -86,6 +87,7 @@ class Assembly:
         pipeline_depth: int,
         prefills_per_decode: int = 1,
         shares: bool = True,
+        pause: Pause = sleep,
         observer: Observer | None = None,
         recorder: FlightRecorder | None = None,
     ) -> Scheduler:
@@ -115,6 +117,7 @@ class Assembly:
             limits=self.runner.limits if shares else ALONE,
             block_sizes=block_sizes(self.config.speculation),
             loops=self.runner if self.runner.decodes_by_loops else None,
+            pause=pause,
             observer=observer,
             recorder=recorder,
         )
@@ -125,10 +128,11 @@ class Assembly:
         blobs: BlobReader,
         send: Callable[[EngineOutput], None],
         wake: Callable[[], None],
+        pause: Pause = sleep,
         observer: Observer | None = None,
         recorder: FlightRecorder | None = None,
     ) -> EngineCore:
-        """Make an engine; `wake` is called on other threads."""
+        """Make an engine; `wake` is called on other threads, and cuts a `pause` short."""
         config = self.config
         cache = ImageCache[ImageKey, PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
@@ -148,7 +152,11 @@ class Assembly:
         return EngineCore(
             self.frontend,
             self.scheduler(
-                sink, pipeline_depth=config.pipeline_depth, observer=observer, recorder=recorder
+                sink,
+                pipeline_depth=config.pipeline_depth,
+                pause=pause,
+                observer=observer,
+                recorder=recorder,
             ),
             requests,
             preprocessor,

@@ -146,6 +146,7 @@ def _open(
         blobs=blobs,
         send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
+        pause=connections.pause,
         observer=StepFeed(
             assembly.runner.times, (*telemetry.listeners, *recorders, *_timelines(config))
         ),

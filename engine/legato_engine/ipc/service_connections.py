@@ -107,6 +107,12 @@ class ServiceConnections:
             self._events = self._poller.poll(seconds, _MAX_EVENTS)
         return bool(self._events)
 
+    def pause(self, seconds: float) -> bool:
+        """Block as `wait` does, at least so long, in less than the milliseconds that it counts."""
+        if not self._events and select.select((self._poller,), (), (), seconds)[0]:
+            self._events = self._poller.poll(0, _MAX_EVENTS)
+        return bool(self._events)
+
     def receive(self) -> list[Command]:
         events, self._events = self._events or self._poller.poll(0, _MAX_EVENTS), []
         if len(events) > 1:

@@ -8,8 +8,7 @@ where that takes its rows, else captured steps.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -31,17 +30,18 @@ from legato_engine.kernels.resident_launch import ResidentRows, ResidentSteps
 from legato_engine.runtime.backend import Backend, Needs
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.host_loop import host_loop
+from legato_engine.runtime.loop_looks import Looks
 from legato_engine.runtime.path_table import ALL, Choice
 from legato_engine.runtime.resident_drafts import DraftLaunches
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.staging import StagingBuffer
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.scheduler.loops import MAX_STEPS
+from legato_engine.scheduler.runner import NoTokens, Pause
 
 _log = structlog.get_logger()
 
-_POLL_SECONDS = 2e-5
-_ASLEEP, _LONGEST = 0.7, 5e-3  # the share of a step, and the most seconds, without a look
+_WORTHWHILE_IN_KERNEL, _WORTHWHILE = 2, 8  # steps
 
 
 class DecodeLoops:
@@ -71,10 +71,10 @@ class DecodeLoops:
         ]
         drafts = resident is not None and resident.drafts
         self._drafting = DraftLaunches(resources, self._rings) if drafts else None
+        self._in_kernel = [False for _ in resources.slots]  # the latest loop of each slot
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
         self._step = torch.zeros(1, dtype=torch.int64, device=on)
-        self._read_at = 0.0
-        self._step_seconds = 0.0
+        self._looks = Looks()
         self._made: dict[tuple[int, int, int, Needs], Work] = {}
         self._by_works: dict[tuple[Work, ...], Work] = {}
 
@@ -118,9 +118,11 @@ class DecodeLoops:
         constraints are staged. `common`: as a `Choice` has it.
         """
         self._rings[slot].reset()
-        self._read_at = self._step_seconds = 0.0  # the first step may wait for a whole launch
+        self._looks.begin()
         resident = self._resident
-        if resident is not None and not rank and self._takes(resident, num_rows, needs, common):
+        takes = resident is not None and self._takes(resident, num_rows, rank, needs, common)
+        self._in_kernel[slot] = takes
+        if resident is not None and takes:
             if num_steps:
                 self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
@@ -150,10 +152,12 @@ class DecodeLoops:
 
         return next(filter(any_way, rows), 0)
 
-    def _takes(self, resident: ResidentSteps, num_rows: int, needs: Needs, common: bool) -> bool:
+    def _takes(
+        self, resident: ResidentSteps, num_rows: int, rank: int, needs: Needs, common: bool
+    ) -> bool:
         kind = Kind.VALUES if needs.payload else Kind.WORDS
         kind = Kind.DRAFTS if resident.drafts else kind
-        if num_rows > resident.max_rows or needs.logprobs or kind not in _kinds(resident):
+        if num_rows > resident.max_rows or rank or needs.logprobs or kind not in _kinds(resident):
             return False
         return self.choice.takes(kind, num_rows, drawn=needs.sampled, common=common)
 
@@ -164,20 +168,26 @@ class DecodeLoops:
     def stop(self, slot: int) -> None:
         self._rings[slot].stop()
 
-    def next_outputs(self, slot: int, end: Event) -> Mapping[str, np.ndarray] | None:
-        """Wait for the next step's outputs, or None once the loop's `end` has passed."""
-        ring = self._rings[slot]
-        for seconds in self._looks():
+    def worthwhile_steps(self, slot: int) -> int:
+        """The fewest steps that made up for the start and end of the latest loop."""
+        return _WORTHWHILE_IN_KERNEL if self._in_kernel[slot] else _WORTHWHILE
+
+    def next_outputs(
+        self, slot: int, end: Event, pause: Pause
+    ) -> Mapping[str, np.ndarray] | NoTokens:
+        """Wait for the next step's outputs; none are left once the loop's `end` has passed."""
+        ring, pauses = self._rings[slot], self._looks.pauses()
+        while True:
             ended = end.query()  # first: outputs are there before it
             outputs = ring.read()
             if outputs is not None:
-                self._measure(time.perf_counter())
+                self._looks.found()
                 return outputs
             if ended:
                 end.wait()  # raises the device's failure
-                break
-            time.sleep(seconds)
-        return None
+                return NoTokens.LEFT
+            if pause(next(pauses)):
+                return NoTokens.YET
 
     def restore(self, slot: int) -> bool:
         """After a launch that gave up a wait, let rows go on after the last step that they have; no
@@ -235,20 +245,6 @@ class DecodeLoops:
         staged, loop = slots[slot].staged.device, slots[1 - slot].staged.device
         index_B = self._behind[slot].device["index"]
         return lambda: place_behind(staged, loop["position"], index_B, scratch_row)
-
-    def _measure(self, now: float) -> None:
-        if self._read_at > 0.0:
-            self._step_seconds = now - self._read_at
-        self._read_at = now
-
-    def _looks(self) -> Iterator[float]:
-        """Seconds to sleep after each look at the ring: first most of a step, as the last one took,
-        then little.
-        """
-        rest = self._read_at + _ASLEEP * self._step_seconds - time.perf_counter()
-        yield min(max(rest, _POLL_SECONDS), _LONGEST)
-        while True:
-            yield _POLL_SECONDS
 
     def _loop(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
         key = (slot, bucket, rank, needs)

@@ -20,6 +20,7 @@ from legato_engine.runtime.passes import bucket_for
 from legato_engine.runtime.path_table import ALL, NONE
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, STARTS, WORDS, Descriptor
 from legato_engine.runtime.resources import Resources
+from legato_engine.scheduler.runner import NoTokens, sleep
 from legato_engine.speculative.block_policy import INITIAL_RATE
 
 _STEPS = 10
@@ -107,7 +108,7 @@ class LoopTimes:
             loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs, common)
             ended = compute.record()
             num_steps = 0
-            while loops.next_outputs(_SLOT, ended) is not None:
+            while loops.next_outputs(_SLOT, ended, sleep) is not NoTokens.LEFT:
                 num_steps += 1
             loops.restore(_SLOT)
         finally:

@@ -40,7 +40,7 @@ from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
-from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.scheduler.runner import LaunchTimes, NoTokens, Pause, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
@@ -290,14 +290,19 @@ class ModelRunner:
         tokens = sampled_tokens(outputs, slot, num_rows, needs)
         return [RowTokens((token,)) for token in tokens]
 
-    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
+    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
         assert self._loops is not None, "a loop on a runner without loops"
-        outputs = self._loops.next_outputs(launch.slot, self._events[launch.slot].copy_end)
-        if outputs is not None:
+        end = self._events[launch.slot].copy_end
+        outputs = self._loops.next_outputs(launch.slot, end, pause)
+        if not isinstance(outputs, NoTokens):
             return self._sampled(outputs, launch)
-        if self._loops.restore(launch.slot):
+        if outputs is NoTokens.LEFT and self._loops.restore(launch.slot):
             self._events[1 - launch.slot].is_void = True
-        return None
+        return outputs
+
+    def worthwhile_steps(self, launch: Launch) -> int:
+        assert self._loops is not None, "a loop on a runner without loops"
+        return self._loops.worthwhile_steps(launch.slot)
 
     def _is_void(self, launch: Launch) -> bool:
         return launch.plan.kind is LaunchKind.DECODE and self._events[launch.slot].is_void

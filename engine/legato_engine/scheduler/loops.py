@@ -9,7 +9,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.output_processor import OutputProcessor
-from legato_engine.scheduler.runner import LoopRunner, RowTokens
+from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, RowTokens, sleep
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
@@ -18,7 +18,6 @@ MAX_STEPS = 256
 """The most steps of a loop."""
 
 _FEWEST_STEPS = 4  # fewer are faster as single steps
-_SETTLED = 8  # steps of a loop that was worth its start and end
 _SHARE = 2  # of the free pages, a loop may take one in so many
 
 
@@ -37,8 +36,10 @@ class Loops(ABC):
         manager: KVCacheManager,
         running: RunningSequences,
         decode: DecodePlanner,
+        pause: Pause = sleep,
     ) -> None:
         self._runner = runner
+        self._pause = pause
         self._manager = manager
         self._running = running
         self._decode = decode
@@ -75,8 +76,8 @@ class Loops(ABC):
 
     def follow(
         self, record: StepRecord, outputs: OutputProcessor, *, ends: bool, is_cut: bool
-    ) -> bool:
-        """Wait for the next step and process its tokens; return False when there was none.
+    ) -> NoTokens | None:
+        """Wait for the next step and process its tokens, if there are any.
 
         A launch may give up before any of its steps: the rows go on after the last one that there
         was.
@@ -90,11 +91,11 @@ class Loops(ABC):
             self.end(record)
         if not record.num_followed:
             self._num_needed = 0
-        if is_cut and record.num_followed < _SETTLED:
-            self._num_needed = _SETTLED
-        tokens = self._runner.next_tokens(launch)
-        if tokens is None:
-            return False
+        if is_cut and record.num_followed < (steps := self._runner.worthwhile_steps(launch)):
+            self._num_needed = steps
+        tokens = self._runner.next_tokens(launch, self._pause)
+        if isinstance(tokens, NoTokens):
+            return tokens
         record.zombies = sum(row.sequence.finalized for row in rows)
         num_tokens = outputs.num_tokens
         for row, output in zip(rows, tokens, strict=True):
@@ -102,7 +103,7 @@ class Loops(ABC):
                 self._process(record, row, output, outputs)
         record.num_followed += 1
         record.tokens += outputs.num_tokens - num_tokens
-        return True
+        return None
 
     def end(self, record: StepRecord) -> None:
         """Let a loop end after the step that it is in."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from legato_engine.scheduler.launch import Launch
@@ -31,6 +33,28 @@ class RowTokens(NamedTuple):
     tokens: tuple[SampledToken, ...]
     num_drafted: int = 0  # chosen by the device; a proposer may have no guess
     learnt: Learnt | None = None
+
+
+Pause = Callable[[float], bool]
+"""Sleeps for so many seconds, or until the caller has something else to do: then it returns True,
+and the wait that it is part of ends.
+"""
+
+
+def sleep(seconds: float) -> bool:
+    """A `Pause` that nothing cuts short."""
+    time.sleep(seconds)
+    return False
+
+
+class NoTokens(enum.Enum):
+    """Why there are no tokens of a loop's next step."""
+
+    YET = enum.auto()
+    """A pause was cut short."""
+
+    LEFT = enum.auto()
+    """The loop has ended, and all of its steps were returned."""
 
 
 class Runner(Protocol):
@@ -67,11 +91,15 @@ class Runner(Protocol):
 class LoopRunner(Protocol):
     """What a runner that can loop offers besides; `collect` returns no tokens of a loop."""
 
-    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
-        """Wait for the next step of a loop; None when it has ended and all steps were returned.
+    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
+        """Wait for the next step of a loop, by pauses.
 
-        It may have given up before its steps were run, even before the first.
+        A loop may have given up before its steps were run, even before the first.
         """
+        ...
+
+    def worthwhile_steps(self, launch: Launch) -> int:
+        """The fewest steps that made up for a loop's start and end."""
         ...
 
     def end_loop(self, launch: Launch) -> None:

@@ -23,7 +23,7 @@ from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill_planner import PrefillPlanner
-from legato_engine.scheduler.runner import LoopRunner, Runner
+from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, Runner, sleep
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.single_loops import SingleLoops
 from legato_engine.scheduler.sink import Sink
@@ -58,13 +58,15 @@ class Scheduler:
         crops_per_launch: int = 5,
         block_sizes: BlockSizes | None = None,
         loops: LoopRunner | None = None,
+        pause: Pause = sleep,
         observer: Observer | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
         """With `block_sizes` the runner must be able to draft, and launches are not shared.
 
         With `loops`, which is the runner, decodes of several steps are one launch where no row
-        needs the host.
+        needs the host. `step` waits for tokens of such a launch by `pause`, and returns without
+        them when that is cut short.
         """
         self._runner = runner
         self._manager = manager
@@ -84,7 +86,7 @@ class Scheduler:
         self._loops: Loops | None = None
         if loops is not None:
             kind = SingleLoops if block_sizes is None else DraftingLoops
-            self._loops = kind(loops, manager, self._running, decode)
+            self._loops = kind(loops, manager, self._running, decode, pause)
         self._planner = Planner(
             self._prefill,
             decode,
@@ -234,7 +236,7 @@ class Scheduler:
             self._sample(launch)
         oldest = self._pipeline.oldest()
         if oldest is not None and oldest.plan.loops:
-            if launch is None and not self._followed():
+            if launch is None and self._follow() is NoTokens.LEFT:
                 self._commit(oldest)
         elif oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
             self._commit(oldest)
@@ -321,15 +323,16 @@ class Scheduler:
             self._loops.end(record)
         return plan
 
-    def _followed(self) -> bool:
-        """Wait for a step of the loop in flight; False if it has ended."""
+    def _follow(self) -> NoTokens | None:
+        """Process a step of the loop in flight, if there is one."""
         assert self._loops is not None, "a loop without loops"
-        self.steps_committed += 1
         newest = self._records[-1].launch.plan
         blocks = self._pipeline.depth == 1 and bool(self._prefill)
         ends = blocks or self._pipeline.depth != self._depth
         is_cut = ends or newest.kind is not LaunchKind.DECODE
-        return self._loops.follow(self._records[0], self._outputs, ends=ends, is_cut=is_cut)
+        missing = self._loops.follow(self._records[0], self._outputs, ends=ends, is_cut=is_cut)
+        self.steps_committed += missing is None
+        return missing
 
     def _start_prefills(self, plan: Plan) -> None:
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]

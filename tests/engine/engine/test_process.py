@@ -45,6 +45,23 @@ EngineCore.step = step
 sys.exit(process.main())
 """
 
+STEP_UNTIL_A_COMMAND = """
+import sys
+from legato_engine.engine import process
+from legato_engine.runtime.decode_loop import DecodeLoops
+from legato_engine.scheduler.runner import NoTokens
+waits = []
+def next_outputs(self, slot, end, pause, real=DecodeLoops.next_outputs):
+    if waits:
+        return real(self, slot, end, pause)
+    waits.append(slot)
+    while not pause(0.01):
+        pass
+    return NoTokens.YET
+DecodeLoops.next_outputs = next_outputs
+sys.exit(process.main())
+"""
+
 PARENT = """
 import asyncio, sys, time
 import msgspec
@@ -61,9 +78,9 @@ asyncio.run(main())
 
 
 @contextlib.asynccontextmanager
-async def running(**options):
+async def running(config=CONFIG, **options):
     """A ready client."""
-    client = EngineClient(CONFIG, limits=EngineLimits(backoff_first=0.05), **options)
+    client = EngineClient(config, limits=EngineLimits(backoff_first=0.05), **options)
     await client.start()
     try:
         await client.wait_ready()
@@ -176,6 +193,23 @@ async def test_decode_steps_are_in_the_heartbeat():
         client.set_pipeline_depth(1)
         await until(lambda: client.load.pipeline_depth == 1)
         assert isinstance([r async for r in client.submit(ask("b"))][-1], Done)
+
+
+async def test_a_command_is_read_while_a_loop_is_in_a_step():
+    """The step ends when another request has come: the engine does not wait for its end first."""
+    config = msgspec.structs.replace(CONFIG, decode_path="loop")
+    command = (sys.executable, "-c", STEP_UNTIL_A_COMMAND)
+    async with running(config, command=command) as client:
+        first = asyncio.create_task(_answer(client, ask("a", max_tokens=40)))
+        others: list[asyncio.Task[object]] = []
+        while not first.done():
+            others.append(asyncio.create_task(_answer(client, ask(f"b{len(others)}"))))
+            await asyncio.sleep(0.1)
+        assert all(isinstance(each, Done) for each in await asyncio.gather(first, *others))
+
+
+async def _answer(client, request):
+    return [r async for r in client.submit(request)][-1]
 
 
 @pytest.mark.slow

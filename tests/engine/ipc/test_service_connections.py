@@ -322,6 +322,26 @@ async def test_requests_of_one_turn_are_sent_together(policy):
         await connection.close()
 
 
+async def test_a_pause_is_cut_short_by_a_command():
+    """It takes less than a millisecond, and `receive` returns what cut it short."""
+    with both_ends() as ends:
+        first = ends.connect()
+        first.submit("a")
+        await ends.received()
+        assert not ends.engine.pause(1e-5)
+        os.eventfd_write(ends.wake, 1)
+        assert ends.engine.pause(3600.0)
+        assert ends.engine.receive() == []
+        assert not ends.engine.pause(0.0)
+        first.submit("b")
+        await asyncio.sleep(0)
+        assert ends.engine.pause(3600.0)
+        assert ends.engine.pause(3600.0)
+        (command,) = ends.engine.receive()
+        assert command.request.request_id == as_key("b")
+        assert not ends.engine.pause(0.0)
+
+
 async def test_an_engine_that_expects_a_request_polls():
     """`Expect` is no command of the engine core; the engine polls for a while."""
     with both_ends() as ends:

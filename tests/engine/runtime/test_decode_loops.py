@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 import torch
@@ -25,6 +23,7 @@ from legato_engine.kernels.decode_loop import (
 )
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.sampler import successor_table
+from legato_engine.scheduler.runner import NoTokens, sleep
 from legato_engine.tasks import Constraint, successor
 
 from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
@@ -261,15 +260,30 @@ def test_what_excludes_a_path(config: EngineConfig, path: str) -> None:
         check(msgspec.structs.replace(config, decode_path=path))
 
 
-def test_the_wait_for_a_first_step_is_no_length_of_a_step(looping: Assembly) -> None:
-    """It may hold a prefill in front; the host would sleep through the steps after it."""
+class Unfinished:
+    """Of a loop that is in a step."""
+
+    def query(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("it never ends")
+
+    def time_ns(self) -> int:
+        raise AssertionError("it never ends")
+
+
+def test_a_wait_for_a_step_ends_when_its_pause_is_cut_short(looping: Assembly) -> None:
     loops = looping.runner._loops
     assert loops is not None
     needs = Needs(False, False, False)
-    loops.start(0, 1, 1, looping.runner._resources.buckets[0], 0, 2, needs, False)
-    looping.device.compute.record().wait()
-    now = time.perf_counter() + 1.0
-    loops._measure(now)
-    assert loops._step_seconds == 0.0
-    loops._measure(now + 0.002)
-    assert loops._step_seconds == pytest.approx(0.002)
+    loops.start(0, 0, 0, looping.runner._resources.buckets[0], 0, 0, needs, common=False)
+    pauses = list[float]()
+
+    def pause(seconds: float) -> bool:
+        pauses.append(seconds)
+        return len(pauses) == 3
+
+    assert loops.next_outputs(0, Unfinished(), pause) is NoTokens.YET
+    assert len(pauses) == 3
+    assert loops.next_outputs(0, looping.device.compute.record(), sleep) is NoTokens.LEFT

@@ -217,6 +217,19 @@ def test_more_rows_than_it_takes_run_in_loops(graph: Assembly) -> None:
     assert fake.launches == 0
 
 
+def test_its_loops_are_worth_their_start_after_fewer_steps(graph: Assembly) -> None:
+    """Than captured ones, whose steps are no faster than single steps."""
+    assembly, fake = with_fake(graph)
+    loops, bucket = assembly.runner._loops, assembly.runner._resources.buckets[-1]
+    assert loops is not None
+
+    def worthwhile(num_rows: int) -> int:
+        loops.start(0, num_rows, num_rows, bucket, 0, 0, Needs(False, False, False), common=False)
+        return loops.worthwhile_steps(0)
+
+    assert worthwhile(fake.max_rows) < worthwhile(fake.max_rows + 1)
+
+
 @pytest.mark.parametrize("steps", [0, 1, *range(8, 14)])
 def test_a_stuck_launch_loses_no_request(graph: Assembly, steps: int) -> None:
     """The rows go on in loops after the last step that there was, and the log says once which wait

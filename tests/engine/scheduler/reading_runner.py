@@ -9,7 +9,7 @@ from typing import NamedTuple
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.output_processor import NOT_FINITE
-from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.scheduler.runner import LaunchTimes, NoTokens, Pause, RowTokens
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, successor
@@ -18,6 +18,7 @@ from tests.engine.scheduler.world import num_images
 from tests.fakes import LISTS, TABLE, VOCABULARY, FakeTask
 
 PAGE = 4
+WORTHWHILE = 4
 PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
 STUCK_RATE, STUCK_BEFORE_RATE = 0.05, 0.5  # of steps, the latter with a launch behind the loop
 BROKEN = -1  # KV that is not finite, nor is anything computed from it
@@ -170,16 +171,22 @@ class ReadingRunner:
             assert decoded == looped, "other rows than the loop's"
         self.num_behind += len(decoded)
 
-    def next_tokens(self, launch: Launch) -> list[RowTokens] | None:
+    def worthwhile_steps(self, launch: Launch) -> int:
+        """The same for all."""
+        return WORTHWHILE
+
+    def next_tokens(self, launch: Launch, pause: Pause) -> list[RowTokens] | NoTokens:
         """Run a step of a loop for rows that may have ended meanwhile."""
         if self._steps == self._stop_at:
-            return None
+            return NoTokens.LEFT
+        if pause(0.0):
+            return NoTokens.YET
         rate = STUCK_RATE if self._behind is None else STUCK_BEFORE_RATE
         if self.stuck is not None and self.stuck.random() < rate:
             self._stop_at, self.stuck = self._steps, None
             self._gave_up = True
             self.num_stuck += 1
-            return None
+            return NoTokens.LEFT
         self.num_looped += 1
         self._steps += 1
         outputs = []

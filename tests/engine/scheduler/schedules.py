@@ -48,6 +48,7 @@ class Totals:
     stuck: int = 0  # loops that gave up a step
     void: int = 0  # rows of decodes behind one that do not count
     listed: int = 0  # of those, steps with a constraint that follows another
+    cuts: int = 0  # waits for a step of a loop that were cut short
     accepted: int = 0
     rejected: int = 0
 
@@ -72,6 +73,7 @@ class Totals:
         self.stuck += world.runner.num_stuck
         self.void += world.runner.num_void
         self.listed += world.runner.num_listed
+        self.cuts += world.num_cuts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
@@ -118,7 +120,10 @@ class Schedule:
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
             loops=self.runner if self.loops else None,
+            pause=self._pause,
         )
+        self._cuts = random.Random(f"cuts {seed}")  # draws of its own
+        self.num_cuts = 0
         if seed % 2 == 1:  # draws of its own
             self.runner.stuck = random.Random(-seed)
         # Draws of its own: the others stay those of the seed.
@@ -245,6 +250,12 @@ class Schedule:
                 self.num_drafts += 1
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
+
+    def _pause(self, seconds: float) -> bool:
+        del seconds
+        is_cut = self._cuts.random() < 0.1
+        self.num_cuts += is_cut
+        return is_cut
 
     def _set_depth(self, switch: random.Random) -> None:
         load, depth = self.scheduler.load(), switch.choice((1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -11,7 +12,7 @@ from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 
-from tests.engine.scheduler.reading_runner import PAGE, ReadingRunner, alone
+from tests.engine.scheduler.reading_runner import PAGE, WORTHWHILE, ReadingRunner, alone
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 LIMITS = BatchLimits(3, tokens=40, sampled=6)
@@ -49,6 +50,7 @@ class Looping:
     """A scheduler that decodes by loops."""
 
     def __init__(self, draw: random.Random, num_pages: int = 60) -> None:
+        self.arrivals: list[Callable[[], object]] = []  # to be handled between two looks
         self.runner = Keeping(draw)
         self.manager = KVCacheManager(num_pages, PAGE, ROWS)
         self.scheduler = Scheduler(
@@ -59,6 +61,7 @@ class Looping:
             FakeSink(),
             limits=LIMITS,
             loops=self.runner,
+            pause=lambda _: bool(self.arrivals),
         )
         self.sequences: list[Sequence] = []
 
@@ -125,6 +128,37 @@ def test_a_loop_is_told_to_end_before_a_prompt_is_enqueued_behind_it() -> None:
     world.scheduler.step()
     assert world.runner.plans[-1].behind
     assert world.runner.plans_at_ends[0] == len(world.runner.plans) - 1
+    world.drain()
+
+
+def test_what_arrives_during_a_step_is_handled_before_its_end() -> None:
+    """The wait for the step's tokens is cut short, and a prompt is enqueued behind the loop."""
+    world = Looping(random.Random(0))
+    first = world.submit(40)
+    world.until(first, 10)
+    have, steps = len(first.tokens), world.scheduler.steps_committed
+    world.arrivals.append(lambda: world.submit(5))
+    world.scheduler.step()
+    assert len(first.tokens) == have
+    assert world.scheduler.steps_committed == steps
+    world.arrivals.pop()()
+    world.scheduler.step()
+    assert len(first.tokens) == have
+    assert world.runner.plans[-1].behind
+    world.drain()
+
+
+def test_after_a_short_loop_come_as_many_single_steps_as_one_is_worth() -> None:
+    """A request that cut it short may be one of many."""
+    world = Looping(random.Random(0))
+    first = world.submit(60)
+    while not world.runner.plans[-1:] or not world.runner.plans[-1].loops:
+        world.scheduler.step()
+    world.submit(30)
+    world.until(first, 30)
+    plans = iter(world.runner.plans)
+    next(plan for plan in plans if plan.behind)
+    assert [plan.loops for plan in plans].index(True) == WORTHWHILE
     world.drain()
 
 
