@@ -75,6 +75,7 @@ class KernelBackend:
             sampled=max_tokens,
             images=slots[0].max_images if self.encodes_images else 1,
             min_queue_length=_MIN_QUEUE_LENGTH,
+            pass_tokens=max_tokens,
         )
         self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
         chunks = model.capabilities.chunks

@@ -91,7 +91,8 @@ class Plan:
     """The batch of one launch.
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
-    then the others. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
+    then the others. After the last row of one that `has_part`, later launches compute the rest of
+    its prompt. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
     full. A loop is a decode of at most `num_steps` steps, more than one, with positions for so many
     tokens a row; the host follows them. `behind` are the indices of the decodes in the loop that is
     in flight before them; one that ended in it, because its positions did, is padding. With
@@ -105,6 +106,7 @@ class Plan:
     under_pressure: bool = False
     num_steps: int = 1
     behind: tuple[int, ...] = ()
+    has_part: bool = False
 
     @property
     def loops(self) -> bool:
@@ -123,6 +125,11 @@ class Plan:
         return () if self.kind is LaunchKind.ENCODE else self.rows
 
     @property
+    def counted_rows(self) -> tuple[ScheduledSequence, ...]:
+        """Those whose tokens count: what is sampled after a part of a prompt is ignored."""
+        return self.rows[:-1] if self.has_part else self.sampled_rows
+
+    @property
     def constrained(self) -> bool:
         """Whether sampling must wait for the previous commit; a prefill's constraint is known."""
         return any(row.sequence.task.constrained for row in self.decodes)
@@ -132,7 +139,8 @@ class Plan:
 class BatchLimits:
     """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
 
-    Each computed image but the first adds one to the allowed prompts.
+    Each computed image but the first adds one to the allowed prompts. A pass over the weights takes
+    `pass_tokens`, of which more take more time; 0: none does more than its part.
     """
 
     prompts: int = 1
@@ -140,6 +148,7 @@ class BatchLimits:
     sampled: int = 0  # sequences
     images: int = 1  # to compute, while at least `min_queue_length` sequences wait
     min_queue_length: int = 0
+    pass_tokens: int = 0
 
 
 ALONE = BatchLimits()

@@ -51,6 +51,7 @@ class OutputProcessor:
         """Process what a launch that is no loop has sampled, and count it in its record."""
         plan = record.launch.plan
         num_tokens, num_decodes = self.num_tokens, len(plan.decodes)
+        num_counted = len(plan.counted_rows)
         speculates = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
         for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
             sequence = row.sequence
@@ -58,7 +59,7 @@ class OutputProcessor:
                 record.zombies += 1
             elif speculates:
                 self.process_block(record, row, output, row.num_drafts)
-            else:
+            elif index < num_counted:
                 (token,) = output.tokens
                 if index >= num_decodes:
                     self._prefilled(sequence, token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.kv_cache.prefill_work import NO_PREFILL_WORK, PrefillWork
 from legato_engine.scheduler.launch import (
     ALONE,
     BatchLimits,
@@ -22,10 +22,20 @@ _SHORT_ANSWER = 8
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Admitted:
-    """An admitted sequence."""
+    """An admitted sequence, computed up to `position`; after a preemption its answer is computed,
+    too.
+    """
 
     sequence: Sequence
     work: PrefillWork
+    position: int
+
+    @property
+    def num_left(self) -> int:
+        return self.sequence.length - self.position
+
+    def schedule(self, num_tokens: int) -> ScheduledSequence:
+        return ScheduledSequence(self.sequence, self.position, num_tokens, self.work)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,7 +67,8 @@ class _Batch:
 
     def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
         self.num_tokens += _max_scheduled_tokens(admitted.sequence)
-        (self.images if computes_image else self.others).append(_schedule(admitted))
+        row = admitted.schedule(admitted.num_left)
+        (self.images if computes_image else self.others).append(row)
 
     def plan(self) -> Plan:
         rows = (*self.decodes, *self.images, *self.others)
@@ -68,7 +79,11 @@ class PrefillPlanner:
     """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
 
     Between the encodes of an image and its prefill no other sequence is planned, because the device
-    has one feature buffer.
+    has one feature buffer; nor between the parts of a prompt.
+
+    A lone prompt that would take its launch more passes over the weights than decodes alone do is
+    cut into parts, one for each launch, so that decodes run in each pass instead of the last alone.
+    Its own first token comes somewhat later.
 
     Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
     earlier request waits for it.
@@ -84,23 +99,23 @@ class PrefillPlanner:
         self._manager = manager
         self._limits = limits
         self._queue = queue
-        self._encoding: _Admitted | None = None  # its image is encoded in part
+        self._begun: _Admitted | None = None  # its image is encoded in part, or its prompt computed
 
     def __len__(self) -> int:
-        """Count the waiting sequences, without the one whose image is being encoded."""
+        """Count the waiting sequences, without the one that has begun."""
         return len(self._queue)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue) or self._encoding is not None
+        return bool(self._queue) or self._begun is not None
 
     def add(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence before its prefill is planned; the caller releases it."""
-        if self._encoding is not None and self._encoding.sequence is sequence:
-            self._encoding = None
+        """Remove a sequence before all of its prefill is planned; the caller releases it."""
+        if self._begun is not None and self._begun.sequence is sequence:
+            self._begun = None
         else:
             self._queue.remove(sequence)
 
@@ -111,7 +126,7 @@ class PrefillPlanner:
         *,
         streaming: bool = False,
     ) -> Plan | None:
-        """Admit sequences and plan their prefill, or encode a part of an image.
+        """Admit sequences and plan their prefill, or a part of one, or encode a part of an image.
 
         An admission takes a row and pages, so the plan must be launched.
 
@@ -120,16 +135,18 @@ class PrefillPlanner:
             decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: a decode streams; then at most one image is computed.
         """
-        first = self._encoding or self._admit_next()
+        first = self._begun or self._admit_next()
         if first is None:
             return None
         if _is_split(first, max_crops):
             return self._encode(first, max_crops)
-        self._encoding = None
+        self._begun = None
         self._manager.planned(first.sequence)
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
         if not batch.has_room(first.sequence):
             batch = dataclasses.replace(batch, decodes=())
+        if num_tokens := self._tokens_of_part(first, len(batch.decodes)):
+            return self._part(first, batch.decodes, num_tokens)
         batch.add(first, computes_image=_computes_image(first))
         self._fill(batch)
         return batch.plan()
@@ -142,6 +159,27 @@ class PrefillPlanner:
             batch.add(self._admit(sequence), computes_image=not cached)
             if not cached:
                 self._manager.planned(sequence)
+
+    def _tokens_of_part(self, first: _Admitted, num_decodes: int) -> int:
+        """The most that run beside the decodes in one pass; 0 if the prompt is not cut.
+
+        It is cut if that adds no pass.
+        """
+        size, num_left = self._limits.pass_tokens, first.num_left + _adds_bos(first)
+        room = size - num_decodes
+        if not 0 < num_decodes < size or num_left <= room:
+            return 0
+        if self._queue or _computes_image(first):
+            return 0
+        at_once, in_parts = -(-(num_left + num_decodes) // size), -(-num_left // room)
+        return room - _adds_bos(first) if in_parts <= at_once else 0
+
+    def _part(
+        self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
+    ) -> Plan:
+        row = first.schedule(num_tokens)
+        self._begun = _Admitted(first.sequence, NO_PREFILL_WORK, first.position + num_tokens)
+        return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_part=True)
 
     def _max_images(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
@@ -165,11 +203,13 @@ class PrefillPlanner:
 
     def _admit(self, sequence: Sequence) -> _Admitted:
         self._queue.take(sequence)
-        return _Admitted(sequence, self._manager.admit(sequence))
+        work = self._manager.admit(sequence)
+        position = max(sequence.pages.cached_length, sequence.prefix_length)
+        return _Admitted(sequence, work, position)
 
     def _encode(self, admitted: _Admitted, max_crops: int) -> Plan:
         sequence, work = admitted.sequence, admitted.work
-        self._encoding = admitted
+        self._begun = admitted
         stop = min(work.first_crop + max_crops, sequence.num_crops)
         admitted.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
@@ -193,8 +233,5 @@ def _max_scheduled_tokens(sequence: Sequence) -> int:
     return sequence.length - sequence.image_prefix_length
 
 
-def _schedule(admitted: _Admitted) -> ScheduledSequence:
-    """Schedule what is not cached, after a preemption also of the answer."""
-    sequence = admitted.sequence
-    position = max(sequence.pages.cached_length, sequence.prefix_length)
-    return ScheduledSequence(sequence, position, sequence.length - position, admitted.work)
+def _adds_bos(admitted: _Admitted) -> int:
+    return int(bool(admitted.work.compute_pages) and not admitted.sequence.image_prefix_length)

@@ -283,7 +283,7 @@ class Scheduler:
             self._recorder.launching(launch, plan_start)
         failpoints.hit("engine.launch")
         self._runner.forward(launch)
-        counted = () if plan.loops else plan.sampled_rows  # steps of loops count when they are read
+        counted = () if plan.loops else plan.counted_rows  # steps of loops count when they are read
         for sequence, position, num_tokens, _, num_drafts, _ in counted:
             progress = sequence.progress
             progress.num_launched += 1
@@ -337,8 +337,8 @@ class Scheduler:
     def _start_prefills(self, plan: Plan) -> None:
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
         if plan.kind is LaunchKind.PREFILL:
-            for sequence in sequences:
-                self._manager.launched(sequence)
+            for row in plan.counted_rows[plan.num_mixed_decodes :]:
+                self._manager.launched(row.sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
         if starting:

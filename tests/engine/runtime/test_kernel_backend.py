@@ -276,6 +276,27 @@ def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
     assert any(plan.behind and plan.prefills for plan in plans)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
+    """A prompt that comes while others decode, too long to share one pass with them."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    alone, _ = with_kernels(assembly, buckets=(8, 32))
+    together, _ = with_kernels(assembly, buckets=(8, 32), max_prompts=3)
+    given = []
+    for each in (alone, together):
+        run = Run(each, max_tokens=24, depth=depth)
+        for name in ("one", "two"):
+            run.submit(name, QueryTask(question=name))
+        while min(each.num_committed for each in run.sequences.values()) < 4:
+            run.scheduler.step()
+        run.submit("late", QueryTask(question="what is there? " * 2))
+        run.finish()
+        given.append(run.answers)
+    assert given[0] == given[1]
+    parts = [record.launch.plan for record in run.records if record.launch.plan.has_part]
+    assert [len(plan.decodes) for plan in parts] == [2]
+
+
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
     either side of it, in passes of fixed shape or by torch alone.

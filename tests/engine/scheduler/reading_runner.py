@@ -84,6 +84,7 @@ class ReadingRunner:
         self._loop_slot: int | None = None  # of the one in flight
         self._behind: Launch | None = None  # the launch after it
         self._early: list[int] | None = None  # its constraints
+        self.num_parts = 0
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
@@ -123,6 +124,7 @@ class ReadingRunner:
 
     def _forward(self, launch: Launch) -> None:
         plan = launch.plan
+        self.num_parts += plan.has_part
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 

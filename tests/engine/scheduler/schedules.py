@@ -48,6 +48,7 @@ class Totals:
     stuck: int = 0  # loops that gave up a step
     void: int = 0  # rows of decodes behind one that do not count
     listed: int = 0  # of those, steps with a constraint that follows another
+    parts: int = 0  # of prompts, without the last ones
     cuts: int = 0  # waits for a step of a loop that were cut short
     accepted: int = 0
     rejected: int = 0
@@ -73,6 +74,7 @@ class Totals:
         self.stuck += world.runner.num_stuck
         self.void += world.runner.num_void
         self.listed += world.runner.num_listed
+        self.parts += world.runner.num_parts
         self.cuts += world.num_cuts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -107,15 +109,16 @@ class Schedule:
             lambda: draw.random() < self.break_rate, draw, drafts=self.speculates
         )
         self.loops = seed % 3 == 1
+        passes = (0, 4, 6)[seed // 7 % 3]
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
             Pipeline(draw.choice((1, 2, 2))),
             self.clock,
             self.sink,
-            limits=shared(draw.choice((2, 3)), 3, 40)
+            limits=shared(draw.choice((2, 3)), 3, 40, passes)
             if self.bursts
-            else shared(draw.choice((1, 1, 2, 3)), 1),
+            else shared(draw.choice((1, 1, 2, 3)), 1, pass_tokens=passes),
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,

@@ -49,7 +49,14 @@ class Keeping(ReadingRunner):
 class Looping:
     """A scheduler that decodes by loops."""
 
-    def __init__(self, draw: random.Random, num_pages: int = 60) -> None:
+    def __init__(
+        self,
+        draw: random.Random,
+        num_pages: int = 60,
+        *,
+        limits: BatchLimits = LIMITS,
+        loops: bool = True,
+    ) -> None:
         self.arrivals: list[Callable[[], object]] = []  # to be handled between two looks
         self.runner = Keeping(draw)
         self.manager = KVCacheManager(num_pages, PAGE, ROWS)
@@ -59,18 +66,21 @@ class Looping:
             Pipeline(2),
             FakeClock(),
             FakeSink(),
-            limits=LIMITS,
-            loops=self.runner,
+            limits=limits,
+            loops=self.runner if loops else None,
             pause=lambda _: bool(self.arrivals),
         )
         self.sequences: list[Sequence] = []
 
-    def submit(self, max_tokens: int, *, constrained: bool = False) -> FakeTask:
+    def submit(
+        self, max_tokens: int, *, constrained: bool = False, num_prompt: int = 1
+    ) -> FakeTask:
         """A request that has all of its tokens; constraints follow the table."""
         for seed in range(1000):
             task = FakeTask(
                 seed=seed,
                 max_tokens=max_tokens,
+                num_prompt=num_prompt,
                 constrained=constrained,
                 follows_table=constrained,
             )

@@ -23,9 +23,9 @@ from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, images: int = 3, tokens: int = 16) -> BatchLimits:
+def shared(prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0) -> BatchLimits:
     """Limits that only a long prompt or many rows exceed."""
-    return BatchLimits(prompts, tokens=tokens, sampled=4, images=images, min_queue_length=0)
+    return BatchLimits(prompts, tokens, 4, images, min_queue_length=0, pass_tokens=pass_tokens)
 
 
 def num_images(plan: Plan) -> int:
