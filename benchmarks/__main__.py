@@ -41,6 +41,7 @@ BENCHMARKS = (
     "loops",
     "memory",
     "mesh",
+    "parts",
     "paths",
     "peers",
     "prompts",
