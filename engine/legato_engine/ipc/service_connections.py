@@ -108,7 +108,7 @@ class ServiceConnections:
         return bool(self._events)
 
     def pause(self, seconds: float) -> bool:
-        """Block as `wait` does, at least so long, in less than the milliseconds that it counts."""
+        """Block as `wait` does, but without polling, and for parts of a millisecond."""
         if not self._events and select.select((self._poller,), (), (), seconds)[0]:
             self._events = self._poller.poll(0, _MAX_EVENTS)
         return bool(self._events)

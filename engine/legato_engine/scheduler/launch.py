@@ -139,8 +139,8 @@ class Plan:
 class BatchLimits:
     """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
 
-    Each computed image but the first adds one to the allowed prompts. A pass over the weights takes
-    `pass_tokens`, of which more take more time; 0: none does more than its part.
+    Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
+    `pass_tokens` has several passes over the weights; 0: its time grows with every token.
     """
 
     prompts: int = 1

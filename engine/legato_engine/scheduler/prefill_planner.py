@@ -81,9 +81,8 @@ class PrefillPlanner:
     Between the encodes of an image and its prefill no other sequence is planned, because the device
     has one feature buffer; nor between the parts of a prompt.
 
-    A lone prompt that would take its launch more passes over the weights than decodes alone do is
-    cut into parts, one for each launch, so that decodes run in each pass instead of the last alone.
-    Its own first token comes somewhat later.
+    Decodes run in the last pass over the weights of their launch. So a lone prompt that would add
+    passes to it is cut into parts, one for each launch, if they are no more than the passes.
 
     Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
     earlier request waits for it.
