@@ -18,6 +18,7 @@ from legato_engine.core.tokens import PromptToken
 from legato_engine.errors import InternalError, NumericError, PromptTooLong
 from legato_engine.ipc.figures import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.launch import BatchLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence as EngineSequence
@@ -109,16 +110,15 @@ class Schedule:
             lambda: draw.random() < self.break_rate, draw, drafts=self.speculates
         )
         self.loops = seed % 3 == 1
-        passes = (0, 4, 6)[seed // 7 % 3]
+        passes = (0, 6, 8)[seed // 7 % 3]
+        self.cut = random.Random(f"cut {seed}") if passes else None  # longer prompts
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
             Pipeline(draw.choice((1, 2, 2))),
             self.clock,
             self.sink,
-            limits=shared(draw.choice((2, 3)), 3, 40, passes)
-            if self.bursts
-            else shared(draw.choice((1, 1, 2, 3)), 1, pass_tokens=passes),
+            limits=self._limits(passes),
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
@@ -187,6 +187,8 @@ class Schedule:
             key, adapter = before.prefix_key, before.adapter.key
             said = before.keys(before.prefix_length, before.length)
             prompt = [PromptToken(*token) for token in said] + self._words(2)
+        if self.cut:
+            prompt += [PromptToken(self.cut.randrange(3)) for _ in range(self.cut.randint(0, 8))]
         task = FakeTask(
             seed=draw.randrange(3),
             max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
@@ -253,6 +255,12 @@ class Schedule:
                 self.num_drafts += 1
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
+
+    def _limits(self, pass_tokens: int) -> BatchLimits:
+        if self.bursts:
+            return shared(self.draw.choice((2, 3)), 3, 40, pass_tokens)
+        prompts = self.draw.choice((1, 1, 2, 3))
+        return shared(max(2, prompts), 1, 24, pass_tokens) if pass_tokens else shared(prompts, 1)
 
     def _pause(self, seconds: float) -> bool:
         del seconds
