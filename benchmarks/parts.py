@@ -18,24 +18,22 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
-from legato_engine.bench.workload import fixed_length
-from legato_engine.core.request_key import RequestKey
-from legato_engine.core.requests import Request, SamplingParams
-from legato_engine.core.task_specs import QueryTask
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble
-from legato_engine.engine.sequences import make_sequence
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks import record
-from benchmarks.loops.decodes import Decodes, recorded
+from benchmarks.loops.arrivals import ask_again
+from benchmarks.loops.decodes import Decodes
+from benchmarks.loops.requests import question
+from benchmarks.loops.run import numbers
 
 HEADS = (
     *("callers", "prompt tokens", "prompts", "tokens/s", "of whole", "first token ms"),
@@ -55,45 +53,25 @@ class Figures(NamedTuple):
 
 
 def load(assembly: Assembly, callers: int, num_tokens: int, words: int) -> Figures:
-    """Until so many tokens are returned."""
+    """Until so many tokens are returned; nothing of a question is cached but BOS."""
     draw, run = random.Random(3), Decodes(assembly, at_once=1, shares=True)
-    live, first, gaps, prompts = [], list[float](), list[float](), list[int]()
-    committed, begin = 0, time.perf_counter()
-    while committed < num_tokens:
-        while len(live) < callers:
-            sequence = question(assembly, len(prompts), draw.randint(8, 64), words)
-            (task,) = recorded([sequence])
-            sequence.seq_id = len(prompts)
-            run.scheduler.submit(sequence)
-            live.append((sequence, task, time.perf_counter()))
-            prompts.append(len(sequence.prompt))
-        run.scheduler.step()
-        for each in [each for each in live if each[0].finalized]:
-            live.remove(each)
-            times = each[1].times
-            committed += len(times)
-            first.append(times[0] - each[2])
-            gaps += [after - before for before, after in pairwise(times)]
+
+    def make(index: int) -> EngineSequence:
+        said = " ".join(random.Random(index).choices(_WORDS, k=words))
+        return question(assembly, index, draw.randint(8, 64), said)
+
+    begin = time.perf_counter()
+    ended = ask_again(run, callers, num_tokens, make)
     seconds = time.perf_counter() - begin
     run.scheduler.drain()
+    gaps = [after - before for each in ended for before, after in pairwise(each.task.times)]
     return Figures(
-        committed / seconds,
-        statistics.mean(first) * 1e3,
+        sum(len(each.task.tokens) for each in ended) / seconds,
+        statistics.mean(each.task.times[0] - each.asked for each in ended) * 1e3,
         statistics.mean(gaps) * 1e3,
         statistics.quantiles(gaps, n=100)[-1] * 1e3,
-        statistics.mean(prompts),
+        statistics.mean(len(each.sequence.prompt) for each in ended),
     )
-
-
-def question(assembly: Assembly, index: int, length: int, words: int) -> EngineSequence:
-    """Every second one is drawn; nothing of it is cached but BOS."""
-    draw = random.Random(index)
-    text = " ".join([f"{index}:", *draw.choices(_WORDS, k=words)])
-    sampling = SamplingParams(temperature=(0.0, 0.7)[index % 2], seed=index, max_tokens=length)
-    key = RequestKey(f"question-{index}")
-    request = Request(request_id=key, task=QueryTask(question=text), sampling=sampling)
-    sequence = make_sequence(assembly.frontend, request, None)
-    return fixed_length(sequence, length, 0, range(len(assembly.frontend.constraints)))
 
 
 @contextlib.contextmanager
@@ -110,19 +88,23 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks parts", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="parts", help="of the record")
-    parser.add_argument("--callers", default="8,12,16")
-    parser.add_argument("--words", default="2,8", help="of a question")
+    parser.add_argument("--callers", default=[8, 12, 16], type=numbers, help="e.g. 8,12,16")
+    parser.add_argument("--words", default=[2, 8], type=numbers, help="of a question")
     parser.add_argument("--tokens", default=8000, type=int, help="of a turn")
     parser.add_argument("--turns", default=3, type=int, help="of both kinds, besides the first")
     arguments = parser.parse_args(argv)
-    callers, words = ([int(each) for each in of.split(",")] for of in _lists(arguments))
     config = msgspec.structs.replace(
-        model_config(arguments), max_running=max(callers), crops_per_launch=0, decode_path="graph"
+        model_config(arguments),
+        max_running=max(arguments.callers),
+        crops_per_launch=0,
+        decode_path="graph",
     )
     assembly = assemble(config)
     gc.collect()
     gc.freeze()  # as the engine's process does: a collection takes 130 ms
-    rows = [_row(assembly, *each, arguments) for each in product(callers, words)]
+    rows = [
+        _row(assembly, *each, arguments) for each in product(arguments.callers, arguments.words)
+    ]
     assembly.device.close()
     figures = {"model": msgspec.to_builtins(assembly.info), "rows": rows}
     cells = [each for row in rows for each in _cells(row)]
@@ -130,13 +112,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _lists(arguments: argparse.Namespace) -> tuple[str, str]:
-    return arguments.callers, arguments.words
-
-
 def _row(
     assembly: Assembly, callers: int, words: int, arguments: argparse.Namespace
-) -> dict[str, object]:
+) -> dict[str, Any]:
     taken: dict[str, list[Figures]] = {"whole": [], "parts": []}
     for turn in range(1 + arguments.turns):
         for kind in taken if turn % 2 else reversed(taken):
@@ -146,15 +124,13 @@ def _row(
     return {"callers": callers, "words": words, **kept}
 
 
-def _cells(row: dict[str, object]) -> Iterator[tuple[object, ...]]:
-    means = {}
+def _cells(row: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    medians = {}
     for kind in ("whole", "parts"):
-        runs = row[kind]
-        assert isinstance(runs, list)
-        each = means[kind] = Figures(
-            *(statistics.median(run[what] for run in runs) for what in Figures._fields)
+        each = medians[kind] = Figures(
+            *(statistics.median(run[what] for run in row[kind]) for what in Figures._fields)
         )
-        share = f"{each.tokens_per_s / means['whole'].tokens_per_s:.3f}"
+        share = f"{each.tokens_per_s / medians['whole'].tokens_per_s:.3f}"
         times = (f"{ms:.2f}" for ms in (each.first_token_ms, each.gap_ms, each.gap_p99_ms))
         speed = f"{each.tokens_per_s:.0f}", share
         yield row["callers"], f"{each.prompt_tokens:.0f}", kind, *speed, *times

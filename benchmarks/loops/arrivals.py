@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -101,6 +102,39 @@ def joins(assembly: Assembly, streams: int, count: int, context: int) -> list[Jo
     return waits
 
 
+class Answer(NamedTuple):
+    """Of a request that was submitted at `asked`, in `time.perf_counter`."""
+
+    sequence: EngineSequence
+    task: RecordedTask
+    asked: float
+
+
+def ask_again(
+    run: Decodes, callers: int, num_tokens: int, make: Callable[[int], EngineSequence]
+) -> list[Answer]:
+    """The answers until they have so many tokens, when each of `callers` asks again as soon as it
+    has one; `make` gets the number of requests before.
+    """
+    live: list[Answer] = []
+    ended: list[Answer] = []
+    count = committed = 0
+    while committed < num_tokens:
+        while len(live) < callers:
+            sequence = make(count)
+            (task,) = recorded([sequence])
+            sequence.seq_id = count
+            count += 1
+            run.scheduler.submit(sequence)
+            live.append(Answer(sequence, task, time.perf_counter()))
+        run.scheduler.step()
+        for each in [each for each in live if each.sequence.finalized]:
+            live.remove(each)
+            ended.append(each)
+            committed += len(each.task.tokens)
+    return ended
+
+
 def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
     """Tokens a second when each of `callers` asks again as soon as it has an answer.
 
@@ -109,29 +143,19 @@ def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = Fal
     """
     draw, image = random.Random(3), picture(assembly)
     run = Decodes(assembly, at_once=1, shares=True)
-    live: list[tuple[EngineSequence, RecordedTask]] = []
-    count = committed = 0
+
+    def make(count: int) -> EngineSequence:
+        length = draw.randint(8, 64)
+        if not lists:
+            return question(assembly, count, length)
+        kind = NUM_SKILLS * (count // 2) + count % 2  # detections and points in turn
+        return skilled(assembly, image, kind, length)
+
     begin = time.perf_counter()
-    while committed < num_tokens:
-        while len(live) < callers:
-            length = draw.randint(8, 64)
-            if lists:
-                kind = NUM_SKILLS * (count // 2) + count % 2  # detections and points in turn
-                sequence = skilled(assembly, image, kind, length)
-            else:
-                sequence = question(assembly, count, length)
-            (task,) = recorded([sequence])
-            sequence.seq_id = count
-            count += 1
-            run.scheduler.submit(sequence)
-            live.append((sequence, task))
-        run.scheduler.step()
-        for each in [each for each in live if each[0].finalized]:
-            live.remove(each)
-            committed += len(each[1].tokens)
+    ended = ask_again(run, callers, num_tokens, make)
     seconds = time.perf_counter() - begin
     run.scheduler.drain()
-    return committed / seconds
+    return sum(len(each.task.tokens) for each in ended) / seconds
 
 
 def randomly(

@@ -19,12 +19,14 @@ from PIL import Image
 NUM_SKILLS = 5
 
 
-def question(assembly: Assembly, index: int, length: int) -> EngineSequence:
+def question(
+    assembly: Assembly, index: int, length: int, said: str = "what is there?"
+) -> EngineSequence:
     """A question of its own, answered with `length` tokens, greedily or not."""
     temperature = (0.0, 0.7)[index % 2]
     request = Request(
         request_id=RequestKey(f"question-{index}"),
-        task=QueryTask(question=f"{index}: what is there?"),
+        task=QueryTask(question=f"{index}: {said}"),
         sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=length),
     )
     sequence = make_sequence(assembly.frontend, request, None)

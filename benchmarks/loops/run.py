@@ -210,7 +210,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks loops", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="loops", help="of the record")
-    parser.add_argument("--streams", default=[1, 8, 32], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--streams", default=[1, 8, 32], type=numbers, help="e.g. 1,8,32")
     equal_answers.add_options(parser)
     parser.add_argument("--joins", default=30, type=int, help="requests that join")
     parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
@@ -219,5 +219,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
