@@ -119,10 +119,9 @@ class DecodeLoops:
         """
         self._rings[slot].reset()
         self._looks.begin()
-        resident = self._resident
-        takes = resident is not None and self._takes(resident, num_rows, rank, needs, common)
-        self._in_kernel[slot] = takes
-        if resident is not None and takes:
+        resident = self._kernel_for(num_rows, rank, needs, common)
+        self._in_kernel[slot] = resident is not None
+        if resident is not None:
             if num_steps:
                 self._submit(resident, slot, num_rows, num_tokens, num_steps, needs)
             return
@@ -152,14 +151,18 @@ class DecodeLoops:
 
         return next(filter(any_way, rows), 0)
 
-    def _takes(
-        self, resident: ResidentSteps, num_rows: int, rank: int, needs: Needs, common: bool
-    ) -> bool:
+    def _kernel_for(
+        self, num_rows: int, rank: int, needs: Needs, common: bool
+    ) -> ResidentSteps | None:
+        resident = self._resident
+        if resident is None or num_rows > resident.max_rows or rank or needs.logprobs:
+            return None
         kind = Kind.VALUES if needs.payload else Kind.WORDS
         kind = Kind.DRAFTS if resident.drafts else kind
-        if num_rows > resident.max_rows or rank or needs.logprobs or kind not in _kinds(resident):
-            return False
-        return self.choice.takes(kind, num_rows, drawn=needs.sampled, common=common)
+        if kind not in _kinds(resident):
+            return None
+        takes = self.choice.takes(kind, num_rows, drawn=needs.sampled, common=common)
+        return resident if takes else None
 
     def without_kernel(self) -> None:
         """Nothing may be in flight."""

@@ -9,7 +9,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.output_processor import OutputProcessor
-from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, RowTokens, sleep
+from legato_engine.scheduler.runner import LoopRunner, NoTokens, Pause, RowTokens
 from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
@@ -36,7 +36,7 @@ class Loops(ABC):
         manager: KVCacheManager,
         running: RunningSequences,
         decode: DecodePlanner,
-        pause: Pause = sleep,
+        pause: Pause,
     ) -> None:
         self._runner = runner
         self._pause = pause
@@ -83,7 +83,7 @@ class Loops(ABC):
         was.
 
         `ends`: another launch waits that cannot be enqueued behind the loop, which ends after the
-        step that it is in; `is_cut`: that, or one that is no decode is behind it.
+        step that it is in; `is_cut`: `ends`, or the launch behind the loop is no decode.
         """
         launch = record.launch
         rows = launch.plan.rows

@@ -164,20 +164,21 @@ class PrefillPlanner:
 
         It is cut if that adds no pass.
         """
-        size, num_left = self._limits.pass_tokens, first.num_left + _adds_bos(first)
-        room = size - num_decodes
+        size, num_bos = self._limits.pass_tokens, _adds_bos(first)
+        num_left, room = first.num_left + num_bos, size - num_decodes
         if not 0 < num_decodes < size or num_left <= room:
             return 0
         if self._queue or _computes_image(first):
             return 0
         at_once, in_parts = -(-(num_left + num_decodes) // size), -(-num_left // room)
-        return room - _adds_bos(first) if in_parts <= at_once else 0
+        return room - num_bos if in_parts <= at_once else 0
 
     def _part(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
     ) -> Plan:
         row = first.schedule(num_tokens)
-        self._begun = _Admitted(first.sequence, NO_PREFILL_WORK, first.position + num_tokens)
+        first.work, first.position = NO_PREFILL_WORK, first.position + num_tokens
+        self._begun = first
         return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_part=True)
 
     def _max_images(

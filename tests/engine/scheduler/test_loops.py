@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -57,7 +56,7 @@ class Looping:
         limits: BatchLimits = LIMITS,
         loops: bool = True,
     ) -> None:
-        self.arrivals: list[Callable[[], object]] = []  # to be handled between two looks
+        self.has_command = False  # to be read before the step's tokens
         self.runner = Keeping(draw)
         self.manager = KVCacheManager(num_pages, PAGE, ROWS)
         self.scheduler = Scheduler(
@@ -68,7 +67,7 @@ class Looping:
             FakeSink(),
             limits=limits,
             loops=self.runner if loops else None,
-            pause=lambda _: bool(self.arrivals),
+            pause=lambda _: self.has_command,
         )
         self.sequences: list[Sequence] = []
 
@@ -147,11 +146,12 @@ def test_what_arrives_during_a_step_is_handled_before_its_end() -> None:
     first = world.submit(40)
     world.until(first, 10)
     have, steps = len(first.tokens), world.scheduler.steps_committed
-    world.arrivals.append(lambda: world.submit(5))
+    world.has_command = True
     world.scheduler.step()
     assert len(first.tokens) == have
     assert world.scheduler.steps_committed == steps
-    world.arrivals.pop()()
+    world.has_command = False
+    world.submit(5)
     world.scheduler.step()
     assert len(first.tokens) == have
     assert world.runner.plans[-1].behind
