@@ -76,8 +76,9 @@ class KernelBackend:
             images=slots[0].max_images if self.encodes_images else 1,
             min_queue_length=_MIN_QUEUE_LENGTH,
             pass_tokens=max_tokens,
+            cut_tokens=min(MAX_PASSES * max_tokens, model.max_context),
         )
-        self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
+        self._max_scheduled = self.limits.cut_tokens
         chunks = model.capabilities.chunks
         self._long = None
         if chunks is not None and self._max_scheduled < model.max_context:

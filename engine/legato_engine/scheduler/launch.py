@@ -140,7 +140,8 @@ class BatchLimits:
     """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
 
     Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
-    `pass_tokens` has several passes over the weights; 0: its time grows with every token.
+    `pass_tokens` has several passes over the weights; 0: its time grows with every token. A prompt
+    of more tokens than `cut_tokens` has other kinds of passes, which decodes cannot join.
     """
 
     prompts: int = 1
@@ -149,6 +150,7 @@ class BatchLimits:
     images: int = 1  # to compute, while at least `min_queue_length` sequences wait
     min_queue_length: int = 0
     pass_tokens: int = 0
+    cut_tokens: int = 0
 
 
 ALONE = BatchLimits()

@@ -19,6 +19,9 @@ from legato_engine.sequence import Sequence
 _SHORT_ANSWER = 8
 """Tokens; shorter answers may be delayed by launches with several images."""
 
+_FEW_MORE_PASSES = 4 / 3
+"""Passes of a prompt in parts, to those of the whole."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Admitted:
@@ -33,6 +36,11 @@ class _Admitted:
     @property
     def num_left(self) -> int:
         return self.sequence.length - self.position
+
+    @property
+    def num_bos(self) -> int:
+        """BOS is computed with the prompt, but is no token of it."""
+        return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
         return ScheduledSequence(self.sequence, self.position, num_tokens, self.work)
@@ -49,24 +57,23 @@ class _Batch:
     others: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     num_tokens: int = 0  # of the prompts
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def has_room(self, num_tokens: int) -> bool:
         num_rows = len(self.decodes) + len(self.images) + len(self.others)
-        num_tokens = len(self.decodes) + self.num_tokens + _max_scheduled_tokens(sequence)
         return (
             self.limits.prompts > 1
             and num_rows < self.limits.sampled
-            and num_tokens <= self.limits.tokens
+            and len(self.decodes) + self.num_tokens + num_tokens <= self.limits.tokens
         )
 
     def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
         num_images = len(self.images) + computes_image
         num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
-        if num_prompts > self.limits.prompts or not self.has_room(sequence):
+        if num_prompts > self.limits.prompts or not self.has_room(_most_tokens(sequence)):
             return False
         return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
 
     def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
-        self.num_tokens += _max_scheduled_tokens(admitted.sequence)
+        self.num_tokens += admitted.num_left + admitted.num_bos
         row = admitted.schedule(admitted.num_left)
         (self.images if computes_image else self.others).append(row)
 
@@ -81,8 +88,8 @@ class PrefillPlanner:
     Between the encodes of an image and its prefill no other sequence is planned, because the device
     has one feature buffer; nor between the parts of a prompt.
 
-    Decodes run in the last pass over the weights of their launch. So a lone prompt that would add
-    passes to it is cut into parts, one for each launch, if they are no more than the passes.
+    Decodes run in the last pass over the weights of their launch. So a prompt that would add passes
+    to it, or is too long to share it, may be cut into parts, one for each launch.
 
     Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
     earlier request waits for it.
@@ -141,11 +148,11 @@ class PrefillPlanner:
             return self._encode(first, max_crops)
         self._begun = None
         self._manager.planned(first.sequence)
+        if num_tokens := self._tokens_of_part(first, len(decodes)):
+            return self._part(first, decodes, num_tokens)
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
-        if not batch.has_room(first.sequence):
+        if not batch.has_room(first.num_left + first.num_bos):
             batch = dataclasses.replace(batch, decodes=())
-        if num_tokens := self._tokens_of_part(first, len(batch.decodes)):
-            return self._part(first, batch.decodes, num_tokens)
         batch.add(first, computes_image=_computes_image(first))
         self._fill(batch)
         return batch.plan()
@@ -160,18 +167,23 @@ class PrefillPlanner:
                 self._manager.planned(sequence)
 
     def _tokens_of_part(self, first: _Admitted, num_decodes: int) -> int:
-        """The most that run beside the decodes in one pass; 0 if the prompt is not cut.
+        """Those that run beside the decodes; 0 if the prompt is not cut.
 
-        It is cut if that adds no pass.
+        Parts are the smallest that add few passes. If all add more, a prompt too long to share a
+        launch has the largest, and any other is whole; so it is where another could join it.
         """
-        size, num_bos = self._limits.pass_tokens, _adds_bos(first)
-        num_left, room = first.num_left + num_bos, size - num_decodes
-        if not 0 < num_decodes < size or num_left <= room:
+        limits, size = self._limits, self._limits.pass_tokens
+        num_left = first.num_left + first.num_bos
+        fits = num_left + num_decodes <= limits.tokens
+        if not 0 < num_decodes < size or not size - num_decodes < num_left <= limits.cut_tokens:
             return 0
-        if self._queue or _computes_image(first):
+        if fits and (self._queue or _computes_image(first)):
             return 0
-        at_once, in_parts = -(-(num_left + num_decodes) // size), -(-num_left // room)
-        return room - num_bos if in_parts <= at_once else 0
+        at_once = -(-(num_left + num_decodes if fits else num_left) // size)
+        for room in range(size - num_decodes, min(limits.tokens - num_decodes, num_left), size):
+            if _num_passes(num_left, room, num_decodes, size) <= at_once * _FEW_MORE_PASSES:
+                return room - first.num_bos
+        return 0 if fits else limits.tokens // size * size - num_decodes - first.num_bos
 
     def _part(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
@@ -228,10 +240,13 @@ def _computes_image(admitted: _Admitted) -> bool:
     return admitted.sequence.image_prefix_length > 0 and bool(admitted.work.compute_pages)
 
 
-def _max_scheduled_tokens(sequence: Sequence) -> int:
-    """Includes BOS without an image."""
+def _most_tokens(sequence: Sequence) -> int:
+    """Of its prompt, if nothing but the image is cached, with BOS if there is none."""
     return sequence.length - sequence.image_prefix_length
 
 
-def _adds_bos(admitted: _Admitted) -> int:
-    return int(bool(admitted.work.compute_pages) and not admitted.sequence.image_prefix_length)
+def _num_passes(num_tokens: int, room: int, num_decodes: int, size: int) -> int:
+    """Of a prompt in parts of `room` tokens, each beside the decodes, in passes of `size`."""
+    num_parts, rest = divmod(num_tokens, room)
+    last = -(-(rest + num_decodes) // size) if rest else 0
+    return num_parts * ((room + num_decodes) // size) + last

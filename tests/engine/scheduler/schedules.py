@@ -50,6 +50,7 @@ class Totals:
     void: int = 0  # rows of decodes behind one that do not count
     listed: int = 0  # of those, steps with a constraint that follows another
     parts: int = 0  # of prompts, without the last ones
+    long_parts: int = 0  # of prompts that are too long to share a launch
     cuts: int = 0  # waits for a step of a loop that were cut short
     accepted: int = 0
     rejected: int = 0
@@ -76,6 +77,7 @@ class Totals:
         self.void += world.runner.num_void
         self.listed += world.runner.num_listed
         self.parts += world.runner.num_parts
+        self.long_parts += world.runner.num_long_parts
         self.cuts += world.num_cuts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -101,24 +103,27 @@ class Schedule:
         self.break_rate = draw.choice((0.0, 0.0, 0.0, 0.01))
         self.sink = FakeSink()
         self.clock = FakeClock()
-        self.manager = KVCacheManager(
-            draw.randint(7, 14) * (1 + self.bursts), PAGE, draw.randint(1, 6), num_adapter_slots=1
-        )
+        passes, has_long = (0, 6, 8)[seed // 7 % 3], seed // 21 % 2 == 1
+        self.most_more = 16 if has_long else 8
+        num_pages = draw.randint(7, 14) * (1 + self.bursts) + (5 if passes and has_long else 0)
+        self.manager = KVCacheManager(num_pages, PAGE, draw.randint(1, 6), num_adapter_slots=1)
         largest = 0 if self.bursts else draw.choice((0, 0, 1, 3, 9))
         self.speculates = largest > 0
         self.runner = ReadingRunner(
             lambda: draw.random() < self.break_rate, draw, drafts=self.speculates
         )
         self.loops = seed % 3 == 1
-        passes = (0, 6, 8)[seed // 7 % 3]
         self.cut = random.Random(f"cut {seed}") if passes else None  # longer prompts
+        depth = draw.choice((1, 2, 2))
+        limits = self._limits(passes, 2 * passes if has_long else 24)
+        self.runner.shared_tokens = limits.tokens
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
-            Pipeline(draw.choice((1, 2, 2))),
+            Pipeline(depth),
             self.clock,
             self.sink,
-            limits=self._limits(passes),
+            limits=limits,
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
@@ -188,7 +193,8 @@ class Schedule:
             said = before.keys(before.prefix_length, before.length)
             prompt = [PromptToken(*token) for token in said] + self._words(2)
         if self.cut:
-            prompt += [PromptToken(self.cut.randrange(3)) for _ in range(self.cut.randint(0, 8))]
+            more = self.cut.randint(0, self.most_more)
+            prompt += [PromptToken(self.cut.randrange(3)) for _ in range(more)]
         task = FakeTask(
             seed=draw.randrange(3),
             max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
@@ -256,11 +262,13 @@ class Schedule:
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
 
-    def _limits(self, pass_tokens: int) -> BatchLimits:
+    def _limits(self, pass_tokens: int, tokens: int) -> BatchLimits:
         if self.bursts:
             return shared(self.draw.choice((2, 3)), 3, 40, pass_tokens)
         prompts = self.draw.choice((1, 1, 2, 3))
-        return shared(max(2, prompts), 1, 24, pass_tokens) if pass_tokens else shared(prompts, 1)
+        if not pass_tokens:
+            return shared(prompts, 1)
+        return shared(max(2, prompts), 1, tokens, pass_tokens)
 
     def _pause(self, seconds: float) -> bool:
         del seconds

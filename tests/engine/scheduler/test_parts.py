@@ -12,10 +12,10 @@ from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.planning import PAGE, decodes_of, make_planner, planned, running, sized
 from tests.engine.scheduler.test_loops import Looping
-from tests.fakes import make_sequence
+from tests.fakes import FakeTask, make_sequence
 
-LIMITS = BatchLimits(4, tokens=99, sampled=8, pass_tokens=8)
-DECODES = decodes_of(*(running(seq_id, launched=1) for seq_id in (7, 8, 9)))
+LIMITS = BatchLimits(4, tokens=24, sampled=8, pass_tokens=8, cut_tokens=64)
+DECODES = decodes_of(*(running(seq_id, launched=1) for seq_id in range(7, 14)))
 
 
 def planner_of(*sequences: Sequence, limits: BatchLimits = LIMITS) -> PrefillPlanner:
@@ -35,12 +35,12 @@ def spans(plan: Plan) -> list[tuple[int, int]]:
     return [(row.position, row.num_tokens) for row in plan.prefills]
 
 
-def test_a_lone_prompt_is_cut_where_that_adds_no_pass() -> None:
+def test_a_lone_prompt_is_cut_where_that_adds_few_passes() -> None:
     """A part leaves the pass its decodes; BOS, which it computes too, is no token of the prompt."""
     planner = planner_of(sized(0, 10))
     first = plan_of(planner)
     assert (spans(first), first.has_part, planned(first)) == ([(1, 4)], True, [7, 8, 9, 0])
-    assert first.counted_rows == first.decodes == DECODES
+    assert first.counted_rows == first.decodes == DECODES[:3]
     assert first.prefills[0].work.compute_pages
     last = plan_of(planner)
     assert (spans(last), last.has_part, planned(last)) == ([(5, 5)], False, [7, 8, 9, 0])
@@ -76,11 +76,50 @@ def test_other_prompts_are_not_kept_waiting_by_parts() -> None:
     assert (spans(rest), rest.has_part) == ([(6, 9), (1, 3)], False)
 
 
+def with_image(num_prompt: int) -> Sequence:
+    task = FakeTask(num_prompt=num_prompt, max_tokens=1)
+    return make_sequence(0, task, prefix_key="k", prefix_length=9, num_crops=3)
+
+
+@pytest.mark.parametrize(
+    ("positions", "num_decodes", "expected"),
+    [
+        (24, 3, [(1, 12), (13, 11)]),  # four passes instead of three; parts of one would be five
+        (33, 2, [(1, 5), (6, 6), (12, 6), (18, 6), (24, 6), (30, 3)]),  # six passes instead of five
+        (33, 7, [(1, 16), (17, 9), (26, 7)]),  # no parts add so few, then the rest fits a launch
+        (65, 3, [(1, 64)]),  # its passes are of another kind
+    ],
+)
+def test_parts_are_the_smallest_that_add_few_passes(
+    positions: int, num_decodes: int, expected: list[tuple[int, int]]
+) -> None:
+    """All but the last are parts, and decodes go on in each."""
+    planner = planner_of(sized(0, positions))
+    plans = [plan_of(planner, num_decodes) for _ in expected]
+    assert [spans(plan) for plan in plans] == [[span] for span in expected]
+    assert [plan.has_part for plan in plans] == [True] * (len(plans) - 1) + [False]
+    is_cut = len(plans) > 1
+    assert {len(plan.decodes) for plan in plans} == {num_decodes if is_cut else 0}
+    assert not planner.has_work
+
+
+def test_a_long_prompt_is_cut_though_others_wait() -> None:
+    """They share the launch of its last part. An image is computed with the first."""
+    planner = planner_of(with_image(33), sized(1, 4))
+    first = plan_of(planner, 7)
+    assert (spans(first), first.has_part) == ([(9, 17)], True)
+    assert first.prefills[0].encodes
+    rest = plan_of(planner, num_decodes=4)
+    assert (spans(rest), rest.has_part) == ([(26, 16), (1, 3)], False)
+    assert not rest.prefills[0].encodes
+
+
 def test_what_is_not_cut() -> None:
-    """A prompt with an image to compute, or any without limits of a pass."""
-    image = make_sequence(0, sized(0, 10).task, prefix_key="k", prefix_length=9, num_crops=3)
-    assert not plan_of(planner_of(image)).has_part
-    unlimited = BatchLimits(4, tokens=99, sampled=8)
+    """A prompt that could share its launch with an image to compute, or any without limits of a
+    pass.
+    """
+    assert not plan_of(planner_of(with_image(10))).has_part
+    unlimited = BatchLimits(4, tokens=24, sampled=8)
     assert not plan_of(planner_of(sized(0, 10), limits=unlimited)).has_part
 
 
@@ -104,7 +143,9 @@ def test_a_request_ends_between_two_parts() -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_decodes_go_on_in_each_part(aborted: bool) -> None:
     """Every answer is what it is alone; a request that is aborted between parts leaves nothing."""
-    world = Looping(random.Random(0), limits=BatchLimits(3, 40, 6, pass_tokens=6), loops=False)
+    world = Looping(
+        random.Random(0), limits=BatchLimits(3, 40, 6, pass_tokens=6, cut_tokens=40), loops=False
+    )
     first, second = world.submit(12), world.submit(12)
     world.until(second, 2)
     late = world.submit(3, num_prompt=8)

@@ -25,7 +25,10 @@ from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 def shared(prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0) -> BatchLimits:
     """Limits that only a long prompt or many rows exceed."""
-    return BatchLimits(prompts, tokens, 4, images, min_queue_length=0, pass_tokens=pass_tokens)
+    cut = 3 * tokens if pass_tokens else 0
+    return BatchLimits(
+        prompts, tokens, 4, images, min_queue_length=0, pass_tokens=pass_tokens, cut_tokens=cut
+    )
 
 
 def num_images(plan: Plan) -> int:
