@@ -79,7 +79,7 @@ def prompts(assembly: Assembly, kind: str) -> Iterator[None]:
     """Schedulers made meanwhile leave prompts whole, or cut them as an engine does."""
     limits = assembly.runner.limits
     if kind == "whole":
-        limits = dataclasses.replace(limits, pass_tokens=0)
+        limits = dataclasses.replace(limits, pass_tokens=0, long_tokens=0)
     with mock.patch.object(ModelRunner, "limits", limits):
         yield
 
@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks parts", description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--name", default="parts", help="of the record")
-    parser.add_argument("--callers", default=[8, 12, 16], type=numbers, help="e.g. 8,12,16")
-    parser.add_argument("--words", default=[2, 8], type=numbers, help="of a question")
+    parser.add_argument("--callers", default=[2, 8, 16], type=numbers, help="e.g. 2,8,16")
+    parser.add_argument("--words", default=[8, 24, 64, 160], type=numbers, help="of a question")
     parser.add_argument("--tokens", default=8000, type=int, help="of a turn")
     parser.add_argument("--turns", default=3, type=int, help="of both kinds, besides the first")
     arguments = parser.parse_args(argv)

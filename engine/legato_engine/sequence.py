@@ -179,6 +179,12 @@ class Sequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def num_prompt_computed(self) -> int:
+        """Tokens of the prompt that its prefill computes, BOS included, since it was admitted."""
+        cached = self.pages.cached_length
+        return self.prompt_length - max(cached, self.image_prefix_length)
+
+    @property
     def image_prefix_length(self) -> int:
         """Positions with bidirectional attention, shared only together."""
         return self.prefix_length if self.prefix_length > 1 else 0

@@ -144,6 +144,9 @@ class RadixTree:
         if node.length < stop and node.children:
             keys = sequence.keys(node.length, stop)
             for child in itertools.islice(reversed(node.children.values()), MAX_SCANNED_CHILDREN):
+                # No more than `most` are common unless the next one is; hardly any child has it.
+                if child.keys[most : most + 1] != keys[most : most + 1]:
+                    continue
                 count = _num_common(child.keys, keys)
                 if count > most:
                     source, most = child, count

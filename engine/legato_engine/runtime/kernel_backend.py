@@ -20,13 +20,13 @@ from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.backend import Needs
-from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
 from legato_engine.runtime.draft_state import Layout
 from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.long_prompts import LongPrompts
+from legato_engine.runtime.long_prompts import CHUNK, LongPrompts
 from legato_engine.runtime.passes import (
     ScheduledPrompt,
     ScheduledToken,
@@ -69,6 +69,11 @@ class KernelBackend:
         self._kernels = kernels
         self._encoder_runner = _encoder_runner(resources)
         self.encodes_images = self._encoder_runner is not None
+        cut_tokens = min(MAX_PASSES * max_tokens, model.max_context)
+        chunks = model.capabilities.chunks
+        self._long = None
+        if chunks is not None and cut_tokens < model.max_context:
+            self._long = LongPrompts(resources, chunks)
         self.limits = BatchLimits(
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * max_tokens, model.max_context),
@@ -76,13 +81,9 @@ class KernelBackend:
             images=slots[0].max_images if self.encodes_images else 1,
             min_queue_length=_MIN_QUEUE_LENGTH,
             pass_tokens=max_tokens,
-            cut_tokens=min(MAX_PASSES * max_tokens, model.max_context),
+            cut_tokens=cut_tokens,
+            long_tokens=0 if self._long is None else CHUNK,
         )
-        self._max_scheduled = self.limits.cut_tokens
-        chunks = model.capabilities.chunks
-        self._long = None
-        if chunks is not None and self._max_scheduled < model.max_context:
-            self._long = LongPrompts(resources, chunks)
         self._sampler = Sampler(model.vocab_size)
         self._drafting = None
         if self._state.drafts is not None:
@@ -161,22 +162,15 @@ class KernelBackend:
             self._encoder_runner.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
-        steps = [
-            PrefillStep(self._resources, buffers, row, index=index)
-            for index, row in enumerate(prompts)
-        ]
-        for row, step in zip(prompts, steps, strict=True):
+        for row in prompts:
             if row.work.write_adapter:
-                compute.submit(step.write_adapter)
+                compute.submit(PrefillStep(self._resources, buffers, row).write_adapter)
         if self._encoder_runner is not None:
             self._encoder_runner.cache(slot, encoded)
-        scheduled = [
-            self._after_prefix(row, step) for row, step in zip(prompts, steps, strict=True)
-        ]
+        scheduled = [self._after_prefix(buffers, *each) for each in enumerate(prompts)]
         self._graphs.run(self._admit_work, slot)
-        num_tokens = sum(len(prompt.tokens) for prompt in scheduled) + len(decodes)
-        if num_tokens > self._max_scheduled:
-            assert len(prompts) + len(decodes) == 1, f"{num_tokens} tokens share a launch"
+        if prompts[0].sequence.num_prompt_computed > self.limits.cut_tokens:
+            assert len(prompts) + len(decodes) == 1, "a long prompt shares a launch"
             answer = self._run_long(slot, prompts[0], scheduled[0])
             if answer is None:
                 return
@@ -188,7 +182,9 @@ class KernelBackend:
         assert self._encoder_runner is not None, "an encode without an image encoder"
         self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
-    def _after_prefix(self, row: ScheduledSequence, step: PrefillStep) -> ScheduledPrompt:
+    def _after_prefix(
+        self, buffers: DecodeSlot, index: int, row: ScheduledSequence
+    ) -> ScheduledPrompt:
         """Return what a prompt's steps compute, after a missing prefix that no encoder fills.
 
         BOS alone is computed by the steps too.
@@ -197,6 +193,7 @@ class KernelBackend:
         if row.work.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._resources.model.bos_token, NO_PAYLOAD), *tokens], 0
         elif row.work.compute_pages and not row.encodes:
+            step = PrefillStep(self._resources, buffers, row, index=index)
             self._resources.compute.submit(step.run_prefix)
         return ScheduledPrompt(row.sequence.row, start, tokens)
 
@@ -209,10 +206,8 @@ class KernelBackend:
         gives them the bits that they had when they were decoded.
         """
         buffers, compute = self._slots[slot], self._resources.compute
-        num_answer = min(row.num_tokens, row.sequence.num_committed)
+        num_answer = max(0, row.position + row.num_tokens - row.sequence.prompt_length)
         num_prompt = len(scheduled.tokens) - num_answer
-        if num_answer and num_prompt <= self._max_scheduled:
-            return scheduled
         if not num_answer:
             stage_samples(buffers, (row,), self._state.scratch_row)
             buffers.staged.upload(compute)

@@ -6,8 +6,8 @@ A pass over tens of tokens takes hardly longer than over one, and results are ba
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence as Many
+from itertools import count, groupby, repeat
 from typing import NamedTuple
 
 from legato_engine.runtime.decode_slot import DecodeSlot
@@ -52,13 +52,16 @@ def cut_passes(
     sampled = [
         ScheduledToken(r.sequence.row, r.position + r.slack, r.sequence.row) for r in decodes
     ]
-    sampled += [_token(prompt, len(prompt.tokens) - 1) for prompt in prompts]
+    others: list[ScheduledToken] = []
+    for row, start, tokens in prompts:
+        others += map(ScheduledToken, repeat(row), count(start), repeat(PROMPT), tokens)
+        sampled.append(others.pop())
     assert len(sampled) <= max_tokens, f"{len(sampled)} sampled tokens, a pass has {max_tokens}"
-    others = [_token(prompt, at) for prompt in prompts for at in range(len(prompt.tokens) - 1)]
-    count = max(0, len(others) + len(sampled) - max_tokens)  # tokens in the passes before the last
-    begins = [*range(count % max_tokens or max_tokens, count, max_tokens), count] if count else []
+    before = max(0, len(others) + len(sampled) - max_tokens)  # tokens of the passes before the last
+    begins = [*range(before % max_tokens or max_tokens, before, max_tokens)]
+    begins += [before] if before else []
     passes = [others[a:b] for a, b in zip([0, *begins], begins, strict=False)]
-    return (*passes, sampled + others[count:])
+    return (*passes, sampled + others[before:])
 
 
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
@@ -79,27 +82,23 @@ def stage_pass(
     slot: DecodeSlot, copy: int, tokens: Many[ScheduledToken], bucket: int, pad: int
 ) -> None:
     """Stage a pass in host side `copy`, padded with row `pad`."""
-    staged, count = slot.staged.hosts[copy], len(tokens)
+    staged, size = slot.staged.hosts[copy], len(tokens)
+    row_T, position_T, source_T, token_T = zip(*tokens, strict=True)
     first: dict[int, int] = {}
-    for token in tokens:
-        first[token.row] = min(token.position, first.get(token.row, token.position))
-    staged["row"][:count] = [token.row for token in tokens]
-    staged["position"][:count] = [token.position for token in tokens]
-    staged["source"][:count] = [token.source for token in tokens]
-    staged["fresh"][:count] = [first[token.row] for token in tokens]
-    staged["token"][:count] = [token.token[0] for token in tokens]
-    staged["payload"][:count] = [token.token[1] for token in tokens]
-    staged["row"][count:bucket] = pad
-    staged["source"][count:bucket] = pad
-    staged["position"][count:bucket] = 0
-    staged["fresh"][count:bucket] = 1  # above their position: padding
+    for row, position in zip(row_T, position_T, strict=True):
+        first[row] = min(position, first.get(row, position))
+    staged["row"][:size] = row_T
+    staged["position"][:size] = position_T
+    staged["source"][:size] = source_T
+    staged["fresh"][:size] = [first[row] for row in row_T]
+    staged["token"][:size], staged["payload"][:size] = zip(*token_T, strict=True)
+    staged["row"][size:bucket] = pad
+    staged["source"][size:bucket] = pad
+    staged["position"][size:bucket] = 0
+    staged["fresh"][size:bucket] = 1  # above their position: padding
 
 
 def num_groups(tokens: Many[ScheduledToken], max_tokens: int) -> int:
     """Count runs of up to `max_tokens` tokens of one row."""
-    runs = itertools.groupby(token.row for token in tokens)
+    runs = groupby(token.row for token in tokens)
     return sum(-(-len(list(run)) // max_tokens) for _, run in runs)
-
-
-def _token(prompt: ScheduledPrompt, at: int) -> ScheduledToken:
-    return ScheduledToken(prompt.row, prompt.start + at, token=prompt.tokens[at])

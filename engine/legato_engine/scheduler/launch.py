@@ -141,7 +141,8 @@ class BatchLimits:
 
     Each computed image but the first adds one to the allowed prompts. A launch of more tokens than
     `pass_tokens` has several passes over the weights; 0: its time grows with every token. A prompt
-    of more tokens than `cut_tokens` has other kinds of passes, which decodes cannot join.
+    that computes more tokens than `cut_tokens` has passes of `long_tokens`, which decodes cannot
+    join.
     """
 
     prompts: int = 1
@@ -151,6 +152,7 @@ class BatchLimits:
     min_queue_length: int = 0
     pass_tokens: int = 0
     cut_tokens: int = 0
+    long_tokens: int = 0  # 0: it is never cut
 
 
 ALONE = BatchLimits()

@@ -13,14 +13,12 @@ from legato_engine.scheduler.launch import (
     Plan,
     ScheduledSequence,
 )
+from legato_engine.scheduler.prompt_parts import shared_part
 from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 _SHORT_ANSWER = 8
 """Tokens; shorter answers may be delayed by launches with several images."""
-
-_FEW_MORE_PASSES = 4 / 3
-"""Passes of a prompt in parts, to those of the whole."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,6 +39,11 @@ class _Admitted:
     def num_bos(self) -> int:
         """BOS is computed with the prompt, but is no token of it."""
         return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Without an answer before a preemption, with BOS."""
+        return self.sequence.prompt_length - self.position + self.num_bos
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
         return ScheduledSequence(self.sequence, self.position, num_tokens, self.work)
@@ -88,8 +91,8 @@ class PrefillPlanner:
     Between the encodes of an image and its prefill no other sequence is planned, because the device
     has one feature buffer; nor between the parts of a prompt.
 
-    Decodes run in the last pass over the weights of their launch. So a prompt that would add passes
-    to it, or is too long to share it, may be cut into parts, one for each launch.
+    Decodes wait for the passes of a prompt over the weights. So a prompt of several passes may be
+    cut into parts, one for each launch.
 
     Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
     earlier request waits for it.
@@ -148,7 +151,16 @@ class PrefillPlanner:
             return self._encode(first, max_crops)
         self._begun = None
         self._manager.planned(first.sequence)
-        if num_tokens := self._tokens_of_part(first, len(decodes)):
+        if 0 < self._limits.cut_tokens < first.sequence.num_prompt_computed:
+            return self._long_prompt(first, others_decode=bool(decodes))
+        num_tokens = shared_part(
+            first.num_left + first.num_bos,
+            len(decodes),
+            self._limits,
+            others_wait=bool(self._queue),
+            may_join=bool(self._queue) or _computes_image(first),
+        )
+        if num_tokens > first.num_bos:
             return self._part(first, decodes, num_tokens)
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
         if not batch.has_room(first.num_left + first.num_bos):
@@ -166,30 +178,19 @@ class PrefillPlanner:
             if not cached:
                 self._manager.planned(sequence)
 
-    def _tokens_of_part(self, first: _Admitted, num_decodes: int) -> int:
-        """Those that run beside the decodes; 0 if the prompt is not cut.
-
-        Parts are the smallest that add few passes. If all add more, a prompt too long to share a
-        launch has the largest, and any other is whole; so it is where another could join it.
-        """
-        limits, size = self._limits, self._limits.pass_tokens
-        num_left = first.num_left + first.num_bos
-        fits = num_left + num_decodes <= limits.tokens
-        if not 0 < num_decodes < size or not size - num_decodes < num_left <= limits.cut_tokens:
-            return 0
-        if fits and (self._queue or _computes_image(first)):
-            return 0
-        at_once = -(-(num_left + num_decodes if fits else num_left) // size)
-        for room in range(size - num_decodes, min(limits.tokens - num_decodes, num_left), size):
-            if _num_passes(num_left, room, num_decodes, size) <= at_once * _FEW_MORE_PASSES:
-                return room - first.num_bos
-        return 0 if fits else limits.tokens // size * size - num_decodes - first.num_bos
+    def _long_prompt(self, first: _Admitted, *, others_decode: bool) -> Plan:
+        """The whole in a launch of its own, or a pass of it while others decode."""
+        size = self._limits.long_tokens
+        if others_decode and 0 < size < first.num_prompt_left:
+            return self._part(first, (), size)
+        return Plan(LaunchKind.PREFILL, (first.schedule(first.num_left),))
 
     def _part(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
     ) -> Plan:
-        row = first.schedule(num_tokens)
-        first.work, first.position = NO_PREFILL_WORK, first.position + num_tokens
+        """So many tokens, BOS included; the rest is planned next."""
+        row = first.schedule(num_tokens - first.num_bos)
+        first.work, first.position = NO_PREFILL_WORK, first.position + row.num_tokens
         self._begun = first
         return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_part=True)
 
@@ -243,10 +244,3 @@ def _computes_image(admitted: _Admitted) -> bool:
 def _most_tokens(sequence: Sequence) -> int:
     """Of its prompt, if nothing but the image is cached, with BOS if there is none."""
     return sequence.length - sequence.image_prefix_length
-
-
-def _num_passes(num_tokens: int, room: int, num_decodes: int, size: int) -> int:
-    """Of a prompt in parts of `room` tokens, each beside the decodes, in passes of `size`."""
-    num_parts, rest = divmod(num_tokens, room)
-    last = -(-(rest + num_decodes) // size) if rest else 0
-    return num_parts * ((room + num_decodes) // size) + last

@@ -15,7 +15,7 @@ from legato_engine.engine.loading import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.runtime import kernel_backend
+from legato_engine.runtime import kernel_backend, long_prompts
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
@@ -297,6 +297,46 @@ def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
     assert [len(plan.decodes) for plan in parts] == [2]
 
 
+def run_as_steps(assembly, monkeypatch, most):
+    """Let prompts of up to so many tokens run as steps."""
+    backend = assembly.runner._backend
+    limits = dataclasses.replace(backend.limits, cut_tokens=most)
+    monkeypatch.setattr(backend, "limits", limits)
+
+
+def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
+    """Each pass is a launch while others decode, whose steps run between them. It changes no
+    answer, as passes begin at the same tokens.
+    """
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    for module in (kernel_backend, long_prompts):
+        monkeypatch.setattr(module, "CHUNK", 32)
+    fused, _ = with_kernels(assembly, buckets=(8,), max_prompts=3)
+    run_as_steps(fused, monkeypatch, 32)
+    given, plans = [], []
+    for is_cut in (False, True):
+        run = Run(fused, max_tokens=24)
+        run.submit("one", QueryTask(question="one"))
+        while is_cut and run.sequences["one"].num_committed < 4:
+            run.scheduler.step()
+        while not is_cut and not run.scheduler.idle:
+            run.scheduler.step()
+        run.submit("late", QueryTask(question="x" * 60))
+        run.finish()
+        given.append(run.answers)
+        plans.append([record.launch.plan for record in run.records])
+    assert given[0] == given[1]
+    whole, parts = ([plan for plan in each if plan.prefills] for each in plans)
+    assert [plan.has_part for plan in whole] == [False, False]
+    assert [plan.has_part for plan in parts] == [False, True, True, False]
+    assert not any(plan.decodes for plan in parts)
+    sizes = [row.num_tokens for plan in parts[1:] for row in plan.prefills]
+    assert sizes[:2] == [31, 32], "BOS is computed with the first"
+    first = plans[1].index(parts[1])
+    kinds = [bool(plan.decodes) for plan in plans[1][first : first + 5]]
+    assert kinds == [False, True, False, True, False]
+
+
 def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
     either side of it, in passes of fixed shape or by torch alone.
@@ -306,7 +346,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     shared_tokens = fused.runner.limits.tokens
     given = []
     for most, chunks in ((MAX_PASSES, True), (1, True), (1, False)):
-        monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 8 * most)
+        run_as_steps(fused, monkeypatch, 8 * most)
         if not chunks:
             monkeypatch.setattr(fused.runner._backend, "_long", None)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
@@ -326,7 +366,7 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
-    monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 32)
+    run_as_steps(fused, monkeypatch, 32)
     monkeypatch.setattr(kernel_backend, "MAX_PASSES", 2)
     long_prompts = []
     long = fused.runner._backend._long

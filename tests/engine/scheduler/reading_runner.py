@@ -84,7 +84,7 @@ class ReadingRunner:
         self._loop_slot: int | None = None  # of the one in flight
         self._behind: Launch | None = None  # the launch after it
         self._early: list[int] | None = None  # its constraints
-        self.num_parts = self.num_long_parts = 0
+        self.num_parts = self.num_long_parts = self.num_lone_parts = 0
         self.shared_tokens = 0  # what fits one launch
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
@@ -129,6 +129,7 @@ class ReadingRunner:
             sequence, position = plan.rows[-1].sequence, plan.rows[-1].position
             self.num_parts += 1
             self.num_long_parts += sequence.length - position > self.shared_tokens
+            self.num_lone_parts += not plan.decodes
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 

@@ -51,6 +51,7 @@ class Totals:
     listed: int = 0  # of those, steps with a constraint that follows another
     parts: int = 0  # of prompts, without the last ones
     long_parts: int = 0  # of prompts that are too long to share a launch
+    lone_parts: int = 0  # beside no decode
     cuts: int = 0  # waits for a step of a loop that were cut short
     accepted: int = 0
     rejected: int = 0
@@ -78,6 +79,7 @@ class Totals:
         self.listed += world.runner.num_listed
         self.parts += world.runner.num_parts
         self.long_parts += world.runner.num_long_parts
+        self.lone_parts += world.runner.num_lone_parts
         self.cuts += world.num_cuts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -115,7 +117,8 @@ class Schedule:
         self.loops = seed % 3 == 1
         self.cut = random.Random(f"cut {seed}") if passes else None  # longer prompts
         depth = draw.choice((1, 2, 2))
-        limits = self._limits(passes, 2 * passes if has_long else 24)
+        long_tokens = 10 if has_long and seed % 5 < 2 else 0
+        limits = self._limits(passes, 2 * passes if has_long else 24, long_tokens)
         self.runner.shared_tokens = limits.tokens
         self.scheduler = Scheduler(
             self.runner,
@@ -262,13 +265,13 @@ class Schedule:
                 if draw.random() < 0.7:
                     self.manager.commit_to(sequence, draw.randint(0, length))
 
-    def _limits(self, pass_tokens: int, tokens: int) -> BatchLimits:
+    def _limits(self, pass_tokens: int, tokens: int, long_tokens: int) -> BatchLimits:
         if self.bursts:
             return shared(self.draw.choice((2, 3)), 3, 40, pass_tokens)
         prompts = self.draw.choice((1, 1, 2, 3))
         if not pass_tokens:
             return shared(prompts, 1)
-        return shared(max(2, prompts), 1, tokens, pass_tokens)
+        return shared(max(2, prompts), 1, tokens, pass_tokens, long_tokens)
 
     def _pause(self, seconds: float) -> bool:
         del seconds

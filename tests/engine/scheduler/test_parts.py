@@ -1,7 +1,8 @@
-"""Prompts in parts, each in one pass with the decodes."""
+"""Prompts in parts, a launch each, while others decode."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -112,6 +113,19 @@ def test_a_long_prompt_is_cut_though_others_wait() -> None:
     rest = plan_of(planner, num_decodes=4)
     assert (spans(rest), rest.has_part) == ([(26, 16), (1, 3)], False)
     assert not rest.prefills[0].encodes
+
+
+def test_parts_of_a_long_prompt_are_its_own_passes() -> None:
+    """They are whole passes with BOS, which no decode and no other prompt joins, even the last."""
+    limits = dataclasses.replace(LIMITS, cut_tokens=24, long_tokens=12)
+    planner = planner_of(sized(0, 30), sized(1, 4), limits=limits)
+    plans = [plan_of(planner) for _ in range(3)]
+    assert [spans(plan) for plan in plans] == [[(1, 11)], [(12, 12)], [(24, 6)]]
+    assert [plan.has_part for plan in plans] == [True, True, False]
+    assert [planned(plan) for plan in plans] == [[0], [0], [0]]
+    assert planned(plan_of(planner)) == [7, 8, 9, 1]
+    alone = plan_of(planner_of(sized(0, 30), limits=limits), num_decodes=0)
+    assert (spans(alone), alone.has_part) == ([(1, 29)], False)
 
 
 def test_what_is_not_cut() -> None:

@@ -35,6 +35,7 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert totals.listed > PART / 3
     assert totals.parts > PART / 20
     assert totals.long_parts > PART / 20
+    assert totals.lone_parts > PART / 100
     assert totals.cuts > PART / 4
     assert min(totals.accepted, totals.rejected) > PART
 

@@ -23,11 +23,21 @@ from tests.fake_runner import FakeRunner
 from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0) -> BatchLimits:
-    """Limits that only a long prompt or many rows exceed."""
-    cut = 3 * tokens if pass_tokens else 0
+def shared(
+    prompts: int, images: int = 3, tokens: int = 16, pass_tokens: int = 0, long_tokens: int = 0
+) -> BatchLimits:
+    """Limits that only a long prompt or many rows exceed. With `long_tokens` all prompts that do
+    not share a launch have passes of their own kind.
+    """
     return BatchLimits(
-        prompts, tokens, 4, images, min_queue_length=0, pass_tokens=pass_tokens, cut_tokens=cut
+        prompts,
+        tokens,
+        4,
+        images,
+        min_queue_length=0,
+        pass_tokens=pass_tokens,
+        cut_tokens=(tokens if long_tokens else 3 * tokens) if pass_tokens else 0,
+        long_tokens=long_tokens,
     )
 
 
