@@ -30,11 +30,13 @@ def close(assembly: Assembly) -> None:
 
 
 class Decodes(SilentSink):
-    """Counts committed launches by kind, draft tokens, and prompts with a loop's rows."""
+    """Counts committed launches by kind, draft tokens, prompts with a loop's rows, and parts of
+    prompts.
+    """
 
     def __init__(self) -> None:
         self.kinds: list[LaunchKind] = []
-        self.drafted = self.behind = 0
+        self.drafted = self.behind = self.parts = 0
 
     def committed(self, record: StepRecord) -> None:
         """Count it."""
@@ -42,6 +44,7 @@ class Decodes(SilentSink):
         self.drafted += record.drafted
         plan = record.launch.plan
         self.behind += bool(plan.behind and plan.prefills)
+        self.parts += plan.has_part
 
 
 def decoding(

@@ -108,6 +108,36 @@ def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path
     scheduler.drain()
 
 
+@pytest.mark.parametrize("path", ["graph", "resident"])
+@pytest.mark.parametrize(("repeats", "parts"), [(1, 2), (2, 4), (5, 11), (8, 1), (18, 2)])
+def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
+    large: Assembly, repeats: int, parts: int, path: str
+) -> None:
+    """Beside a decode, in steps of 32 tokens or in passes of 512."""
+    text = LONG * repeats
+    alone = answered(large.scheduler(Decodes(), pipeline_depth=2), asking(large, "alone", text))
+    seen = Decodes()
+    scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
+    constraints = range(len(large.frontend.constraints))
+    first = fixed_length(asking(large, "first", "What?"), 120, 0, constraints)
+    if path == "resident":
+        first.request = msgspec.structs.replace(first.request, logprobs=False)
+    scheduler.submit(first)
+    while first.num_committed < 20:
+        scheduler.step()
+    late = asking(large, "late", text)
+    (task,) = recorded([late])
+    late.seq_id = 1
+    scheduler.submit(late)
+    with guarded():
+        while not late.num_committed:
+            scheduler.step()
+    assert first.num_committed >= 20 + parts
+    scheduler.drain()
+    assert values_of(late, task) == alone
+    assert abs(seen.parts - parts) <= 1
+
+
 def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> None:
     """A conversation that goes on where another one left it, and the same prompt after others that
     share a part of it, have the tokens and log-probabilities that they have alone.
