@@ -23,6 +23,7 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 
 from benchmarks.loops import recorded, values_of
+from benchmarks.parts import prompts
 from tests.engine.models.moondream.outlines import scripted
 from tests.gpu.decodes import ROWS, Decodes, close, decoding
 from tests.gpu.guard import guarded
@@ -113,29 +114,33 @@ def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path
 def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
     large: Assembly, repeats: int, parts: int, path: str
 ) -> None:
-    """Beside a decode, in steps of 32 tokens or in passes of 512."""
-    text = LONG * repeats
-    alone = answered(large.scheduler(Decodes(), pipeline_depth=2), asking(large, "alone", text))
-    seen = Decodes()
-    scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
-    constraints = range(len(large.frontend.constraints))
-    first = fixed_length(asking(large, "first", "What?"), 120, 0, constraints)
-    if path == "resident":
-        first.request = msgspec.structs.replace(first.request, logprobs=False)
-    scheduler.submit(first)
-    while first.num_committed < 20:
-        scheduler.step()
-    late = asking(large, "late", text)
-    (task,) = recorded([late])
-    late.seq_id = 1
-    scheduler.submit(late)
-    with guarded():
-        while not late.num_committed:
+    """Beside a decode that goes on, in steps of 32 tokens or in passes of 512. The whole is asked
+    beside the same decode, too: what both have in common is cached, and has the bits of steps.
+    """
+    assembly, given = with_decode_path(large, path), []
+    for kind in ("whole", "parts"):
+        seen = Decodes()
+        with prompts(assembly, kind):
+            scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
+        constraints = range(len(large.frontend.constraints))
+        # Longer than a loop, which has ended when the guard begins.
+        first = fixed_length(asking(large, "first", "What?"), 400, 0, constraints)
+        if path == "resident":
+            first.request = msgspec.structs.replace(first.request, logprobs=False)
+        scheduler.submit(first)
+        while first.num_committed < 20:
             scheduler.step()
-    assert first.num_committed >= 20 + parts
-    scheduler.drain()
-    assert values_of(late, task) == alone
-    assert abs(seen.parts - parts) <= 1
+        late = asking(large, "late", LONG * repeats)
+        (task,) = recorded([late])
+        late.seq_id = 1
+        scheduler.submit(late)
+        with guarded():
+            while not late.num_committed:
+                scheduler.step()
+        scheduler.drain()
+        given.append(values_of(late, task))
+        assert abs(seen.parts - parts * (kind == "parts")) <= 1
+    assert given[0] == given[1]
 
 
 def test_a_long_prompt_has_its_bits_however_much_is_cached(large: Assembly) -> None:
