@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,11 @@ def guarded(*launches: str) -> Iterator[None]:
     - cuda.bindings: any call but these launches, of graphs whose kernels were captured before, and
       an asynchronous copy between memory of the device and page-locked memory.
     - Device memory: none more is in use at the end.
+
+    Garbage of earlier engines is collected before, as its finalizers call CUDA, and not meanwhile.
     """
+    gc.collect()
+    gc.disable()
     torch.cuda.synchronize()
     allocated, free = _allocations(), torch.cuda.mem_get_info()[0]
     changed = [(module, name, call) for module in _MODULES for name, call in _functions(module)]
@@ -42,6 +47,7 @@ def guarded(*launches: str) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.enable()
         torch.cuda.set_sync_debug_mode("default")
         for module, name, call in changed:
             setattr(module, name, call)
