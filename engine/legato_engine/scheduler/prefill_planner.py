@@ -161,7 +161,8 @@ class PrefillPlanner:
             may_join=bool(self._queue) or _computes_image(first),
         )
         if num_tokens > first.num_bos:
-            return self._part(first, decodes, num_tokens)
+            beside = decodes if len(decodes) < self._limits.sampled else ()
+            return self._part(first, beside, num_tokens)
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
         if not batch.has_room(first.num_left + first.num_bos):
             batch = dataclasses.replace(batch, decodes=())

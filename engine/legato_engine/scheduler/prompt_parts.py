@@ -15,15 +15,20 @@ _FEW_MORE_PASSES = 4 / 3
 def shared_part(
     num_tokens: int, num_decodes: int, limits: BatchLimits, *, others_wait: bool, may_join: bool
 ) -> int:
-    """Tokens that share a launch with the decodes, of a prompt of so many; 0: it is not cut.
+    """Tokens of the next launch, of a prompt of so many; 0: it is not cut.
+
+    They share the launch with the decodes, or have it alone, before these have theirs, if the
+    decodes are too many for it.
 
     Parts are the smallest that add few passes, or none while others wait, which these delay. If all
     add more, a prompt too long to share a launch has the largest, and any other is whole; so it is
     where another `may_join` it.
     """
     size = limits.pass_tokens
-    if not 0 < num_decodes < size or num_tokens + num_decodes <= size:
+    if not size or not num_decodes or num_tokens + num_decodes <= size:
         return 0
+    if num_decodes >= min(size, limits.sampled):
+        return limits.tokens if num_tokens > limits.tokens else 0
     fits = num_tokens + num_decodes <= limits.tokens
     if fits and may_join:
         return 0

@@ -16,7 +16,7 @@ from tests.engine.scheduler.test_loops import Looping
 from tests.fakes import FakeTask, make_sequence
 
 LIMITS = BatchLimits(4, tokens=24, sampled=8, pass_tokens=8, cut_tokens=64)
-DECODES = decodes_of(*(running(seq_id, launched=1) for seq_id in range(7, 14)))
+DECODES = decodes_of(*(running(seq_id, launched=1) for seq_id in range(7, 15)))
 
 
 def planner_of(*sequences: Sequence, limits: BatchLimits = LIMITS) -> PrefillPlanner:
@@ -88,19 +88,22 @@ def with_image(num_prompt: int) -> Sequence:
         (24, 3, [(1, 12), (13, 11)]),  # four passes instead of three; parts of one would be five
         (33, 2, [(1, 5), (6, 6), (12, 6), (18, 6), (24, 6), (30, 3)]),  # six passes instead of five
         (33, 7, [(1, 16), (17, 9), (26, 7)]),  # no parts add so few, then the rest fits a launch
+        (33, 8, [(1, 23), (24, 9)]),  # no room for it beside them
+        (20, 8, [(1, 19)]),  # nor does it share a launch with them
         (65, 3, [(1, 64)]),  # its passes are of another kind
     ],
 )
 def test_parts_are_the_smallest_that_add_few_passes(
     positions: int, num_decodes: int, expected: list[tuple[int, int]]
 ) -> None:
-    """All but the last are parts, and decodes go on in each."""
+    """All but the last are parts, and decodes go on in each, or between them if they are many."""
     planner = planner_of(sized(0, positions))
     plans = [plan_of(planner, num_decodes) for _ in expected]
     assert [spans(plan) for plan in plans] == [[span] for span in expected]
     assert [plan.has_part for plan in plans] == [True] * (len(plans) - 1) + [False]
     is_cut = len(plans) > 1
-    assert {len(plan.decodes) for plan in plans} == {num_decodes if is_cut else 0}
+    beside = num_decodes if is_cut and num_decodes < LIMITS.sampled else 0
+    assert {len(plan.decodes) for plan in plans} == {beside}
     assert not planner.has_work
 
 
