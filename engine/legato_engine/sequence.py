@@ -181,8 +181,7 @@ class Sequence:
     @property
     def num_prompt_computed(self) -> int:
         """Tokens of the prompt that its prefill computes, BOS included, since it was admitted."""
-        cached = self.pages.cached_length
-        return self.prompt_length - max(cached, self.image_prefix_length)
+        return self.prompt_length - max(self.pages.cached_length, self.image_prefix_length)
 
     @property
     def image_prefix_length(self) -> int:

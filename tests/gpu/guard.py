@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver, nvrtc, runtime
+from legato_engine.device.cuda import no_collections
 
 _MODULES = (driver, nvrtc, runtime)
 _COPY = "cudaMemcpyAsync"
@@ -34,29 +35,28 @@ def guarded(*launches: str) -> Iterator[None]:
     Garbage of earlier engines is collected before, as its finalizers call CUDA, and not meanwhile.
     """
     gc.collect()
-    gc.disable()
-    torch.cuda.synchronize()
-    allocated, free = _allocations(), torch.cuda.mem_get_info()[0]
-    changed = [(module, name, call) for module in _MODULES for name, call in _functions(module)]
-    for module, name, call in changed:
-        if name in (launches or (GRAPHS,)):
-            continue
-        allowed = name == _COPY and module is runtime
-        setattr(module, name, _checking_copy(call) if allowed else _refusing(name))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        gc.enable()
-        torch.cuda.set_sync_debug_mode("default")
+    with no_collections():
+        torch.cuda.synchronize()
+        allocated, free = _allocations(), torch.cuda.mem_get_info()[0]
+        changed = [(module, name, call) for module in _MODULES for name, call in _functions(module)]
         for module, name, call in changed:
-            setattr(module, name, call)
-    if _allocations() != allocated:
-        raise GuardViolation(f"torch allocated {_allocations() - allocated} times")
-    torch.cuda.synchronize()
-    left = torch.cuda.mem_get_info()[0]
-    if left != free:
-        raise GuardViolation(f"{free - left} bytes of device memory are used that were free")
+            if name in (launches or (GRAPHS,)):
+                continue
+            allowed = name == _COPY and module is runtime
+            setattr(module, name, _checking_copy(call) if allowed else _refusing(name))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            for module, name, call in changed:
+                setattr(module, name, call)
+        if _allocations() != allocated:
+            raise GuardViolation(f"torch allocated {_allocations() - allocated} times")
+        torch.cuda.synchronize()
+        left = torch.cuda.mem_get_info()[0]
+        if left != free:
+            raise GuardViolation(f"{free - left} bytes of device memory are used that were free")
 
 
 def _allocations() -> int:

@@ -87,19 +87,24 @@ def test_a_long_prompt_is_quiet(large: Assembly, repeats: int) -> None:
     assert sequence.num_committed > 0
 
 
+def begun(assembly: Assembly, scheduler: Scheduler, path: str, length: int) -> None:
+    """Submit an answer of so many tokens, which has 20 of them then."""
+    constraints = range(len(assembly.frontend.constraints))
+    first = fixed_length(asking(assembly, "first", "What?"), length, 0, constraints)
+    if path == "resident":  # which leaves rows with log-probabilities to loops
+        first.request = msgspec.structs.replace(first.request, logprobs=False)
+    scheduler.submit(first)
+    while first.num_committed < 20:
+        scheduler.step()
+
+
 @pytest.mark.parametrize("path", ["loop", "resident"])
 @pytest.mark.parametrize("repeats", [1, 8])
 def test_a_prompt_that_joins_a_loop_is_quiet(large: Assembly, repeats: int, path: str) -> None:
     """Short ones share the launch behind it with its row; a long one has it alone."""
     seen = Decodes()
     scheduler = with_decode_path(large, path).scheduler(seen, pipeline_depth=2, observer=seen)
-    constraints = range(len(large.frontend.constraints))
-    first = fixed_length(asking(large, "first", "What?"), 120, 0, constraints)
-    if path == "resident":  # which leaves rows with log-probabilities to loops
-        first.request = msgspec.structs.replace(first.request, logprobs=False)
-    scheduler.submit(first)
-    while first.num_committed < 20:
-        scheduler.step()
+    begun(large, scheduler, path, 120)
     late = asking(large, "late", LONG * repeats)
     scheduler.submit(late)
     with guarded():
@@ -122,14 +127,7 @@ def test_a_prompt_in_parts_is_quiet_and_has_its_bits(
         seen = Decodes()
         with prompts(assembly, kind):
             scheduler = assembly.scheduler(seen, pipeline_depth=2, observer=seen)
-        constraints = range(len(large.frontend.constraints))
-        # Longer than a loop, which has ended when the guard begins.
-        first = fixed_length(asking(large, "first", "What?"), 400, 0, constraints)
-        if path == "resident":
-            first.request = msgspec.structs.replace(first.request, logprobs=False)
-        scheduler.submit(first)
-        while first.num_committed < 20:
-            scheduler.step()
+        begun(large, scheduler, path, 400)  # longer than a loop, which ends before the guard begins
         late = asking(large, "late", LONG * repeats)
         (task,) = recorded([late])
         late.seq_id = 1

@@ -144,7 +144,7 @@ class CudaDevice:
         # copied to the caller's tensors.
         stream = self.compute.stream
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream)
-        with _no_collections(), torch.inference_mode(), capturing:
+        with no_collections(), torch.inference_mode(), capturing:
             work()
         return CapturedGraph(graph)
 
@@ -159,7 +159,7 @@ class CudaDevice:
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Pause garbage collection: freeing another engine's graphs would break a capture."""
     enabled = gc.isenabled()
     gc.disable()

@@ -169,7 +169,7 @@ class KernelBackend:
             self._encoder_runner.cache(slot, encoded)
         scheduled = [self._after_prefix(buffers, *each) for each in enumerate(prompts)]
         self._graphs.run(self._admit_work, slot)
-        if prompts[0].sequence.num_prompt_computed > self.limits.cut_tokens:
+        if self.limits.is_long(prompts[0].sequence):
             assert len(prompts) + len(decodes) == 1, "a long prompt shares a launch"
             answer = self._run_long(slot, prompts[0], scheduled[0])
             if answer is None:

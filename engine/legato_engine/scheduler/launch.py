@@ -154,6 +154,10 @@ class BatchLimits:
     cut_tokens: int = 0
     long_tokens: int = 0  # 0: it is never cut
 
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether the prompt of an admitted sequence computes more tokens than `cut_tokens`."""
+        return 0 < self.cut_tokens < sequence.num_prompt_computed
+
 
 ALONE = BatchLimits()
 """Every prompt has a launch of its own."""

@@ -33,20 +33,23 @@ class _Admitted:
 
     @property
     def num_left(self) -> int:
-        return self.sequence.length - self.position
+        """Tokens to compute, with BOS."""
+        return self.sequence.length - self.position + self.num_bos
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Without an answer before a preemption."""
+        return self.num_left - self.sequence.num_committed
 
     @property
     def num_bos(self) -> int:
         """BOS is computed with the prompt, but is no token of it."""
         return int(bool(self.work.compute_pages) and not self.sequence.image_prefix_length)
 
-    @property
-    def num_prompt_left(self) -> int:
-        """Without an answer before a preemption, with BOS."""
-        return self.sequence.prompt_length - self.position + self.num_bos
-
     def schedule(self, num_tokens: int) -> ScheduledSequence:
-        return ScheduledSequence(self.sequence, self.position, num_tokens, self.work)
+        """The next `num_tokens` of `num_left`."""
+        num_scheduled = num_tokens - self.num_bos
+        return ScheduledSequence(self.sequence, self.position, num_scheduled, self.work)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,7 +79,7 @@ class _Batch:
         return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
 
     def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
-        self.num_tokens += admitted.num_left + admitted.num_bos
+        self.num_tokens += admitted.num_left
         row = admitted.schedule(admitted.num_left)
         (self.images if computes_image else self.others).append(row)
 
@@ -151,20 +154,12 @@ class PrefillPlanner:
             return self._encode(first, max_crops)
         self._begun = None
         self._manager.planned(first.sequence)
-        if 0 < self._limits.cut_tokens < first.sequence.num_prompt_computed:
+        if self._limits.is_long(first.sequence):
             return self._long_prompt(first, others_decode=bool(decodes))
-        num_tokens = shared_part(
-            first.num_left + first.num_bos,
-            len(decodes),
-            self._limits,
-            others_wait=bool(self._queue),
-            may_join=bool(self._queue) or _computes_image(first),
-        )
-        if num_tokens > first.num_bos:
-            beside = decodes if len(decodes) < self._limits.sampled else ()
-            return self._part(first, beside, num_tokens)
+        if (part := self._shared_part(first, decodes)) is not None:
+            return part
         batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
-        if not batch.has_room(first.num_left + first.num_bos):
+        if not batch.has_room(first.num_left):
             batch = dataclasses.replace(batch, decodes=())
         batch.add(first, computes_image=_computes_image(first))
         self._fill(batch)
@@ -186,11 +181,27 @@ class PrefillPlanner:
             return self._part(first, (), size)
         return Plan(LaunchKind.PREFILL, (first.schedule(first.num_left),))
 
+    def _shared_part(self, first: _Admitted, decodes: tuple[ScheduledSequence, ...]) -> Plan | None:
+        """A part beside the decodes, or in turns with them if they are too many; None: the rest is
+        one launch.
+        """
+        if not decodes:
+            return None
+        beside = decodes if len(decodes) < self._limits.sampled else ()
+        num_tokens = shared_part(
+            first.num_left,
+            len(beside),
+            self._limits,
+            others_wait=bool(self._queue),
+            may_join=bool(self._queue) or _computes_image(first),
+        )
+        return self._part(first, beside, num_tokens) if num_tokens > first.num_bos else None
+
     def _part(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], num_tokens: int
     ) -> Plan:
-        """So many tokens, BOS included; the rest is planned next."""
-        row = first.schedule(num_tokens - first.num_bos)
+        """The rest is planned next."""
+        row = first.schedule(num_tokens)
         first.work, first.position = NO_PREFILL_WORK, first.position + row.num_tokens
         self._begun = first
         return Plan(LaunchKind.PREFILL, (*decodes, row), len(decodes), has_part=True)
