@@ -156,10 +156,12 @@ inline i64 load_fresh_i64(const i64* address) { return host::load_now<i64>(addre
 inline bf16 load_fresh_bf16(const bf16* address) { return host::load_now<bf16>(address); }
 inline float load_fresh_f32(const float* address) { return host::load_now<float>(address); }
 inline float2 load_fresh_float2(const float2* address) { return host::load_now<float2>(address); }
+inline float4 load_fresh_float4(const float4* address) { return host::load_now<float4>(address); }
 inline u32 load_fresh_u32(const void* address) { return host::load_now<u32>(address); }
 inline u32 load_relaxed(const u32* address) { return host::load_now<u32>(address); }
 inline u32 load_acquire(const u32* address) { return host::load_when_changed(address); }
 inline void increase_release(u32* count) { atomicAdd(count, 1u); }
+inline u32 increase_acquire_release(u32* count) { return atomicAdd(count, 1u); }
 inline void prefetch_bulk(const void*, u32) {}
 
 // Shared memory.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from legato_engine.kernels.cuda import attention, layer_boundary, skinny_gemm, tau_decoder_stages
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
-from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, out_shared
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, decode_form
 from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
 from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, ValueSizes
 from legato_engine.models.moondream.presets import (
@@ -79,12 +79,11 @@ def dynamic_shared(name, batch):
         "head": DEFAULT_STAGES.head[tiles],
         "value_inner": INNER_STAGES[tiles],
     }
-    cut = {
-        "layer_out": (decode.mixed_dim, decode.parts, batch, DEFAULT_STAGES.layer_out[tiles]),
-        "value_bins": (region.inner_dim, region.parts, batch, BINS_STAGES[tiles]),
-    }
     shared = {name: skinny_gemm.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
-    shared |= {name: skinny_gemm.parts_shared(*numbers) for name, numbers in cut.items()}
+    form, stages = decode_form(decode, batch), DEFAULT_STAGES.layer_out[tiles]
+    shared["layer_out"] = out_shared(decode, form, batch, stages)
+    bins = region.inner_dim, region.parts, batch, BINS_STAGES[tiles]
+    shared["value_bins"] = skinny_gemm.parts_shared(*bins)
     if batch <= layer_boundary.MOST_TOKENS and layer_boundary.supported(decode):
         shared["layer_boundary"] = layer_boundary.shared_bytes(decode)
     return shared

@@ -57,7 +57,7 @@ class Stages:
 
 DEFAULT_STAGES = Stages(
     layer_in={1: 7, 2: 7, 3: 4, 4: 4},
-    layer_out={1: 7, 2: 9, 3: 9, 4: 8},
+    layer_out={1: 7, 2: 8, 3: 8, 4: 8},
     head=HEAD_STAGES,
     attend=2,
     attend_split=2,
@@ -99,7 +99,7 @@ class _Kernels:
         most = 8 * tiles
         shared = skinny_gemm.whole_shared(sizes.dim, most, self.in_stages)
         self.layer_in: Kernel = module.kernel("layer_in", shared=shared)
-        shared = skinny_gemm.parts_shared(sizes.mixed_dim, sizes.parts, most, self.out_stages)
+        shared = out_shared(sizes, form, most, self.out_stages)
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
 
 
@@ -130,6 +130,11 @@ class Decoder:
             MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
         )
         self.heads_BD = self.mixed_BF[:, sizes.ff_dim :]
+        # What thread blocks of a spread `layer_out` leave for the last of them.
+        blocks = sizes.dim // 16
+        largest = max(form.spread * form.tiles for form in self._kernels) * skinny_gemm.SUM // 4
+        self._sums = torch.zeros(blocks, largest, device=device)
+        self._counts = torch.zeros(blocks, dtype=torch.int32, device=device)
 
     def layers(
         self,
@@ -216,12 +221,17 @@ class Decoder:
             skinny_gemm.THREADS,
             (
                 *(self.mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
-                *(x_BD, change_BD, batch, stages),
+                *(x_BD, change_BD, self._sums, self._counts, batch, stages),
             ),
-            shared=skinny_gemm.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
-            cluster=kernels.form.cluster,
+            shared=out_shared(sizes, kernels.form, batch, stages),
             overlap=True,
         )
+
+
+def out_shared(sizes: DecoderSizes, form: Form, batch: int, stages: int) -> int:
+    """Bytes of shared memory of `layer_out`."""
+    parts, elsewhere = sizes.parts, form.spread > 1
+    return skinny_gemm.parts_shared(sizes.mixed_dim, parts, batch, stages, beside=not elsewhere)
 
 
 def decode_forms(sizes: DecoderSizes) -> list[Form]:
@@ -231,7 +241,7 @@ def decode_forms(sizes: DecoderSizes) -> list[Form]:
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
     return {
         **layer_defines(sizes, form.tiles),
-        "CLUSTER": form.cluster,
+        "SPREAD": form.spread,
         "X_CLUSTER": form.x_cluster,
         "INPUT_STAGES": skinny_gemm.INPUT_STAGES[form.tiles],
     }

@@ -59,18 +59,18 @@ class LayerWeights:
 class Form(NamedTuple):
     """What else the kernels are compiled for.
 
-    Thread blocks of a cluster read the inputs of `layer_out` (`cluster`) or `layer_in`
-    (`x_cluster`) once.
+    Thread blocks of a cluster read the inputs of `layer_in` once (`x_cluster`). `spread` thread
+    blocks have a part each of the inputs of `layer_out`, for as many blocks of its rows.
     """
 
     tiles: int
-    cluster: int
     x_cluster: int
+    spread: int
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
     shared = skinny_gemm.cluster(batch)
-    return Form(skinny_gemm.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
+    return Form(skinny_gemm.tiles_for(batch), shared, sizes.parts if shared > 1 else 1)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ THREADS = WORKERS + 64
 TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
-INPUT_STAGES = {1: 4, 2: 3, 3: 2, 4: 2}
+INPUT_STAGES = {1: 4, 2: 4, 3: 3, 4: 2}
 """Stages of the ring of inputs, by tiles."""
 
 GROUP = 64
@@ -63,17 +63,18 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
     return rings + block_sums(batch)
 
 
-def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
+def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:
     """With inputs that arrive in parts through a ring.
 
-    The warps' sums reuse the memory of the weights.
+    The warps' sums reuse the memory of the weights; the thread block's are `beside` it, or
+    elsewhere.
     """
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
     assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
     rings = ring(16 * width, stages)
     rings += ring(columns(batch) * (width + PAD), INPUT_STAGES[tiles])
-    return rings + parts * tiles * SUM
+    return rings + (parts * tiles * SUM if beside else 0)
 
 
 def block_sums(batch: int) -> int:

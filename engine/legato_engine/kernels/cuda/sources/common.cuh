@@ -42,6 +42,11 @@ __device__ __forceinline__ void signal(u32* count) {
   dawdle(4);
   increase_release(count);
 }
+// Whether this is the last of `all` signals, which sees what the others wrote. A count goes on with the next launch.
+__device__ __forceinline__ bool is_last_signal(u32* count, u32 all) {
+  dawdle(6);
+  return increase_acquire_release(count) % all == all - 1;
+}
 // A signal that takes seconds is a launch error.
 __device__ __forceinline__ void wait_for(const u32* count, u32 target) {
   for (u32 polls = 0;; polls++) {

@@ -1,10 +1,8 @@
 // A decode step of a decoder with parallel attention and MLP.
 //
-// CLUSTER thread blocks share the PARTS of the inputs of `layer_out`, X_CLUSTER read those of `layer_in` once.
-// `stages` of weights fit shared memory; `batch` of B tokens are real.
+// X_CLUSTER thread blocks, a cluster, read the inputs of `layer_in` once; SPREAD of them have a part each of those of
+// `layer_out`. `stages` of weights fit shared memory; `batch` of B tokens are real.
 #include "layer_maps.cuh"
-
-static_assert(PARTS % CLUSTER == 0, "a thread block of a cluster has whole parts");
 
 // `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in
 // `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added to the MLP's first map, unless null.
@@ -25,64 +23,111 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
       });
 }
 
+constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK;
+constexpr int OWN = PARTS / SPREAD;  // parts of a thread block, which has SPREAD blocks of 16 columns
+constexpr int UNITS = SPREAD * TILES, SHARE = ceil_div(UNITS, WARPS);  // of a thread block, and of a warp
+static_assert(SPREAD == 1 || SPREAD == PARTS, "a thread block has all parts or one");
+static_assert(MIXED % PARTS == 0 && DIM % (16 * SPREAD) == 0, "unsupported sizes");
+
+// A thread block's sums over its parts.
+struct Sums {
+  float4 of[OWN][UNITS][32];
+};
+
+// A tile's 16 columns. A lane has two of them, 8 apart, of two tokens.
+struct Unit {
+  int column, token;
+  float2 bias, old[2];
+  __device__ __forceinline__ void load(
+      int unit, int first, const bf16* proj_bias, const bf16* fc2_bias, const bf16* x, int batch) {
+    const int lane = threadIdx.x % 32;
+    column = (first + unit / TILES) * 16 + lane / 4, token = unit % TILES * 8 + lane % 4 * 2;
+    bias = float2{to_float(proj_bias[column]) + to_float(fc2_bias[column]),
+                  to_float(proj_bias[column + 8]) + to_float(fc2_bias[column + 8])};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bf16* at = x + (i64)(token + j) * DIM + column;
+      if (token + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
+    }
+  }
+  __device__ __forceinline__ void write(float4 sum, const float* change, bf16* x, int batch) const {
+    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (token + j >= batch) continue;
+      const i64 at = (i64)(token + j) * DIM + column;
+      float a = low[j] + bias.x, b = high[j] + bias.y;
+      if (change) a += load_fresh_f32(change + at), b += load_fresh_f32(change + at + 8);
+      x[at] = to_bf16(old[j].x + a);
+      x[at + 8] = to_bf16(old[j].y + b);
+    }
+  }
+};
+
 // x += mixed * weights + biases + change; `weights`: the MLP's second map beside the heads' output map. `change` [B,
-// DIM] float32 may be null.
+// DIM] float32 may be null. Thread blocks that share columns leave their own of `sums`, and the last one, by their one of
+// `counts`, adds them up.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
-    const float* change, int batch, int stages) {
-  constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, OWN = PARTS / CLUSTER;
-  static_assert(MIXED % PARTS == 0 && DIM % (16 * PARTS) == 0, "unsupported sizes");
+    const float* change, Sums* sums, u32* counts, int batch, int stages) {
   unsigned char* shared = shared_memory;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int part = blockIdx.x % SPREAD, first = blockIdx.x - part;
   const int stride = CHUNK + PAD, tokens = columns<TILES>(batch);
   Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens * stride);
-  auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER * CLUSTER;
+  Sums& mine = SPREAD > 1 ? sums[blockIdx.x] : *reinterpret_cast<Sums*>(shared);
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
   if (warp < WARPS)
     for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
   __syncthreads();
   launch_dependents();
-  const int out = (first + rank) * 16 + g;
-  float2 bias = {0.f, 0.f}, old[2] = {};
-  if (warp < WARPS) {
-    if (warp < TILES)
-      bias = float2{to_float(proj_bias[out]) + to_float(fc2_bias[out]),
-                    to_float(proj_bias[out + 8]) + to_float(fc2_bias[out + 8])};
-    wait_previous();
+  Unit units[SHARE];
+  const auto load_units = [&] {
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int token = warp * 8 + t * 2 + j;
-      const bf16* at = x + (i64)token * DIM + out;
-      if (token < batch) old[j] = float2{to_float(at[0]), to_float(at[8])};
-    }
-    multiply_parts<TILES, PARTS, CLUSTER, PART>(ring, inputs, sums, batch);
+    for (int i = 0; i < SHARE; i++)
+      if (i * WARPS + warp < UNITS) units[i].load(i * WARPS + warp, first, proj_bias, fc2_bias, x, batch);
+  };
+  if (warp < WARPS) {
+    wait_previous();
+    if (SPREAD == 1) load_units();
+    multiply_parts<TILES, OWN, SPREAD, PART>(ring, inputs, batch, [&](int i, int tile, float4 sum) {
+      mine.of[i / SPREAD][i % SPREAD * TILES + tile][lane] = sum;
+    });
   } else if (threadIdx.x == WORKERS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank) * (16 * CHUNK);
+      return weights + parts_stage<PARTS, SPREAD, PART>(i, first, part) * (16 * CHUNK);
     });
   } else if (warp > WARPS) {
     wait_previous();
     produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
-      return mixed + (i64)token * MIXED + rank * OWN * PART + i * CHUNK;
+      return mixed + (i64)token * MIXED + part * PART + i * CHUNK;
     });
   }
-  __syncwarp();
-  add_parts<TILES, PARTS, CLUSTER>(rank, sums, [&](int tile, float4 sum) {
-    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+  __syncthreads();
+  if (SPREAD > 1) {
+    u32& adds = *reinterpret_cast<u32*>(inputs.data);  // no longer read
+    if (threadIdx.x == 0) adds = is_last_signal(counts + blockIdx.x / SPREAD, SPREAD);
+    __syncthreads();
+    if (!adds) return;
+  }
+  if (warp >= WARPS) return;
+  float4 parts[SHARE][PARTS];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int token = tile * 8 + t * 2 + j;
-      if (token >= batch) continue;
-      bf16* at = x + (i64)token * DIM + out;
-      float a = low[j] + bias.x, b = high[j] + bias.y;
-      if (change) {
-        a += load_fresh_f32(change + (i64)token * DIM + out);
-        b += load_fresh_f32(change + (i64)token * DIM + out + 8);
-      }
-      at[0] = to_bf16(old[j].x + a);
-      at[8] = to_bf16(old[j].y + b);
+  for (int i = 0; i < SHARE; i++)
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+      const int unit = i * WARPS + warp;
+      if (unit < UNITS)
+        parts[i][p] = SPREAD > 1 ? load_fresh_float4(&sums[first + p].of[0][unit][lane]) : mine.of[p][unit][lane];
     }
-  });
+  if (SPREAD > 1) load_units();
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) {
+    if (i * WARPS + warp >= UNITS) continue;
+    float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) add(all, parts[i][p]);
+    units[i].write(all, change, x, batch);
+  }
 }

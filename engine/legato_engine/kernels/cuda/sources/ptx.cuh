@@ -138,6 +138,12 @@ __device__ __forceinline__ float2 load_fresh_float2(const float2* address) {
   asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ float4 load_fresh_float4(const float4* address) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 load_fresh_u32(const void* address) {
   u32 v;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -156,6 +162,12 @@ __device__ __forceinline__ u32 load_acquire(const u32* address) {
 }
 __device__ __forceinline__ void increase_release(u32* count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+// What it was.
+__device__ __forceinline__ u32 increase_acquire_release(u32* count) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
 }
 __device__ __forceinline__ void prefetch_bulk(const void* global, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

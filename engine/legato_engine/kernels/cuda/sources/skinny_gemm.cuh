@@ -192,21 +192,15 @@ __device__ __forceinline__ void multiply_blocks(
   }
 }
 
-// For NP parts of the inputs.
-template <int NT, int NP>
-struct PartSums {
-  float4 all[NP][NT][32];
-};
-
-// The workers' half. A cluster of SHARED thread blocks shares as many blocks of rows: each multiplies its parts of
-// the inputs with all of them.
-template <int NT, int NP, int SHARED, int WIDTH>
-__device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSums<NT, NP>& sums, int batch) {
-  constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, OWN = NP / SHARED;
+// The workers' half: OWN parts of WIDTH inputs with each of BLOCKS blocks of rows. store(i, tile, sum): one warp per tile, of
+// part i / BLOCKS and block i % BLOCKS.
+template <int NT, int OWN, int BLOCKS, int WIDTH, class Store>
+__device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int batch, Store store) {
+  constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, SUMS = OWN * BLOCKS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int mine = g * STRIDE + warp * GROUP + t * 8;
   const bool active = warp * GROUP < CHUNK;
-  float4 sum[NP][NT] = {};
+  float4 sum[SUMS][NT] = {};
   Tokens<NT> tokens;
 #pragma unroll
   for (int part = 0; part < OWN; part++)
@@ -215,31 +209,38 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
       tokens.load(active ? from + mine : from, STRIDE, g < batch);
       inputs.release();
 #pragma unroll
-      for (int block = 0; block < SHARED; block++) {
+      for (int block = 0; block < BLOCKS; block++) {
         const bf16* stage = ring.get();
-        if (active) multiply<NT>(sum[part * SHARED + block], stage + warp * 1024 + lane * 8, tokens);
+        if (active) multiply<NT>(sum[part * BLOCKS + block], stage + warp * 1024 + lane * 8, tokens);
         ring.release();
       }
     }
   workers_sync();  // the warps' sums take the weights' memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
 #pragma unroll
-  for (int i = 0; i < NP; i++)
+  for (int i = 0; i < SUMS; i++)
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) warps[i].of[warp][tile][lane] = sum[i][tile];
   workers_sync();
 #pragma unroll
-  for (int i = 0; i < ceil_div(NP * NT, WARPS); i++) {
+  for (int i = 0; i < ceil_div(SUMS * NT, WARPS); i++) {
     const int which = i * WARPS + warp;
-    if (which < NP * NT) sums.all[which / NT][which % NT][lane] = warps[which / NT].total(which % NT);
+    if (which < SUMS * NT) store(which / NT, which % NT, warps[which / NT].total(which % NT));
   }
 }
 
-template <int NP, int SHARED, int WIDTH>
-__device__ __forceinline__ i64 parts_stage(int i, int first, int rank) {
+// Of the stages that `multiply_parts` takes, from part `part` of NP and block `block` on.
+template <int NP, int BLOCKS, int WIDTH>
+__device__ __forceinline__ i64 parts_stage(int i, int block, int part) {
   constexpr int CHUNKS = WIDTH / chunk_of(WIDTH);
-  return (i64)(first + i % SHARED) * (NP * CHUNKS) + rank * (NP / SHARED) * CHUNKS + i / SHARED;
+  return (i64)(block + i % BLOCKS) * (NP * CHUNKS) + part * CHUNKS + i / BLOCKS;
 }
+
+// For NP parts of the inputs.
+template <int NT, int NP>
+struct PartSums {
+  float4 all[NP][NT][32];
+};
 
 // For all threads: a block's parts are added up in order. Cluster member `rank` adds up block `rank`.
 template <int NT, int NP, int SHARED, class Finish>

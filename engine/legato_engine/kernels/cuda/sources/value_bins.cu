@@ -92,10 +92,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
   if (is_pair ? !pair : !scalar) return;
   const bf16* weights = is_pair ? pair_weights : scalar_weights;
   if (warp < WARPS) {
-    multiply_parts<TILES, PARTS, CLUSTER, PART>(ring, inputs, sums, batch);
+    multiply_parts<TILES, OWN, CLUSTER, PART>(
+        ring, inputs, batch, [&](int i, int tile, float4 sum) { sums.all[i][tile][lane] = sum; });
   } else if (threadIdx.x == WORKERS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank) * (16 * CHUNK);
+      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank * OWN) * (16 * CHUNK);
     });
   } else if (warp > WARPS) {
     const bf16* source = inner + is_pair * INNER + rank * OWN * PART;
