@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
     const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
   constexpr int BLOCKS = QKV_BLOCKS + FF / 16;
-  __shared__ Slot slots[8];
+  __shared__ i64 offsets[8];
   __shared__ float2 moments[8];
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, STAGE);
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     return;
   }
   Progress* const now = progress + index;
-  if (warp == WARPS - 1 && lane < batch) slots[lane] = slot_of(lane, row, position, table);
+  if (warp == WARPS - 1 && lane < batch) offsets[lane] = offset_of(lane, row, position, table);
   if (adds)
     add_out(ring, sums, mixed, proj_bias, fc2_bias, x, now[-1].in, step, batch);
   else
@@ -152,10 +152,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     if (lane == 0) signal(now->x);
   }
   const auto prepare = [&](int block) {
-    const Pair pair(block);
-    return Folded{folded[pair.first], folded[pair.second]};
+    return BlockIn(block, 0, folded, cos_table, sin_table, position, batch);
   };
-  Folded prepared = {};
+  BlockIn prepared;
   if (warp == 0) prepared = prepare(first);
   if (weights_out) {
     if (threadIdx.x == 0) wait_for(now->x, DIM / 16);
@@ -189,8 +188,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     workers_sync();
     if (warp != turn) continue;
     if (block == 0) add_slices(moments, sums.slices);
-    write_in(first + block * step, 0, mine.total(0), prepared, moments, slots, cos_table, sin_table, q, mixed, keys,
-             values, nullptr, batch);
+    write_in(first + block * step, 0, mine.total(0), prepared, moments, offsets, q, mixed, keys, values, nullptr, batch);
   }
   workers_sync();
   if (threadIdx.x == 0) signal(now->in);

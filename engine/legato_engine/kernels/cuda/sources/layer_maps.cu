@@ -10,16 +10,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
     const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
     const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
     const float* change, int batch, int stages) {
-  __shared__ Slot slots[TILES * 8];
+  __shared__ i64 offsets[TILES * 8];
   normed_blocks<X_CLUSTER>(
       QKV_BLOCKS + FF / 16, weights, stages, x, batch,
-      [&](int token) { slots[token] = slot_of(token, row, position, table); },
-      [&](int block) {
-        const Pair pair(block);
-        return Folded{folded[pair.first], folded[pair.second]};
-      },
-      [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
-        write_in(block, tile, sum, rows, moments, slots, cos_table, sin_table, q, mixed, keys, values, change, batch);
+      [&](int token) { offsets[token] = offset_of(token, row, position, table); },
+      [&](int block, int tile) { return BlockIn(block, tile, folded, cos_table, sin_table, position, batch); },
+      [&](int block, int tile, float4 sum, const BlockIn& in, const float2* moments) {
+        write_in(block, tile, sum, in, moments, offsets, q, mixed, keys, values, change, batch);
       });
 }
 

@@ -22,12 +22,6 @@ __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   return head + part * 16 + g;
 }
 
-// The offset in the first head, and the position.
-struct Slot {
-  i64 offset;
-  int position;
-};
-
 constexpr int QKV_BLOCKS = 3 * DIM / 16;
 
 // In the map's own order.
@@ -40,34 +34,50 @@ struct Pair {
   }
 };
 
-__device__ __forceinline__ Slot slot_of(int token, const i64* row, const i64* position, const i64* table) {
+// Of a token's keys and values, in the first head.
+__device__ __forceinline__ i64 offset_of(int token, const i64* row, const i64* position, const i64* table) {
   const i64 at = position[token], page = table[row[token] * PAGES + at / PAGE];
-  return Slot{(page * HEADS * PAGE + at % PAGE) * HEAD, (int)at};
+  return (page * HEADS * PAGE + at % PAGE) * HEAD;
 }
 
+// What a block's rows need besides their sums, loaded before the products: what they are folded with, and the angles of the
+// lane's two tokens, if its dimensions turn.
+struct BlockIn {
+  Folded rows;
+  bool turns = false;
+  float cosine[2] = {1.f, 1.f}, sine[2] = {0.f, 0.f};
+
+  __device__ __forceinline__ BlockIn() {}
+  __device__ __forceinline__ BlockIn(
+      int block, int tile, const float2* folded, const float* cos_table, const float* sin_table, const i64* position,
+      int batch) {
+    const Pair pair(block);
+    rows = Folded{folded[pair.first], folded[pair.second]};
+    const int dim = pair.first % HEAD, first = tile * 8 + threadIdx.x % 4 * 2;
+    turns = pair.first < 2 * DIM && dim < ROTARY;
+    if (!turns) return;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (first + j >= batch) continue;
+      const i64 at = position[first + j] * HALF + dim;
+      cosine[j] = cos_table[at], sine[j] = sin_table[at];
+    }
+  }
+};
+
 __device__ __forceinline__ void write_in(
-    int block, int tile, float4 sum, Folded rows, const float2* moments, const Slot* slots, const float* cos_table,
-    const float* sin_table, bf16* q, bf16* mixed, bf16* keys, bf16* values, const float* change, int batch) {
+    int block, int tile, float4 sum, const BlockIn& in, const float2* moments, const i64* offsets, bf16* q, bf16* mixed,
+    bf16* keys, bf16* values, const float* change, int batch) {
   const int t = threadIdx.x % 4;
   const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
   const Pair pair(block);
   const int which = pair.first / DIM, column = pair.first % DIM, gap = pair.second - pair.first;
   const int dim = column % HEAD, head = column / HEAD;
-  const bool turns = which < 2 && dim < ROTARY;
-  float c[2] = {1.f, 1.f}, s[2] = {0.f, 0.f};
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const int token = tile * 8 + t * 2 + j;
-    if (turns && token < batch) {
-      c[j] = cos_table[slots[token].position * HALF + dim];
-      s[j] = sin_table[slots[token].position * HALF + dim];
-    }
-  }
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = tile * 8 + t * 2 + j;
     if (token >= batch) continue;
-    float a = normed(low[j], moments[token], rows.low), b = normed(high[j], moments[token], rows.high);
+    float a = normed(low[j], moments[token], in.rows.low), b = normed(high[j], moments[token], in.rows.high);
     if (block >= QKV_BLOCKS) {
       const int inner = pair.first - 3 * DIM;
       if (change) {
@@ -79,12 +89,12 @@ __device__ __forceinline__ void write_in(
       out[8] = to_bf16(gelu_tanh(b));
       continue;
     }
-    if (turns) {
-      const float2 both = turned(a, b, c[j], s[j]);
+    if (in.turns) {
+      const float2 both = turned(a, b, in.cosine[j], in.sine[j]);
       a = both.x, b = both.y;
     }
     bf16* out = which == 0 ? q + (i64)token * DIM + column
-                           : (which == 1 ? keys : values) + slots[token].offset + head * PAGE * HEAD + dim;
+                           : (which == 1 ? keys : values) + offsets[token] + head * PAGE * HEAD + dim;
     out[0] = to_bf16(a);
     out[gap] = to_bf16(b);
   }

@@ -30,7 +30,7 @@ struct Folded {
   float2 low, high;
 };
 
-// Blocks of rows that all read the normed batch; each ends with finish(block, tile, sum, prepare(block), moments).
+// Blocks of rows that all read the normed batch; each ends with finish(block, tile, sum, prepare(block, tile), moments).
 // early(token) runs before the preceding kernel's results are needed. also(inputs, moments) runs once in all workers,
 // while the inputs are in shared memory; each warp has measured its own tokens by then. A cluster of SHARED blocks
 // reads the batch once.
@@ -71,8 +71,8 @@ __device__ __forceinline__ void normed_blocks(
           measure(moments, inputs, batch);
           also(inputs, moments);
         },
-        [&](int i) { return prepare(first + i * step); },
-        [&](int i, int tile, float4 sum, Folded folded) { finish(first + i * step, tile, sum, folded, moments); });
+        [&](int i, int tile) { return prepare(first + i * step, tile); },
+        [&](int i, int tile, float4 sum, auto prepared) { finish(first + i * step, tile, sum, prepared, moments); });
   }
 }
 

@@ -153,8 +153,8 @@ struct BlockSums {
 };
 
 // The workers' half of `count` blocks whose INPUTS of each token lie in one stage and are HELD from the first block
-// on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile, sum,
-// prepare(i)): one warp per tile, which prepares before it multiplies; sum.x, .y are row g of tokens 2t and 2t+1, .z,
+// on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile, sum, prepare(i,
+// tile)): one warp per tile, which prepares before it multiplies; sum.x, .y are row g of tokens 2t and 2t+1, .z,
 // .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
 template <int NT, int INPUTS, class Before, class Prepare, class Finish>
 __device__ __forceinline__ void multiply_blocks(
@@ -167,8 +167,8 @@ __device__ __forceinline__ void multiply_blocks(
   Tokens<NT> held[HELD<NT> ? INPUTS / CHUNK : 1];
   for (int block = 0; block < count; block++) {
     const int tile = (warp - block * NT) & (WARPS - 1);  // to balance the work
-    decltype(prepare(block)) prepared;
-    if (tile < NT) prepared = prepare(block);
+    decltype(prepare(block, tile)) prepared;
+    if (tile < NT) prepared = prepare(block, tile);
     if (block == 0) barrier_wait(inputs.full, 0);
     float4 sum[NT] = {};
 #pragma unroll

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
       });
     return;
   }
-  const auto biases = [&](int i) {
+  const auto biases = [&](int i, int) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const bf16* bias = block < BLOCKS ? scalar_bias : pair_bias;
     return float2{to_float(bias[at]), to_float(bias[at + 8])};
