@@ -33,7 +33,7 @@ def unaccounted(figures: Figures) -> int:
 def faulty(policy: str, *, hangs: bool) -> Run:
     """A run in which engines die, twice a second in all."""
     faults = Faults(mean_life=5.0, detection=0.5, restart=1.0, hangs=hangs)
-    return Run(10, MIX, policy, seconds=3.0, warm_up=1.0, faults=faults)
+    return Run(10, MIX, policy, seconds=5.0, warm_up=1.0, faults=faults)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
