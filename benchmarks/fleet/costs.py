@@ -24,6 +24,9 @@ IMAGE_GIB = 46 * 3 / 1024  # 730 positions: 46 pages of 3 MiB
 KV_FRACTION = 0.6  # the default of `--kv-memory-fraction`
 FIXED_GIB = 3.6 + 2.7 + 0.8 + 0.2 + 0.4  # docs/architecture.md#memory
 GPU_GIB = 139  # an H200
+KERNELS = "h200/kernels_2026-11-22"
+"""Of the commit of the whole requests: what these take beyond it is the time on the way."""
+
 FITTED = (("cached", 1), ("cached", 64))  # workload and callers in the record `h200/e2e`
 _MS = 1e-3
 
@@ -69,7 +72,7 @@ class EngineCosts:
 
 def measured(records: Records, jpeg_bytes: float = 45_470) -> EngineCosts:
     """Read the parameters from the records; `jpeg_bytes` is the size of a request's image."""
-    kernels, lone = records.figures("h200/kernels"), records.figures("h200/lone")["median_ms"]
+    kernels, lone = records.figures(KERNELS), records.figures("h200/lone")["median_ms"]
     prompt_token = (kernels["moondream2 1x19"]["step"] - kernels["moondream2 1x1"]["step"]) / 18
     question = kernels["moondream2 1x19"]["step"]
     steps = _steps(records)
