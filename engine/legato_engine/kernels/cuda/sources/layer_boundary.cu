@@ -31,11 +31,8 @@ __device__ __forceinline__ void add_out(
     const u32* ready, u32 writers, int batch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = warp * GROUP < OUT_CHUNK;
-  const int out = blockIdx.x * 16 + g;
-  float2 bias = {0.f, 0.f}, old[2] = {};
-  if (warp == 0)
-    bias = float2{to_float(proj_bias[out]) + to_float(fc2_bias[out]),
-                  to_float(proj_bias[out + 8]) + to_float(fc2_bias[out + 8])};
+  Unit own;
+  if (warp == 0) own.begin(0, blockIdx.x, proj_bias, fc2_bias);
   if (threadIdx.x == 0) wait_for(ready, writers);
   workers_sync();
   const bf16* from = mixed + (i64)g * MIXED + (active ? warp * GROUP + t * 8 : 0);
@@ -48,12 +45,7 @@ __device__ __forceinline__ void add_out(
   };
 #pragma unroll
   for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
-  if (warp == 0)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const bf16* at = x + (i64)(t * 2 + j) * DIM + out;
-      if (t * 2 + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
-    }
+  if (warp == 0) own.load(x, batch);
 #pragma unroll 1
   for (int part = 0; part < PARTS; part++) {
     float4 sum[1] = {};
@@ -77,14 +69,7 @@ __device__ __forceinline__ void add_out(
   float4 all = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int part = 0; part < PARTS; part++) add(all, sums.parts[part].of[0][0][lane]);
-  const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    if (t * 2 + j >= batch) continue;
-    bf16* at = x + (i64)(t * 2 + j) * DIM + out;
-    at[0] = to_bf16(old[j].x + (low[j] + bias.x));
-    at[8] = to_bf16(old[j].y + (high[j] + bias.y));
-  }
+  own.write(all, nullptr, x, batch);
 }
 
 // By one warp; four lanes a token.

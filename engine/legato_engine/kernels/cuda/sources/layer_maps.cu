@@ -31,36 +31,6 @@ struct Sums {
   float4 of[OWN][UNITS][32];
 };
 
-// A tile's 16 columns. A lane has two of them, 8 apart, of two tokens.
-struct Unit {
-  int column, token;
-  float2 bias, old[2];
-  __device__ __forceinline__ void load(
-      int unit, int first, const bf16* proj_bias, const bf16* fc2_bias, const bf16* x, int batch) {
-    const int lane = threadIdx.x % 32;
-    column = (first + unit / TILES) * 16 + lane / 4, token = unit % TILES * 8 + lane % 4 * 2;
-    bias = float2{to_float(proj_bias[column]) + to_float(fc2_bias[column]),
-                  to_float(proj_bias[column + 8]) + to_float(fc2_bias[column + 8])};
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const bf16* at = x + (i64)(token + j) * DIM + column;
-      if (token + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
-    }
-  }
-  __device__ __forceinline__ void write(float4 sum, const float* change, bf16* x, int batch) const {
-    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (token + j >= batch) continue;
-      const i64 at = (i64)(token + j) * DIM + column;
-      float a = low[j] + bias.x, b = high[j] + bias.y;
-      if (change) a += load_fresh_f32(change + at), b += load_fresh_f32(change + at + 8);
-      x[at] = to_bf16(old[j].x + a);
-      x[at + 8] = to_bf16(old[j].y + b);
-    }
-  }
-};
-
 // x += mixed * weights + biases + change; `weights`: the MLP's second map beside the heads' output map. `change` [B,
 // DIM] float32 may be null. Thread blocks that share columns leave their own of `sums`, and the last one, by their one of
 // `counts`, adds them up.
@@ -83,7 +53,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   const auto load_units = [&] {
 #pragma unroll
     for (int i = 0; i < SHARE; i++)
-      if (i * WARPS + warp < UNITS) units[i].load(i * WARPS + warp, first, proj_bias, fc2_bias, x, batch);
+      if (i * WARPS + warp < UNITS) {
+        units[i].begin(i * WARPS + warp, first, proj_bias, fc2_bias);
+        units[i].load(x, batch);
+      }
   };
   if (warp < WARPS) {
     wait_previous();

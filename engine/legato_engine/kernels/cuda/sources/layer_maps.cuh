@@ -1,4 +1,4 @@
-// Sizes, the order of rows, and the epilogue of a layer's first maps.
+// Sizes, the order of rows, and the epilogues of a layer's maps.
 //
 // Heads of 64, ROTARY of them rotated (32), PAGE positions, PAGES of a row's table. x and q [B, DIM]; mixed [B, FF +
 // DIM]: the inner activations, then the heads' output; keys and values [pages, HEADS, PAGE, 64]; `table` [rows,
@@ -99,3 +99,36 @@ __device__ __forceinline__ void write_in(
     out[gap] = to_bf16(b);
   }
 }
+
+// 16 columns of x of a tile's tokens, which a layer's output is added to. A lane has two of them, 8 apart, of two tokens.
+struct Unit {
+  int column, token;
+  float2 bias, old[2];
+
+  // `unit` counts tiles of block `first`, then of the next one. The biases need no earlier kernel.
+  __device__ __forceinline__ void begin(int unit, int first, const bf16* proj_bias, const bf16* fc2_bias) {
+    const int lane = threadIdx.x % 32;
+    column = (first + unit / TILES) * 16 + lane / 4, token = unit % TILES * 8 + lane % 4 * 2;
+    bias = float2{to_float(proj_bias[column]) + to_float(fc2_bias[column]),
+                  to_float(proj_bias[column + 8]) + to_float(fc2_bias[column + 8])};
+  }
+  __device__ __forceinline__ void load(const bf16* x, int batch) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bf16* at = x + (i64)(token + j) * DIM + column;
+      if (token + j < batch) old[j] = float2{to_float(load_fresh_bf16(at)), to_float(load_fresh_bf16(at + 8))};
+    }
+  }
+  __device__ __forceinline__ void write(float4 sum, const float* change, bf16* x, int batch) const {
+    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (token + j >= batch) continue;
+      const i64 at = (i64)(token + j) * DIM + column;
+      float a = low[j] + bias.x, b = high[j] + bias.y;
+      if (change) a += load_fresh_f32(change + at), b += load_fresh_f32(change + at + 8);
+      x[at] = to_bf16(old[j].x + a);
+      x[at + 8] = to_bf16(old[j].y + b);
+    }
+  }
+};
