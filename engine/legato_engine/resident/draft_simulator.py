@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from legato_engine.resident.instructions import Instruction
+from legato_engine.resident.values import PLAIN, Value
 
 Propose = Callable[[int, Sequence[int]], Sequence[int]]
 """Draft tokens of a row after what it has, its first token included."""
@@ -20,18 +21,20 @@ _Write = Callable[[], None]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
     """A token of a step: its row, its id, its position and the first one that its row writes in the
-    step, both counted from the launch's first.
+    step, both counted from the launch's first, and what it has of values.
     """
 
     row: int
     token: int
     position: int
     first: int
+    value: Value = PLAIN
 
 
-def one_each(tokens: Sequence[int], step: int) -> list[Placed]:
+def one_each(tokens: Sequence[int], values: Sequence[Value], step: int) -> list[Placed]:
     """A step without drafts."""
-    return [Placed(row, token, step, step) for row, token in enumerate(tokens)]
+    both = enumerate(zip(tokens, values, strict=True))
+    return [Placed(row, token, step, step, value) for row, (token, value) in both]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class DraftMemory:
     def __init__(self, drafts: Drafts, tokens: Sequence[int]) -> None:
         self._drafts = drafts
         self.history = [[token] for token in tokens]
+        self.value: list[Value] = [PLAIN] * len(tokens)  # of each row's newest token
         self.proposal = [list(drafts.propose(row, each)) for row, each in enumerate(self.history)]
         self.settled: list[list[int] | None] = [None] * len(tokens)
         self.placed = self._placed()
@@ -56,20 +60,28 @@ class DraftMemory:
         self.told: list[list[list[int]]] = []
 
     def settle(
-        self, it: Instruction, workers: int, placed: list[Placed], sampled: list[int]
+        self,
+        it: Instruction,
+        workers: int,
+        placed: list[Placed],
+        sampled: list[int],
+        values: list[Value],
     ) -> _Write:
         """What was sampled up to and including the first token that was not drafted."""
         rows = range(it.block, it.block + it.num_blocks * workers, workers)
         kept = {row: _kept(row, placed, sampled) for row in rows if row < len(self.history)}
+        tokens = {row: [sampled[index] for index in own] for row, own in kept.items()}
+        newest = {row: values[own[-1]] for row, own in kept.items()}
         said = {
-            row: list(self._drafts.propose(row, [*self.history[row], *tokens]))
-            for row, tokens in kept.items()
+            row: list(self._drafts.propose(row, [*self.history[row], *own]))
+            for row, own in tokens.items()
         }
 
         def write() -> None:
-            for row, tokens in kept.items():
-                self.history[row] += tokens
-                self.proposal[row], self.settled[row] = said[row], tokens
+            for row, own in tokens.items():
+                self.history[row] += own
+                self.proposal[row], self.settled[row] = said[row], own
+                self.value[row] = newest[row]
 
         return write
 
@@ -88,15 +100,17 @@ class DraftMemory:
         for row, history in enumerate(self.history):
             first = len(history) - 1
             for index, token in enumerate([history[-1], *self.proposal[row][: self._drafts.most]]):
-                placed.append(Placed(row, token, first + index, first))
+                value = PLAIN if index else self.value[row]
+                placed.append(Placed(row, token, first + index, first, value))
         return placed
 
 
 def _kept(row: int, placed: list[Placed], sampled: list[int]) -> list[int]:
+    """Indices of the step's tokens."""
     own = [index for index, each in enumerate(placed) if each.row == row]
     kept = []
     for index in own:
-        kept.append(sampled[index])
+        kept.append(index)
         follows = index + 1 < len(placed) and placed[index + 1].row == row
         if not follows or placed[index + 1].token != sampled[index]:
             break

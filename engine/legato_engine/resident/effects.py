@@ -80,17 +80,19 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
             return [merged, Access(Buffer(it.src), worker, 1, version)]
         case Op.WEIGH | Op.SAMPLE if it.num_blocks:
             return _sampling_reads(sizes, it, version)
-        case _ if sizes.drafts:
+        case Op.SETTLE | Op.PLACE | Op.COMMIT if sizes.drafts:
             return _draft_reads(sizes, it, version)
         case Op.COMMIT:
-            chosen = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
-            return [
-                *(Access(buffer, 0, MAX_ROWS, version) for buffer in chosen),
-                Access(Buffer.STOP, 0, 1, version),
-            ]
+            return [*_chosen(sizes, version), Access(Buffer.STOP, 0, 1, version)]
         case _ if sizes.values is not None:
             return _value_reads(sizes, sizes.values, it, version)
     return []
+
+
+def _chosen(sizes: ModelSizes, version: Version) -> list[Access]:
+    """A step's tokens, and their values."""
+    buffers = [Buffer.TOKEN] if sizes.values is None else [Buffer.TOKEN, Buffer.VALUE]
+    return [Access(buffer, 0, MAX_ROWS, version) for buffer in buffers]
 
 
 def _sampling_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
@@ -127,16 +129,17 @@ def _head_reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> l
 def _draft_reads(sizes: ModelSizes, it: Instruction, version: Version) -> list[Access]:
     """Before the first step the host has placed its tokens."""
     before = (version[0] - 1, it.layer) if version[0] else UNWRITTEN
-    tokens = Access(Buffer.TOKEN, 0, MAX_ROWS, version)
     match it.op:
         case Op.SETTLE if it.num_blocks:
             own = Access(Buffer.DRAFT, it.block, it.num_blocks, before, stride=sizes.num_workers)
-            return [tokens, own, Access(Buffer.PLACED, 0, 1, before)]
+            return [*_chosen(sizes, version), own, Access(Buffer.PLACED, 0, 1, before)]
         case Op.PLACE if it.num_blocks:
+            tokens = Access(Buffer.TOKEN, 0, MAX_ROWS, version)
             drafts = Access(Buffer.DRAFT, 0, MAX_ROWS, version)
             return [tokens, drafts, Access(Buffer.STOP, 0, 1, version)]
         case Op.COMMIT:
-            return [tokens, Access(Buffer.PLACED, 0, 1, version)]
+            newest = Access(Buffer.DRAFT, 0, MAX_ROWS, version)
+            return [*_chosen(sizes, version), Access(Buffer.PLACED, 0, 1, version), newest]
     return []
 
 

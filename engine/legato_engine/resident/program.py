@@ -19,7 +19,8 @@ read. Their weights are no part of the stream, since only the sampled tokens say
 So has a model whose rows draft: a step has several tokens of a row, and only the step before it
 says how many, at which positions. Between SAMPLE and COMMIT draft tokens are verified and those of
 the next step placed. Producers run ahead with weights, which do not depend on that, and wait for
-COMMIT before they copy keys and values.
+COMMIT before they copy keys and values. A program may have both: draft tokens are words, and a row's
+newest token may have a value.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Program:
 
 def most_instructions(num_layers: int) -> int:
     """Of a worker, whatever its model has besides layers."""
-    return 8 * num_layers + 9
+    return 8 * num_layers + 11
 
 
 def build_program(sizes: ModelSizes, ring_stages: int) -> Program:
@@ -125,17 +126,19 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
         yield from _values(sizes, sizes.values, worker)
         token = counter(sizes, Kind.VALUE)
     if sizes.drafts:
-        yield from _drafts(sizes, worker)
+        yield from _drafts(sizes, worker, token)
         placed = {"wait": counter(sizes, Kind.PLACED), "wait_count": 1, "wait_stride": 1}
         yield Instruction(Op.COMMIT, last, **placed)
     else:
         yield Instruction(Op.COMMIT, last, **_wait_samplers(sizes, token))
 
 
-def _drafts(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
-    """What becomes of a step's draft tokens, and the tokens of the next."""
+def _drafts(sizes: ModelSizes, worker: int, token: int) -> Iterator[Instruction]:
+    """What becomes of a step's draft tokens, and the tokens of the next, after the counter `token`
+    has all of the step's tokens and values.
+    """
     last, rows = sizes.num_layers, sizes.sampled_rows(worker)
-    token, settled = counter(sizes, Kind.TOKEN), counter(sizes, Kind.SETTLED)
+    settled = counter(sizes, Kind.SETTLED)
     settling = {**_wait_samplers(sizes, token), "signal": settled} if rows else {}
     yield Instruction(Op.SETTLE, last, block=worker, num_blocks=rows, **settling)
     placing = {**_wait_samplers(sizes, settled), "signal": counter(sizes, Kind.PLACED)}

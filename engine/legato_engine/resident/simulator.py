@@ -70,7 +70,8 @@ class _Simulation:
         rows = len(tokens)
         self._memory = Memory(program, tokens, steps, drafts)
         settled = self._memory.drafts
-        placed = one_each(tokens, 0) if settled is None else settled.placed
+        plain = [PLAIN] * rows
+        placed = one_each(tokens, plain, 0) if settled is None else settled.placed
         self._workers = [
             Worker(
                 number,
@@ -78,7 +79,6 @@ class _Simulation:
                 np.full((len(placed), self._sizes.dim), np.nan),
                 np.full((len(placed), BLOCK), np.nan),
                 {},
-                [PLAIN] * rows,
             )
             for number in range(self._sizes.num_workers)
         ]
@@ -104,9 +104,12 @@ class _Simulation:
             Op.PLACE: token.place,
         }
         if self._memory.values is not None and weights.values is not None:
-            value = ValueWork(self._sizes, weights.values, self._memory.values, rows)
+            value = ValueWork(self._sizes, weights.values, self._memory.values)
             self._run[Op.INNER] = lambda worker, it, *_: value.inner(
-                worker.number, it, self._memory.token, layer.source(worker, it)
+                worker.number,
+                it,
+                self._memory.token[: len(worker.placed)],
+                layer.source(worker, it),
             )
             self._run[Op.BINS] = lambda worker, it, *_: value.bins(worker.number, it)
             self._run[Op.VALUE] = lambda worker, it, *_: value.read(

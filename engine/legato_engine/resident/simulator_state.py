@@ -63,7 +63,6 @@ class Worker:
     held: Floats
     sums: Floats
     copies: dict[int, Floats]  # keys and values of earlier steps, by the event that takes them
-    payload: list[tuple[float, ...]]  # of its token
     ended: bool = False
 
     @property

@@ -77,8 +77,6 @@ class ModelSizes:
             )
         if self.ff_ratio < 2 or self.num_layers < 1:
             raise ValueError(f"ff_ratio {self.ff_ratio} or num_layers {self.num_layers} too small")
-        if self.values is not None and self.drafts:
-            raise ValueError("rows with values do not draft")
         if self.values is not None:
             blocks = self.values.inner_blocks, self.values.bin_blocks
             if min(blocks) < self.num_workers:

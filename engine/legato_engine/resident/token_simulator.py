@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from legato_engine.resident.draft_simulator import DraftMemory, Placed, one_each
+from legato_engine.resident.draft_simulator import Placed, one_each
 from legato_engine.resident.draws import DrawnRow, choose, own_slice, weigh
 from legato_engine.resident.instructions import Instruction
 from legato_engine.resident.simulator_state import Memory, Work, Worker, Write, nothing
 from legato_engine.resident.sizes import ModelSizes
+from legato_engine.resident.values import PLAIN, Value
 from legato_engine.resident.weights import Rule, Weights
 
 
@@ -100,7 +101,8 @@ class TokenWork(Work):
     def settle(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         drafts = self._memory.drafts
         assert drafts is not None, "an instruction of rows that draft"
-        return drafts.settle(it, self._sizes.num_workers, worker.placed, list(self._memory.token))
+        tokens, values = list(self._memory.token), self._values()
+        return drafts.settle(it, self._sizes.num_workers, worker.placed, tokens, values)
 
     def place(self, _worker: Worker, it: Instruction, step: int, _event: int) -> Write:
         drafts = self._memory.drafts
@@ -111,40 +113,37 @@ class TokenWork(Work):
 
     def commit(self, worker: Worker, _it: Instruction, step: int, _event: int) -> Write:
         memory = self._memory
-        if memory.drafts is not None:
-            return self._commit_drafts(worker, memory.drafts)
-        worker.placed = one_each(memory.token, step + 1)
-        if memory.values is not None:
-            worker.payload = list(memory.values.value)
-        worker.ended = bool(memory.stop) or step + 1 == self._steps
+        drafts, tokens, values = memory.drafts, list(memory.token), self._values()
+        settled: list[list[int]] = []
+        if drafts is not None:
+            worker.placed, worker.ended = list(drafts.placed), not drafts.follows
+            settled = [list(each or ()) for each in drafts.settled]
+        else:
+            worker.placed = one_each(tokens, values, step + 1)
+            worker.ended = bool(memory.stop) or step + 1 == self._steps
 
         def write() -> None:
             if worker.number == 0:
-                memory.published.append(list(worker.token))
+                memory.published.append(tokens)
                 if memory.values is not None:
-                    memory.values.told.append(worker.payload)
+                    memory.values.told.append(values)
+                if drafts is not None:
+                    drafts.told.append(settled)
 
         return write
 
-    def _commit_drafts(self, worker: Worker, drafts: DraftMemory) -> Write:
-        worker.placed, worker.ended = list(drafts.placed), not drafts.follows
-        told = [list(each or ()) for each in drafts.settled]
-
-        def write() -> None:
-            if worker.number == 0:
-                self._memory.published.append(list(self._memory.token))
-                drafts.told.append(told)
-
-        return write
+    def _values(self) -> list[Value]:
+        """Of the step's tokens."""
+        memory = self._memory
+        return list(memory.values.value) if memory.values else [PLAIN] * len(memory.token)
 
     def embed(self, worker: Worker, it: Instruction, _step: int, _event: int) -> Write:
         """The worker's own outputs; tokens and values are what it has committed."""
         rows, words, read = self._block_rows(it), self._weights.embedding, self._weights.values
         assert read is not None, "an instruction of models with values"
-        tokens = zip(worker.token, worker.payload, strict=True)
-        x = np.stack([read.embed(words, *token)[rows] for token in tokens])
+        x = np.stack([read.embed(words, each.token, each.value)[rows] for each in worker.placed])
 
         def write() -> None:
-            self._memory.x[it.dst][:, rows] = x
+            self._memory.x[it.dst][: len(x), rows] = x
 
         return write

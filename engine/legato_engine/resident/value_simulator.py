@@ -1,6 +1,6 @@
 """What the instructions of values do, for `simulator`: memory that begins as NaN, and no order.
 
-Shape legend: B rows.
+Shape legend: B tokens of a step, which are rows without drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from legato_engine.resident.instructions import Instruction
 from legato_engine.resident.maps import Floats, gelu
 from legato_engine.resident.sizes import BLOCK, ModelSizes, ValueDims
-from legato_engine.resident.values import Values
+from legato_engine.resident.values import Value, Values
 
 _Write = Callable[[], None]
 _UNREAD = (np.nan,) * 4
@@ -24,18 +24,19 @@ class ValueMemory:
     def __init__(self, dims: ValueDims, rows: int) -> None:
         self.act = np.full((rows, 2 * dims.inner_dim), np.nan)
         self.bins = np.full((rows, dims.scalar_bins + dims.pair_bins), np.nan)
-        self.value: list[tuple[float, ...]] = [_UNREAD] * rows
-        self.told: list[list[tuple[float, ...]]] = []
+        self.value: list[Value] = [_UNREAD] * rows
+        self.told: list[list[Value]] = []
 
 
 class ValueWork:
     """Reads and computes; each returns what is left to write."""
 
-    def __init__(self, sizes: ModelSizes, values: Values, memory: ValueMemory, rows: int) -> None:
+    def __init__(self, sizes: ModelSizes, values: Values, memory: ValueMemory) -> None:
         assert sizes.values is not None, "a model without values has none of these instructions"
         self._sizes, self._dims = sizes, sizes.values
         self._values, self._memory = values, memory
-        self._seen = [[-1] * rows for _ in range(sizes.num_workers)]  # by worker: INNER's tokens
+        # By worker: INNER's tokens.
+        self._seen: list[list[int]] = [[] for _ in range(sizes.num_workers)]
 
     def inner(self, worker: int, it: Instruction, tokens: list[int], x: Floats) -> _Write:
         """The first layer of decoders that some token needs."""
@@ -55,7 +56,8 @@ class ValueWork:
             is_pair = row >= first
             kind = self._values.kinds[is_pair]
             if kind.token in self._seen[worker]:
-                inputs = self._memory.act[:, is_pair * inner : (is_pair + 1) * inner]
+                seen = len(self._seen[worker])
+                inputs = self._memory.act[:seen, is_pair * inner : (is_pair + 1) * inner]
                 own = row - first if is_pair else row
                 found[row] = inputs @ kind.fc2.weight[own] + kind.fc2.bias[own]
         return lambda: self._store(self._memory.bins, found)
@@ -83,7 +85,7 @@ class ValueWork:
 
     def _store(self, to: Floats, found: dict[int, Floats]) -> None:
         for row, column in found.items():
-            to[:, row] = column
+            to[: len(column), row] = column
 
     def _block_rows(self, it: Instruction) -> Iterator[int]:
         for index in range(it.num_blocks):

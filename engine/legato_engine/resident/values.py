@@ -16,8 +16,10 @@ import numpy as np
 from legato_engine.resident.maps import Floats, Map, gelu
 from legato_engine.resident.sizes import ValueDims
 
-PLAIN = (0.0, 0.0, 1.0, 1.0)
-"""What a token without values has: both values, and the certainties of its kind and of them."""
+Value = tuple[float, ...]
+"""Both values of a token, and the certainties of its kind and of them."""
+PLAIN: Value = (0.0, 0.0, 1.0, 1.0)
+"""What a token without values has."""
 _OCTAVES = 10.0  # of a pair's values, even by logarithm
 
 
@@ -50,7 +52,7 @@ class ValueKind:
             reach=2,
         )
 
-    def encode(self, payload: tuple[float, ...]) -> Floats:
+    def encode(self, payload: Value) -> Floats:
         """[D] of a token's values."""
         count = len(self.frequencies)
         phase = 2 * np.pi * np.array(payload[:count]) @ self.frequencies
@@ -77,7 +79,7 @@ class Values:
     def kinds(self) -> tuple[ValueKind, ValueKind]:
         return self.scalar, self.pair
 
-    def embed(self, words: Floats, token: int, payload: tuple[float, ...]) -> Floats:
+    def embed(self, words: Floats, token: int, payload: Value) -> Floats:
         """[D] of a token."""
         kind = next((kind for kind in self.kinds if kind.token == token), None)
         embedded: Floats = words[token] if kind is None else kind.encode(payload)
@@ -90,7 +92,7 @@ class Values:
                 return kind.fc2(gelu(kind.fc1(hidden)))
         return None
 
-    def read(self, token: int, bins: Floats | None, logits: Floats) -> tuple[float, ...]:
+    def read(self, token: int, bins: Floats | None, logits: Floats) -> Value:
         """What a token has, as `PLAIN`; its logits are constrained."""
         if bins is None:
             return PLAIN

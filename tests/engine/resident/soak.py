@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ SMALLEST = ModelSizes(64, 2, 1, 64)
 """Four workers with twelve instructions each: a mutant of it is validated in milliseconds."""
 SMALLEST_VALUES = ModelSizes(64, 2, 1, 64, VALUES)
 SMALLEST_DRAFTS = ModelSizes(64, 2, 1, 64, drafts=True)
+SMALLEST_BOTH = ModelSizes(64, 2, 1, 64, VALUES, drafts=True)
 RING_STAGES = 4
 MOST_DRAFTS = 2
 
@@ -80,7 +82,9 @@ class World:
 
 
 class DraftingWorld(World):
-    """Rows whose drafts are right up to a place that depends on the row and its length."""
+    """Rows whose drafts are right up to a place that depends on the row and its length; all of them
+    are words.
+    """
 
     length = 6
 
@@ -93,11 +97,17 @@ class DraftingWorld(World):
 
     def _propose(self, row: int, history: Sequence[int]) -> list[int]:
         chance = random.Random(f"{row} {len(history)} {self._rates}")
-        right = self._answers[row][len(history) - 1 :][:MOST_DRAFTS]
+        right = self._words(self._answers[row][len(history) - 1 :][:MOST_DRAFTS])
         wrong = [(token + 1) % self.program.sizes.vocab_size for token in right]
         count = chance.randint(0, MOST_DRAFTS)
         pairs = zip(right[:count], wrong[:count], strict=True)
         return [pair[chance.random() > self._rates] for pair in pairs]
+
+    def _words(self, tokens: Sequence[int]) -> list[int]:
+        """Those before the first one that has values."""
+        read = self.weights.values
+        valued = () if read is None else [kind.token for kind in read.kinds]
+        return list(itertools.takewhile(lambda token: token not in valued, tokens))
 
     def simulate(self, program: Program, seed: int, *, stops: bool = False) -> Outcome:
         drafts = Drafts(self._propose, MOST_DRAFTS, self.length)
@@ -105,8 +115,8 @@ class DraftingWorld(World):
         return simulate(program, *given, rules=RULES, drafts=drafts, stops=stops)
 
     def agrees(self, outcome: Outcome) -> bool:
-        """Accepted tokens and their residual streams are those of single tokens, and the launch
-        ends when a row has all of its own, unless the host ends it.
+        """Accepted tokens, their values and their residual streams are those of single tokens, and
+        the launch ends when a row has all of its own, unless the host ends it.
         """
         had = [0] * len(TOKENS)
         for step, rows in enumerate(outcome.accepted):
@@ -119,6 +129,11 @@ class DraftingWorld(World):
                 want = self.expected.trace[begin : begin + count, :, row].swapaxes(0, 1)
                 if not np.allclose(got, want, rtol=0, atol=1e-9):
                     return False
+                if outcome.values:
+                    read = outcome.values[step][first : first + count]
+                    expected = [each[row] for each in self.expected.values[begin:][:count]]
+                    if not np.allclose(read, expected, rtol=0, atol=1e-9):
+                        return False
                 history = [TOKENS[row], *self._answers[row][:begin]]
                 first += 1 + len(self._propose(row, history)[:MOST_DRAFTS])
                 had[row] += count

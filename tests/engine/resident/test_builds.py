@@ -61,11 +61,12 @@ BUILDS = [
         (tiles, _WORDS | BuildDrafts(policy, _CPU).defines)
         for tiles, policy in zip((1, 2, 4), _POLICIES, strict=True)
     ),
+    (4, _VALUES | _IN_PARTS | BuildDrafts(_POLICIES[-1], _CPU).defines),
 ]
 
 
 @pytest.mark.parametrize(
-    ("tiles", "kind"), BUILDS, ids=("words", "values", "parts", "fixed", "seed", "budget")
+    ("tiles", "kind"), BUILDS, ids=("words", "values", "parts", "fixed", "seed", "budget", "both")
 )
 def test_every_kind_of_build_compiles(tiles: int, kind: dict[str, int]) -> None:
     """With room for what a thread block shares; the source checks that."""

@@ -44,12 +44,13 @@ def test_every_weight_is_streamed_once(sizes: ModelSizes) -> None:
 
 @pytest.mark.parametrize("layers", [1, 3, 24])
 def test_no_worker_has_more_instructions_than_its_layers_allow(layers: int) -> None:
-    """Those of a program with values are the most."""
+    """Those of a program with values and drafts are the most."""
     sizes = dataclasses.replace(MOONDREAM2, num_layers=layers)
     kinds = (
         sizes,
         dataclasses.replace(sizes, drafts=True),
         dataclasses.replace(sizes, values=_VALUES),
+        dataclasses.replace(sizes, values=_VALUES, drafts=True),
     )
     counts = [max(map(len, build_program(each, 12).workers)) for each in kinds]
     assert max(counts) == most_instructions(layers)

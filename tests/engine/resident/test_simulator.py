@@ -21,6 +21,7 @@ from legato_engine.resident.weights import Cache, Weights, forward
 from tests.engine.resident.soak import (
     SIZES,
     SMALLEST,
+    SMALLEST_BOTH,
     SMALLEST_DRAFTS,
     SMALLEST_VALUES,
     DraftingWorld,
@@ -34,6 +35,7 @@ WORLDS = [World(sizes) for sizes in SIZES]
 VALUED = World(SMALLEST_VALUES)
 DRAFTING = [DraftingWorld(SMALLEST_DRAFTS, rate) for rate in (0.0, 0.7, 1.0)]
 DRAFTING.append(DraftingWorld(ModelSizes(128, 3, 2, 160, drafts=True)))
+BOTH = DraftingWorld(SMALLEST_BOTH, 0.8)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: str(world.program.sizes))
@@ -88,6 +90,20 @@ def test_drafts_change_no_token_in_any_order(world: DraftingWorld) -> None:
         assert max(steps) < world.length
 
 
+def test_rows_with_values_share_steps_with_drafts_in_every_order() -> None:
+    """Tokens and values of rows whose newest token has one, or that feed draft tokens, in turn."""
+    tokens = [token for step in BOTH.expected.tokens[: BOTH.length] for token in step]
+    assert {1, 2} < set(tokens)
+    accepted = set()
+    for seed in range(40):
+        outcome = BOTH.simulate(BOTH.program, seed, stops=seed % 4 == 0)
+        assert BOTH.agrees(outcome)
+        if seed % 4:
+            assert BOTH.whole(outcome)
+        accepted |= {len(own) for rows in outcome.accepted for own in rows}
+    assert accepted == {1, 2}
+
+
 def test_several_chunks_of_a_block_are_added() -> None:
     """A width of more than one stage, as Moondream 2 has."""
     sizes = ModelSizes(1024, 2, 1, 1024)
@@ -117,10 +133,17 @@ def test_a_signal_that_never_comes_is_noticed() -> None:
         world.simulate(program, 0)
 
 
-@pytest.mark.parametrize("op", [Op.SETTLE, Op.PLACE, Op.COMMIT], ids=lambda op: op.name)
-def test_a_wait_of_drafts_that_is_dropped_shows_in_some_order(op: Op) -> None:
+@pytest.mark.parametrize(
+    ("op", "values"),
+    [
+        *((op, False) for op in (Op.SETTLE, Op.PLACE, Op.COMMIT)),
+        *((op, True) for op in (Op.FC1, Op.VALUE, Op.SETTLE, Op.COMMIT)),
+    ],
+    ids=lambda each: each.name if isinstance(each, Op) else ("words", "values")[each],
+)
+def test_a_wait_of_drafts_that_is_dropped_shows_in_some_order(op: Op, values: bool) -> None:
     """Each hop between sampling and the next step's tokens is needed."""
-    world = DRAFTING[1]
+    world = BOTH if values else DRAFTING[1]
     workers = tuple(
         tuple(
             dataclasses.replace(it, wait=NONE, wait_count=0, wait_stride=0) if it.op == op else it
@@ -177,10 +200,11 @@ def test_mutants_of_a_program_with_values() -> None:
     assert 3 < tally.accepted < len(tally.tried) / 10
 
 
-def test_mutants_of_a_program_with_drafts() -> None:
-    """None that is accepted gives other tokens."""
+@pytest.mark.parametrize("world", [DRAFTING[1], BOTH], ids=("words", "values"))
+def test_mutants_of_a_program_with_drafts(world: DraftingWorld) -> None:
+    """None that is accepted gives other tokens or values."""
     tally = Tally()
-    try_mutants([DRAFTING[1]], range(300), 2, tally)
+    try_mutants([world], range(300), 2, tally)
     assert len(tally.tried) > 200
     assert 1 < tally.accepted < len(tally.tried) / 10
 

@@ -16,6 +16,7 @@ PARTED = ModelSizes(1024, 3, 1, 1024)
 """A layer's output is a sum of four parts, of two chunks each."""
 DRAFTING = dataclasses.replace(SMALL, drafts=True)
 VALUED = dataclasses.replace(SMALL, values=ValueDims(64, 32, 96))
+BOTH = dataclasses.replace(VALUED, drafts=True)
 Lists = list[list[Instruction]]
 
 
@@ -32,6 +33,8 @@ Lists = list[list[Instruction]]
         dataclasses.replace(LEGATO_TINY, values=ValueDims(320, 1024, 2048)),
         DRAFTING,
         dataclasses.replace(LEGATO_TINY, drafts=True),
+        BOTH,
+        dataclasses.replace(LEGATO_TINY, values=ValueDims(320, 1024, 2048), drafts=True),
     ],
     ids=[
         "64",
@@ -44,6 +47,8 @@ Lists = list[list[Instruction]]
         "tiny with values",
         "64 with drafts",
         "tiny with drafts",
+        "64 with both",
+        "tiny with both",
     ],
 )
 def test_programs_of_models_are_accepted(sizes: ModelSizes) -> None:
@@ -57,6 +62,7 @@ def test_more_steps_are_as_valid_as_three() -> None:
     validate(build_program(SMALL, 4), steps=7)
     validate(build_program(VALUED, 4), steps=7)
     validate(build_program(DRAFTING, 4), steps=7)
+    validate(build_program(BOTH, 4), steps=7)
 
 
 def test_a_ring_that_holds_a_whole_layer_twice_is_refused() -> None:
@@ -81,6 +87,23 @@ def test_with_drafts_a_ring_of_any_size_waits_for_a_steps_tokens() -> None:
 def test_a_wait_of_drafts_that_is_dropped_is_refused(op: Op, text: str) -> None:
     with pytest.raises(InvalidProgram, match=text):
         _validate_changed(op, _without_wait, sizes=DRAFTING)
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "text"),
+    [
+        (Op.SETTLE, Kind.TOKEN, "SETTLE: reads VALUE"),
+        (Op.COMMIT, Kind.VALUE, "COMMIT: reads PLACED"),
+    ],
+    ids=lambda each: each.name if isinstance(each, Op) else "",
+)
+def test_a_wait_for_what_comes_before_values_or_drafts_is_refused(
+    op: Op, kind: Kind, text: str
+) -> None:
+    """With both each has a hop of its own."""
+    which = counter(BOTH, kind)
+    with pytest.raises(InvalidProgram, match=text):
+        _validate_changed(op, lambda it: dataclasses.replace(it, wait=which), sizes=BOTH)
 
 
 def test_tokens_that_are_placed_before_rows_are_settled_are_refused() -> None:

@@ -7,6 +7,13 @@ __device__ __forceinline__ void run_listen(const Arguments& a, const Instruction
   if (it.num_blocks && threadIdx.x == 0) *a.stop = stop_wished(a.words);
 }
 
+// Both values of a step's token, and the certainties of its kind and of them.
+__device__ __forceinline__ void publish_value(const Arguments& a, i64 step, int lane, const float4& value) {
+  const i64 at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
+  a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;
+  a.certainty_ring[at].x = value.z, a.certainty_ring[at].y = value.w;
+}
+
 #if !DRAFTS
 __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, Shared& shared) {
   if (threadIdx.x >= 32) return;
@@ -19,11 +26,7 @@ __device__ __forceinline__ void run_commit(const Arguments& a, const Place& at, 
     shared.chosen[lane] = token;
     shared.constraint[lane] = (int)successor(a.successors, shared.constraint[lane], token);
     shared.token[lane] = min(max(token, 0), VOCAB - 1);  // after a failed wait it may be anything
-    if (VALUES) {
-      const uint4 value = load_fresh(a.value + lane);
-      shared.value[lane] = float4{__uint_as_float(value.x), __uint_as_float(value.y), __uint_as_float(value.z),
-                                  __uint_as_float(value.w)};
-    }
+    if (VALUES) shared.value[lane] = load_fresh_float4(a.value + lane);
   }
   if (lane == 0) shared.ended = aborted ? ABORTED : follows(broken, at.step + 1, a.steps, stop) ? GOES_ON : ENDED;
 }

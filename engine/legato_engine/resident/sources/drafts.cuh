@@ -4,7 +4,9 @@
 #pragma once
 #include "commit.cuh"
 
-#if DRAFTS
+#if !DRAFTS
+__device__ __forceinline__ void run_drafts(const Instruction&, int) {}
+#else
 #define SYNC() workers_sync()
 #define ROWS TOKENS
 #include "draft_steps.cuh"
@@ -54,9 +56,13 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
     shared.row[lane] = (int)row, shared.position[lane] = (int)position, shared.first[lane] = (int)first;
     shared.token[lane] = (int)(source < 0 ? drafted : load_fresh_i64(d.state.row_token + row));
     shared.constraint[lane] = (int)load_fresh_i64(d.constraint + index);
+    if (VALUES) {  // of which a draft token has none
+      const float2 payload = source < 0 ? float2{0.f, 0.f} : load_fresh_float2(a.row_payload + row);
+      shared.value[lane] = float4{payload.x, payload.y, 1.f, 1.f};
+    }
   }
   const u32 all = __ballot_sync(~0u, live), drawn = __ballot_sync(~0u, live && temperature > GREEDY_TEMPERATURE);
-  if (lane == 0) shared.count = __popc(all), shared.drawn = shared.kept = drawn;
+  if (lane == 0) shared.count = __popc(all), shared.drawn = shared.kept = VALUES ? ~0u : drawn;
   // A unit begins with a row's tokens, and after a full one.
   const i64 before = __shfl_up_sync(~0u, row, 1);
   const u32 rows = __ballot_sync(~0u, live && (lane == 0 || before != row));
@@ -95,6 +101,10 @@ __device__ __forceinline__ void run_settle(const DraftArguments& a, Shared& shar
       i64 constraint = d.constraint[i];
       for (int t = start; t <= start + accepted; t++) constraint = successor(a.successors, constraint, a.token[t]);
       d.constraint[i] = constraint;
+      if (VALUES) {
+        const float4 value = load_fresh_float4(a.value + start + accepted);
+        a.row_payload[row] = float2{value.x, value.y};
+      }
     }
     look_up(d.state.tokens + row * d.context, (int)load_fresh_i64(d.state.newest + row), d.state.drafts + row * MOST_DRAFTS,
             (int)d.context, MOST_DRAFTS, (int)d.shortest, (int)d.longest, shared.sums_of_warps, threadIdx.x, THREADS);
@@ -175,7 +185,10 @@ __device__ __noinline__ void run_drafts(const Instruction& it, int step) {
 __device__ __forceinline__ void publish_drafts(const Arguments& a, const Shared& shared, int step) {
   const Drafting& d = *a.drafting;
   const int lane = threadIdx.x % 32;
-  if (lane < shared.chosen_count) publish_token(a.ring, a.ring_stride, step, lane, shared.chosen[lane]);
+  if (lane < shared.chosen_count) {
+    publish_token(a.ring, a.ring_stride, step, lane, shared.chosen[lane]);
+    if (VALUES) publish_value(a, step, lane, load_fresh_float4(a.value + lane));
+  }
   if (lane >= a.rows) return;
   publish_token(d.returned_ring, a.ring_stride, step, lane, load_fresh_i64(d.out.returned + lane));
   publish_token(d.proposed_ring, a.ring_stride, step, lane, load_fresh_i64(d.out.proposed + lane));

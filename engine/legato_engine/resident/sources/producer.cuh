@@ -176,11 +176,9 @@ __device__ __forceinline__ void publish(const Arguments& a, const Shared& shared
     a.position[lane] = position_of(shared, lane, step + 1);
     publish_token(a.ring, a.ring_stride, step, lane, token);
     if (VALUES) {
-      const int at = step * a.ring_stride + lane;  // of words of 8 bytes, as all fields of a step are one piece
       const float4 value = shared.value[lane];
       a.row_payload[shared.row[lane]] = float2{value.x, value.y};
-      a.payload_ring[at].x = value.x, a.payload_ring[at].y = value.y;
-      a.certainty_ring[at].x = value.z, a.certainty_ring[at].y = value.w;
+      publish_value(a, step, lane, value);
     }
   }
 #endif

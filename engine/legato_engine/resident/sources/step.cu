@@ -39,16 +39,12 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
         case OP_HEAD: run_head(a, at, shared, ring, it); break;
         case OP_WEIGH: run_weigh(a, at, shared); break;
         case OP_SAMPLE: run_sample(a, at, shared, it); break;
-#if DRAFTS
-        default:
-          if (it.op >= OP_COMMIT) run_drafts(table[at.index], at.step);
-#else
+#if !DRAFTS
         case OP_COMMIT: run_commit(a, at, shared); break;
 #endif
-#if VALUES
         default:
-          if (it.op >= OP_EMBED) run_values(table[at.index]);
-#endif
+          if (is_of_values(it)) run_values(it);
+          if (is_of_drafts(it)) run_drafts(it, at.step);
       }
       if (it.signal != NONE || it.op == OP_COMMIT)
         telling_sync();
@@ -98,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
                       pair_fc2_bias},
                      embedding, x0, x1, token, scores, inner, bins, value, rows};
 #if DRAFTS
-  const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, pages, row_pages, rows, num_steps};
+  const DraftArguments drafts = {drafting, abort, token, stop, successors, row_temperature, value, row_payload, pages, row_pages, rows, num_steps};
   if (threadIdx.x == 0) shared.placed = 1, shared.drafts = drafts;
   if (threadIdx.x < 32) take_draws(drafts, shared), take_tokens(drafts, shared);
 #else

@@ -10,7 +10,9 @@
 #include "commit.cuh"
 #include "value_math.cuh"
 
-#if VALUES
+#if !VALUES
+__device__ __forceinline__ void run_values(const Instruction&) {}
+#else
 constexpr u32 NEEDS_SCALAR = 1, NEEDS_PAIR = 2;
 constexpr int INNER_BLOCKS = INNER / BLOCK, SCALAR_BLOCKS = SCALAR_BINS / BLOCK, BIN_BLOCKS = (SCALAR_BINS + PAIR_BINS) / BLOCK;
 constexpr int VALUE_PART = INNER / VALUE_PARTS;  // inputs of each
@@ -54,9 +56,10 @@ __device__ __forceinline__ void embed_values(
 __device__ __forceinline__ void run_embed(int dst, int block) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
+  const int tokens = num_tokens(a, shared);
   bf16* features = reinterpret_cast<bf16*>(&shared.sums[0][0][0][0]);
   bf16* x = dst == SOURCE_X0 ? a.x0 : a.x1;
-  for (int i = threadIdx.x; i < a.rows * BLOCK; i += THREADS) {
+  for (int i = threadIdx.x; i < tokens * BLOCK; i += THREADS) {
     const int id = shared.token[i / BLOCK], output = block * BLOCK + i % BLOCK;
     if (id != SCALAR && id != PAIR) x[place_of(i / BLOCK, output)] = a.embedding[(i64)id * DIM + output];
   }
@@ -64,7 +67,7 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
     const float scalar = i < SCALAR_FEATURES ? to_float(a.scalar.frequencies[i]) : 0.f;
     const float first = i < PAIR_FEATURES ? to_float(a.pair.frequencies[i]) : 0.f;
     const float second = i < PAIR_FEATURES ? to_float(a.pair.frequencies[PAIR_FEATURES + i]) : 0.f;
-    for (int token = 0; token < a.rows; token++) {
+    for (int token = 0; token < tokens; token++) {
       const bool pair = shared.token[token] == PAIR;
       const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
       if ((!pair && shared.token[token] != SCALAR) || i >= count) continue;
@@ -75,8 +78,8 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
   __syncwarp();
   workers_sync();
   embed_values<2 * SCALAR_FEATURES>(
-      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, a.rows, SCALAR, block);
-  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, a.rows, PAIR, block);
+      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, tokens, SCALAR, block);
+  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, tokens, PAIR, block);
 }
 
 // The warp's part of a chunk of a packed map: rows 0 to 7 of its 32 first and 32 other inputs, then rows 8 to 15.
@@ -162,12 +165,12 @@ __device__ __forceinline__ void each_block(
 
 // A lane's sums of a block are of rows g and g + 8, and tokens 2t and 2t + 1 of a tile: `store(token, row, low, high)`.
 template <class Store>
-__device__ __forceinline__ void each_sum(const ValueArguments& a, int block, int tile, const float4& sum, Store store) {
+__device__ __forceinline__ void each_sum(int tokens, int block, int tile, const float4& sum, Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = tile * 8 + t * 2 + j;
-    if (token < a.rows) store(token, block * BLOCK + g, j ? sum.y : sum.x, j ? sum.w : sum.z);
+    if (token < tokens) store(token, block * BLOCK + g, j ? sum.y : sum.x, j ? sum.w : sum.z);
   }
 }
 
@@ -191,10 +194,11 @@ __device__ __forceinline__ void fetch_bins(const ValueArguments& a, const Shared
 __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
+  const int tokens = num_tokens(a, shared);
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x, token = lane < a.rows ? (int)load_fresh_u32(a.token + lane) : -1;
+    const int lane = threadIdx.x, token = lane < tokens ? (int)load_fresh_u32(a.token + lane) : -1;
     const bool scalar = __any_sync(~0u, token == SCALAR), pair = __any_sync(~0u, token == PAIR);
-    if (lane < a.rows) shared.chosen[lane] = token;
+    if (lane < tokens) shared.chosen[lane] = token;
     if (lane == 0) shared.needed = (scalar ? NEEDS_SCALAR : 0) | (pair ? NEEDS_PAIR : 0);
   }
   __syncwarp();
@@ -207,12 +211,12 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
         multiply_past<CHUNK, CHUNKS>(
-            weights, policy, sums, [&](int chunk, Inputs& in) { in.load(residual(a, src), group_of(chunk), active() ? a.rows : 0); });
+            weights, policy, sums, [&](int chunk, Inputs& in) { in.load(residual(a, src), group_of(chunk), active() ? tokens : 0); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* bias = (pair ? a.pair.fc1_bias : a.scalar.fc1_bias) - pair * INNER;
-        each_sum(a, block, tile, sum, [&](int token, int row, float low, float high) {
+        each_sum(tokens, block, tile, sum, [&](int token, int row, float low, float high) {
           bf16* out = a.inner + place_of(token, row);
           out[0] = to_bf16(gelu_tanh(low + to_float(bias[row])));
           out[8] = to_bf16(gelu_tanh(high + to_float(bias[row + 8])));
@@ -224,6 +228,7 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
 __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
+  const int tokens = num_tokens(a, shared);
   if (!shared.needed) return;
   const u64 policy = stream_policy();
   each_block<VALUE_PARTS>(
@@ -232,26 +237,26 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
         const int first = ((block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART) / GROUP + threadIdx.x / 32;
         multiply_past<INNER_CHUNK, VALUE_PART / INNER_CHUNK>(
             bin_weights(a, block) + part * (BLOCK * VALUE_PART), policy, sums,
-            [&](int chunk, Inputs& in) { in.load(a.inner, first + chunk * (INNER_CHUNK / GROUP), a.rows); });
+            [&](int chunk, Inputs& in) { in.load(a.inner, first + chunk * (INNER_CHUNK / GROUP), tokens); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= SCALAR_BLOCKS;
         const bf16* bias = (pair ? a.pair.fc2_bias : a.scalar.fc2_bias) - pair * SCALAR_BINS;
-        each_sum(a, block, tile, sum, [&](int token, int row, float low, float high) {
+        each_sum(tokens, block, tile, sum, [&](int token, int row, float low, float high) {
           float* out = a.bins + (i64)token * (SCALAR_BINS + PAIR_BINS) + row;
           out[0] = low + to_float(bias[row]), out[8] = high + to_float(bias[row + 8]);
         });
       });
 }
 
-// The values of rows that the worker sampled; others have zeros and certainties of one.
-__device__ __forceinline__ void run_value(int begin, int num_rows) {
+// The values of tokens that the worker sampled; others have zeros and certainties of one.
+__device__ __forceinline__ void run_value(int begin, int count) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
   const int axis = threadIdx.x / 32;
-  for (int i = 0; i < num_rows; i++) {
+  for (int i = 0; i < count; i++) {
     const int index = begin + i * WORKERS;
-    if (index >= a.rows) break;
+    if (index >= num_tokens(a, shared)) break;
     const int token = shared.chosen[index];
     const float *bins = a.bins + (i64)index * (SCALAR_BINS + PAIR_BINS), *scores = a.scores + (i64)index * VOCAB;
     const float end = load_fresh_f32(scores + END), own = load_fresh_f32(scores + max(token, 0));
@@ -267,7 +272,7 @@ __device__ __forceinline__ void run_value(int begin, int num_rows) {
       const float exists = valued ? existence(end, own) : 1.f;
       a.value[index] = float4{first.x, second.x, exists, first.y * second.y};
     }
-    workers_sync();  // before the next row's
+    workers_sync();  // before the next token's
   }
 }
 

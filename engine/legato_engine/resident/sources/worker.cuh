@@ -33,6 +33,8 @@ struct DraftArguments {
   const int *token, *stop;
   const i64 (*successors)[2];
   const float* row_temperature;
+  const float4* value;
+  float2* row_payload;
   const i64* pages;
   int row_pages, rows, steps;
 };
@@ -107,6 +109,9 @@ struct Arguments {
   const Drafting* drafting;  // with DRAFTS
 };
 
+__device__ __forceinline__ bool is_of_values(const Instruction& it) { return VALUES && it.op >= OP_EMBED && it.op <= OP_VALUE; }
+__device__ __forceinline__ bool is_of_drafts(const Instruction& it) { return DRAFTS && (it.op == OP_COMMIT || it.op >= OP_SETTLE); }
+
 constexpr u32 BROKEN = 0x80000000u;  // of an id: some logit is not finite
 constexpr u32 GOES_ON = 0, ENDED = 1, ABORTED = 2;
 
@@ -145,7 +150,7 @@ struct __align__(16) Shared {
   int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];  // of the worker's quarter, by row, or by unit with DRAFTS
   ValueArguments values;
-  float4 value[TOKENS];   // as of the token
+  float4 value[TOKENS];   // as of the token that the step begins with
   float2 read[2];  // what VALUE has of a token's values
   u32 needed;  // decoders of values, as bits
   u32 drawn;   // rows of the step that are not greedy, as bits
