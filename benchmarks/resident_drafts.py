@@ -21,7 +21,8 @@ from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.kernels.cuda.drafting import RuleConstants
 from legato_engine.kernels.cuda.module import Compile, Module
 from legato_engine.kernels.cuda.resident import RING_STAGES, ResidentBuild, ResidentWeights
-from legato_engine.kernels.decode_loop import ANY
+from legato_engine.kernels.cuda.resident_values import value_dims
+from legato_engine.kernels.cuda.value_heads import TwoLayerValues
 from legato_engine.kernels.resident_launch import ResidentDrafts, ResidentRows
 from legato_engine.kernels.step import StepCache
 from legato_engine.resident.program import build_program
@@ -33,7 +34,7 @@ from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.speculative.block_policy import INITIAL_RATE, BlockPolicy, FixedBlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 
-from benchmarks.resident_kernel import ResidentKernel, Rules
+from benchmarks.resident_kernel import ResidentKernel, Rules, lasting
 from benchmarks.resident_model import DEVICE, Cache, Model
 
 BACK = 150
@@ -64,16 +65,18 @@ class DraftingRows:
         policy: BlockPolicy,
         *,
         back: int = BACK,
+        values: TwoLayerValues | None = None,
         device: Device | None = None,
         compile_source: Compile = Module,
     ) -> None:
         """On the current GPU, or on a `device` for which `compile_source` compiles. Answers are
-        planted so many positions `back`.
+        planted so many positions `back`; with `values` tokens may have some.
         """
         sizes, self.count = model.sizes, len(positions)
         device = device or _device()
         on, self._compile, self._back = device.torch_device, compile_source, back
         self.model, self.cache, self.positions, self.policy = model, cache, positions, policy
+        self._values = values
         self.context = cache.pages.shape[1] * 16
         self.most = self.count * (1 + policy.max_block)
         self.rules = Rules.greedy(on)
@@ -102,13 +105,13 @@ class DraftingRows:
         self.state.lay_out([Layout(self.most, self.most)], self.most)
         self.ring = TokenRing(device, self.slot.outputs, max_steps=MAX_STEPS)
         self.table = torch.zeros(self.count + 1, 2, dtype=torch.int64, device=on)
-        self.free = torch.zeros(1, sizes.vocab_size, device=on)
+        self.constraints_CV = torch.zeros(1, sizes.vocab_size, device=on)
+        self.constraint_S = torch.zeros(self.count, dtype=torch.int64, device=on)
         self._rules = torch.tensor(RuleConstants.of(policy).values, dtype=torch.float64, device=on)
         seconds = [1.0] * (self.most + 1)
         if isinstance(policy, TokenBudgetPolicy):
             seconds = [policy.costs.step(count) for count in range(self.most + 1)]
         self._seconds = torch.tensor(seconds, dtype=torch.float64, device=on)
-        self._any = torch.tensor([[ANY, 0]], device=on)
         self.build: ResidentBuild | None = None
 
     def begin(
@@ -159,14 +162,16 @@ class DraftingRows:
         """Enqueue up to `steps` steps."""
         if self.build is None:
             tiles = tiles or next(tiles for tiles in RING_STAGES if self.most <= 8 * tiles)
-            sizes = dataclasses.replace(self.model.sizes, drafts=True)
-            model, cache = self.model, self.cache
+            model, cache, values = self.model, self.cache, self._values
+            dims = None if values is None else value_dims(values)
+            sizes = dataclasses.replace(model.sizes, drafts=True, values=dims)
             self.build = ResidentBuild(
                 build_program(sizes, RING_STAGES[tiles]),
                 weights,
                 model.embedding,
                 StepCache(cache.keys, cache.values, None, model.cosines, model.sines),
                 tiles,
+                values=values,
                 policy=self.policy,
                 delays=delays,
                 compile_source=self._compile,
@@ -180,7 +185,7 @@ class DraftingRows:
     def _rows(self) -> ResidentRows:
         staged, fields = self.slot.staged.device, self.ring.fields
         constraint_S = self.slot.constraint.device["constraint"]
-        constraint_S.zero_()
+        constraint_S[: self.count] = self.constraint_S
         drafts = ResidentDrafts(
             staged=staged,
             state=self.state,
@@ -197,8 +202,8 @@ class DraftingRows:
             sample_position_B=staged["sample_position"],
             state=self.rules,
             page_table_RM=self.cache.pages.long(),
-            constraints_CV=self.free,
-            successor_C2=self._any,
+            constraints_CV=self.constraints_CV,
+            successor_C2=lasting(self.constraints_CV),
             ring_SB=fields["token"],
             payload_SB2=fields["payload"],
             certainty_SB2=fields["certainty"],

@@ -54,6 +54,12 @@ class Rules:
         )
 
 
+def lasting(constraints_CV: torch.Tensor) -> torch.Tensor:
+    """Successors [C, 2] of constraints that stay whatever their rows sample."""
+    own_C = torch.arange(len(constraints_CV), device=constraints_CV.device)
+    return torch.stack([torch.full_like(own_C, ANY), own_C], dim=1)
+
+
 class ResidentKernel:
     """One build of the kernel, for up to `8 * tiles` rows."""
 
@@ -101,26 +107,31 @@ class ResidentKernel:
         steps: int,
         *,
         payload: torch.Tensor | None = None,
+        constraint: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
         trace: torch.Tensor | None = None,
         profile: torch.Tensor | None = None,
         patience_ms: int | None = None,
     ) -> None:
-        """Enqueue `steps` steps; `payload` [B, 2] has the values of the first tokens."""
+        """Enqueue `steps` steps; `payload` [B, 2]: values of the first tokens, `constraint` [B]: of
+        the rows, by index of `constraints_CV`.
+        """
         count = len(tokens)
         self.rules.token_R[:count] = tokens
         if payload is not None:
             self.rules.payload_R2[:count] = payload
         self._words.zero_()
+        if constraint is None:
+            constraint = torch.zeros(count, dtype=torch.int64, device=self._device)
         rows = ResidentRows(
             row_B=torch.arange(count, device=self._device),
-            constraint_B=torch.zeros(count, dtype=torch.int64, device=self._device),
+            constraint_B=constraint,
             position_B=positions.long().clone(),  # where the launch leaves them
             sample_position_B=positions.long() + 1,
             state=self.rules,
             page_table_RM=cache.pages.long(),
             constraints_CV=self.constraints_CV,
-            successor_C2=torch.tensor([[ANY, 0]], device=self._device),
+            successor_C2=lasting(self.constraints_CV),
             ring_SB=self._ring[:, :MAX_ROWS],
             payload_SB2=self._field(1, 2),
             certainty_SB2=self._field(2, 2),

@@ -12,10 +12,12 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating
+from legato_engine.kernels.resident_builds import Kind as Launches
 from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
 
 from benchmarks.loops import question, randomly
 from benchmarks.speculation.decode_paths import Answers, answer
+from tests.loop_answers import Ask, results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +44,7 @@ def plain() -> Iterator[Assembly]:
 @pytest.fixture(scope="module", params=SETTINGS)
 def drafting(plain: Assembly, request: pytest.FixtureRequest) -> Assembly:
     made = speculating(plain, request.param)
-    assert steps_of(made).drafts
+    assert set(steps_of(made).most_rows) == {Launches.DRAFTS, Launches.BOTH}
     return made
 
 
@@ -67,11 +69,31 @@ def test_answers_are_those_without_speculation(plain: Assembly, drafting: Assemb
             assert ours.run.launches == 1
 
 
-def test_requests_come_and_go(drafting: Assembly) -> None:
+@pytest.mark.parametrize("kinds", [[0], [1, 0], [9, 0, 1]], ids=str)
+def test_lists_are_those_without_speculation(
+    plain: Assembly, drafting: Assembly, kinds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of objects and points, alone and beside an answer that drafts, by launches of the kernel."""
+    asked = [Ask(kind, 40, logprobs=False, after=0) for kind in kinds]
+    wanted, _ = results(plain, asked, depth=2)
+    steps, with_values = steps_of(drafting), []
+    run = steps.run
+
+    def noted(*given: Any, payload: bool = False, **named: Any) -> None:
+        with_values.append(payload)
+        run(*given, payload=payload, **named)
+
+    monkeypatch.setattr(steps, "run", noted)
+    assert results(drafting, asked, depth=2)[0] == wanted
+    assert True in with_values
+
+
+@pytest.mark.parametrize("skills", [False, True])
+def test_requests_come_and_go(drafting: Assembly, skills: bool) -> None:
     """Arrivals and aborts at any step, by launches of the kernel and by loops where there are more
     rows than it takes: no hang.
     """
-    totals = randomly(drafting, num_steps=3000, seed=7, skills=False)
+    totals = randomly(drafting, num_steps=3000, seed=7, skills=skills)
     assert totals["different"] == 0
     assert totals["aborted"] > 20
     assert steps_of(drafting) is not None

@@ -18,7 +18,7 @@ from unittest import mock
 from legato_engine.kernels.cuda import resident
 from legato_engine.resident.sizes import LEGATO_TINY, PAGE
 
-from tests.resident import drafts, values, words
+from tests.resident import both, drafts, values, words
 
 SIZES = dataclasses.replace(LEGATO_TINY, num_layers=2)
 ROWS = (5, 13, 22)
@@ -50,6 +50,12 @@ def launch_values() -> None:
             values.Rows(world, count).run(world.kernel(count), steps)
 
 
+def launch_both() -> None:
+    world = both.World(SIZES, dataclasses.replace(SCENE, places=(300, 63, 255)))
+    for seed in (0, 1):  # greedy, drawn
+        both.check(world, "budget", 0.7, seed)
+
+
 def launch_drafts() -> None:
     world = drafts.World(SIZES, SCENE)
     for name in drafts.POLICIES:
@@ -58,7 +64,12 @@ def launch_drafts() -> None:
                 drafts.check(world, world.drafting(name, count), 0.7, seed)
 
 
-KINDS = {"words": launch_words, "values": launch_values, "drafts": launch_drafts}
+KINDS = {
+    "words": launch_words,
+    "values": launch_values,
+    "drafts": launch_drafts,
+    "both": launch_both,
+}
 
 
 def main() -> None:

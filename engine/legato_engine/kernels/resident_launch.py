@@ -14,6 +14,7 @@ import torch
 
 from legato_engine.kernels.accelerated import RowTensors
 from legato_engine.kernels.cuda.drafting import DraftTensors
+from legato_engine.kernels.resident_builds import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +64,10 @@ class ResidentSteps(Protocol):
     with drafts `control_drafting_step`'s.
     """
 
-    max_rows: int
-    drafts: bool
-    """Rows draft, all of them; their tokens have no values."""
-    has_values: bool
-    """Rows' tokens may have values."""
+    @property
+    def most_rows(self) -> Mapping[Kind, int]:
+        """Of the launches that it takes, as `Kind.counts_as` has them."""
+        ...
 
     def run(
         self,

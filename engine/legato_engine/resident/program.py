@@ -19,8 +19,8 @@ read. Their weights are no part of the stream, since only the sampled tokens say
 So has a model whose rows draft: a step has several tokens of a row, and only the step before it
 says how many, at which positions. Between SAMPLE and COMMIT draft tokens are verified and those of
 the next step placed. Producers run ahead with weights, which do not depend on that, and wait for
-COMMIT before they copy keys and values. A program may have both: draft tokens are words, and a row's
-newest token may have a value.
+COMMIT before they copy keys and values. A program may have both: a row's newest token may have a
+value, and draft tokens are words.
 """
 
 from __future__ import annotations

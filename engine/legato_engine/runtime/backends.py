@@ -67,7 +67,7 @@ def paths_for(
         wanted = table.wanted(offer.builds)
         return Paths(offer.make(wanted) if wanted else None, table)
     steps = offer.make(offer.builds)
-    _log.info("resident_kernel", max_rows=steps.max_rows, values=steps.has_values)
+    _log.info("resident_kernel", most_rows=dict(steps.most_rows))
     return Paths(steps, unmeasured=offer if by_times else None)
 
 

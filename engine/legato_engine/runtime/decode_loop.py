@@ -69,7 +69,7 @@ class DecodeLoops:
             StagingBuffer(resources.device, {"index": ((max_rows,), torch.int64)})
             for _ in resources.slots
         ]
-        drafts = resident is not None and resident.drafts
+        drafts = resident is not None and any(kind.has_drafts for kind in resident.most_rows)
         self._drafting = DraftLaunches(resources, self._rings) if drafts else None
         self._in_kernel = [False for _ in resources.slots]  # the latest loop of each slot
         self._limit = torch.zeros(1, dtype=torch.int64, device=on)
@@ -86,9 +86,9 @@ class DecodeLoops:
             for each in sorted(needs):
                 self._loop(slot, bucket, rank, each)
         if self._resident is not None:
-            for kind in filter(self._most_rows, _kinds(self._resident)):
-                plain = Needs(sampled=False, payload=kind is Kind.VALUES, logprobs=False)
-                for slot in slots if self._resident.drafts else (0,):
+            for kind in filter(self._most_rows, self._resident.most_rows):
+                plain = Needs(sampled=False, payload=kind.has_values, logprobs=False)
+                for slot in slots if kind.has_drafts else (0,):
                     self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
@@ -119,7 +119,9 @@ class DecodeLoops:
         """
         self._rings[slot].reset()
         self._looks.begin()
-        resident = self._kernel_for(num_rows, rank, needs, common)
+        resident = None
+        if not (rank or needs.logprobs):
+            resident = self._kernel_for(num_rows, num_tokens, needs, common)
         self._in_kernel[slot] = resident is not None
         if resident is not None:
             if num_steps:
@@ -139,11 +141,11 @@ class DecodeLoops:
     def resident_rows(self) -> int:
         """The most rows whose launches are the resident kernel's; 0 after it was stuck."""
         resident = self._resident
-        return 0 if resident is None else max(map(self._most_rows, _kinds(resident)))
+        return 0 if resident is None else max(map(self._most_rows, resident.most_rows))
 
     def _most_rows(self, kind: Kind) -> int:
         assert self._resident is not None, "rows of no kernel"
-        rows = range(self._resident.max_rows, 0, -1)
+        rows = range(self._resident.most_rows[kind], 0, -1)
         takes, ways = self.choice.takes, tuple(product((False, True), repeat=2))
 
         def any_way(count: int) -> bool:
@@ -152,16 +154,14 @@ class DecodeLoops:
         return next(filter(any_way, rows), 0)
 
     def _kernel_for(
-        self, num_rows: int, rank: int, needs: Needs, common: bool
+        self, num_rows: int, num_tokens: int, needs: Needs, common: bool
     ) -> ResidentSteps | None:
         resident = self._resident
-        if resident is None or num_rows > resident.max_rows or rank or needs.logprobs:
+        kind = Kind.of(values=needs.payload, drafts=self._drafting is not None)
+        count = kind.counts_as(num_rows, num_tokens)
+        if resident is None or count > resident.most_rows.get(kind, 0):
             return None
-        kind = Kind.VALUES if needs.payload else Kind.WORDS
-        kind = Kind.DRAFTS if resident.drafts else kind
-        if kind not in _kinds(resident):
-            return None
-        takes = self.choice.takes(kind, num_rows, drawn=needs.sampled, common=common)
+        takes = self.choice.takes(kind, count, drawn=needs.sampled, common=common)
         return resident if takes else None
 
     def without_kernel(self) -> None:
@@ -298,12 +298,6 @@ class DecodeLoops:
             position_R=drafts.position_R,
             limit_R=drafts.limit_R,
         )
-
-
-def _kinds(resident: ResidentSteps) -> tuple[Kind, ...]:
-    if resident.drafts:
-        return (Kind.DRAFTS,)
-    return (Kind.WORDS, Kind.VALUES) if resident.has_values else (Kind.WORDS,)
 
 
 def _widened(needs: Needs) -> Needs:

@@ -40,9 +40,9 @@ class LoopTimes:
     """Times steps of loops over the first slot's buffers; nothing may be in flight.
 
     Rows read pages of their own, or some in common as requests about one image do, and write to the
-    scratch page alone. In lists all tokens have values, and drafts are of an answer that repeats
-    one token, so that all are accepted. Among drawn lists every other row has words: the token of a
-    value is drawn from one.
+    scratch page alone. In lists all tokens have values and no drafts; other drafts are of an answer
+    that repeats one token, so that all are accepted. Among drawn lists every other row has words:
+    the token of a value is drawn from one.
     """
 
     def __init__(self, resources: Resources, loops: DecodeLoops) -> None:
@@ -99,11 +99,11 @@ class LoopTimes:
 
         try:
             compute.submit(set_rows)
-            num_tokens = self._stage(kind, num_rows, drawn)
+            num_rows, num_tokens = self._stage(kind, num_rows, drawn)
             slot.staged.upload(compute)
             slot.constraint.upload(compute)
             begun = compute.record()
-            needs = Needs(sampled=drawn, payload=kind is Kind.VALUES, logprobs=False)
+            needs = Needs(sampled=drawn, payload=kind.has_values, logprobs=False)
             bucket = bucket_for(resources.buckets, num_tokens)
             loops.start(_SLOT, num_rows, num_tokens, bucket, 0, _STEPS, needs, common)
             ended = compute.record()
@@ -146,9 +146,12 @@ class LoopTimes:
             return self._lone[:1]
         return [index for each in self._lone for index in (each, _FREE)] if drawn else self._lone
 
-    def _stage(self, kind: Kind, num_rows: int, drawn: bool) -> int:
-        """Stage rows at the end of the context; return their tokens of a step, at most."""
+    def _stage(self, kind: Kind, count: int, drawn: bool) -> tuple[int, int]:
+        """Stage rows at the end of the context, which count as so many; return their number and the
+        most tokens of a step.
+        """
         slot, scratch_row = self._resources.slots[_SLOT], self._resources.state.scratch_row
+        num_rows = min(count, scratch_row)
         staged, constraint = slot.staged.host, slot.constraint.host["constraint"]
         cycle = self._constraints(kind, drawn)
         constraint[:num_rows] = [cycle[row % len(cycle)] for row in range(num_rows)]
@@ -158,10 +161,10 @@ class LoopTimes:
             self._resources.compute.submit(lambda: self._repeat(drafts, allowed[0]))
             staged["scheduled_row"].fill(scratch_row)
             staged["scheduled_row"][:num_rows] = range(num_rows)
-            staged["room"][:num_rows] = drafts.max_block
+            staged["room"][:num_rows] = block = 0 if kind.has_values else drafts.max_block
             staged["reach"][:num_rows] = self._resources.model.max_context
             staged["control"].fill(0)
-            return num_rows * (1 + drafts.max_block)
+            return num_rows, kind.counts_as(num_rows * (1 + block), count)
         for name in ("row", "source", "sample_row"):
             staged[name].fill(scratch_row)
             staged[name][:num_rows] = range(num_rows)
@@ -170,4 +173,4 @@ class LoopTimes:
         staged["fresh"][:] = staged["position"]
         staged["fresh"][num_rows:] = 1  # above their position: padding
         staged["sample_position"][:] = staged["position"] + 1
-        return num_rows
+        return num_rows, num_rows

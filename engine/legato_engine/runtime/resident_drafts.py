@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from legato_engine.kernels.accelerated import DraftKernels, LookupKernel
+from legato_engine.kernels.accelerated import DraftKernels, LookupKernel, RowTensors
 from legato_engine.kernels.decode_loop import DONE
 from legato_engine.kernels.resident_launch import ResidentDrafts
 from legato_engine.runtime.draft_state import DraftState
@@ -19,13 +19,15 @@ from legato_engine.speculative.proposer import UNKNOWN
 class DraftSnapshot:
     """Where rows were before a launch, for one that gives up a wait."""
 
-    def __init__(self, drafts: DraftState, token_R: torch.Tensor) -> None:
-        self._drafts, self._token_R = drafts, token_R
+    def __init__(self, drafts: DraftState, state: RowTensors) -> None:
+        self._drafts, self._state = drafts, state
+        self._payload_R2 = torch.zeros_like(state.payload_R2)
         self._position_R = torch.zeros_like(drafts.position_R)
         self._descriptor_R4 = torch.zeros_like(drafts.descriptor_R4)
 
     def take(self) -> None:
         """Can be captured."""
+        self._payload_R2.copy_(self._state.payload_R2)
         self._position_R.copy_(self._drafts.position_R)
         self._descriptor_R4.copy_(self._drafts.descriptor_R4)
 
@@ -33,8 +35,10 @@ class DraftSnapshot:
         """Put a launch's rows where the steps that the ring counts have left them: some may have
         been settled in the step after those.
         """
-        drafts, done = self._drafts, int(ring.words[DONE])
-        count_SB, learnt_SB4 = (ring.fields[name] for name in ("count", "descriptor"))
+        drafts, state, done = self._drafts, self._state, int(ring.words[DONE])
+        names = "count", "proposed", "descriptor", "payload"
+        count_SB, proposed_SB, learnt_SB4, payload_SB2 = (ring.fields[name] for name in names)
+        first = 0  # the row's first token of the last step
         for index, row in enumerate(rows):
             if row == drafts.scratch_row:
                 continue
@@ -43,7 +47,12 @@ class DraftSnapshot:
             drafts.descriptor_R4[row] = learnt_4.to(drafts.descriptor_R4.device)
             drafts.position_R[row] = position
             drafts.tokens_RC[row, position + 1 :] = UNKNOWN
-            self._token_R[row] = drafts.tokens_RC[row, position].clamp(min=0)
+            state.token_R[row] = drafts.tokens_RC[row, position].clamp(min=0)
+            state.payload_R2[row] = self._payload_R2[row]
+            if done and (count := int(count_SB[done - 1, index])):
+                payload_2 = payload_SB2[done - 1, first + count - 1]
+                state.payload_R2[row] = payload_2.to(state.payload_R2.device)
+                first += 1 + int(proposed_SB[done - 1, index])
 
 
 class DraftLaunches:
@@ -56,7 +65,7 @@ class DraftLaunches:
         assert isinstance(kernels, DraftKernels), "a GPU has kernels"
         assert isinstance(proposer, LookupKernel), "the kernel looks up"
         self._resources, self._rings, self._drafts = resources, rings, drafts
-        self._before = DraftSnapshot(drafts, resources.state.token_R)
+        self._before = DraftSnapshot(drafts, resources.state)
         self._tensors = [
             ResidentDrafts(
                 staged=slot.staged.device,

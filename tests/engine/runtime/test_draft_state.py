@@ -9,6 +9,7 @@ from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState, Layout
 from legato_engine.runtime.request_descriptors import DESCRIPTOR, NO_DRAFTS, STARTS
 from legato_engine.runtime.resident_drafts import DraftSnapshot
+from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.token_ring import TokenRing
 from legato_engine.speculative.block_policy import FixedBlockPolicy
 from legato_engine.speculative.proposer import UNKNOWN
@@ -250,28 +251,39 @@ def test_a_row_forgets_its_last_sequence(device):
 
 @pytest.mark.parametrize("heard", [0, 1, 2])
 def test_a_step_that_the_host_has_not_heard_of_is_taken_back(device, heard):
-    """After a launch that ended before it told of its last step: positions, newest tokens, history
-    and descriptors are those of the steps before.
+    """After a launch that ended before it told of its last step: positions, newest tokens and their
+    values, history and descriptors are those of the steps before.
     """
-    rows = Rows(device)
+    rows, state = Rows(device), RowState(ROWS, 2, device.torch_device)
+    state.token_R = rows.token_R
+    state.payload_R2[[0, 2]] = torch.tensor([[0.25, 0.5], [0.75, 0.0]])
     rows.admit(0, limit=17, token=20)
     rows.admit(2, limit=17, token=30)
     rows.told.says[0], rows.told.says[2] = torch.tensor([21, 22, 23]), torch.tensor([5, 6, 7])
     drafts, ring = rows.drafts, TokenRing(device, rows.slot.outputs, max_steps=4)
-    before = DraftSnapshot(drafts, rows.token_R)
+    before = DraftSnapshot(drafts, state)
     before.take()
     for step in range(heard + 1):
         if step == heard:
             names = ("position_R", "tokens_RC", "descriptor_R4")
             expected = [getattr(drafts, name).clone() for name in names]
-            expected.append(rows.token_R.clone())
+            expected += [rows.token_R.clone(), state.payload_R2.clone()]
         rows.place((2, 3), (0, 3))
         sampled = [[31, 0, 0, 0, 21, 22, 40, 0], [5, 6, 32, 0, 41, 0, 0, 0], [33] * 8][step]
         rows.settle(sampled)
+        outputs, first = rows.slot.outputs.device, 0
+        outputs["payload"].copy_(torch.arange(2 * TOKENS).view(TOKENS, 2) + 100 * (step + 1))
+        for index, row in enumerate((2, 0)):
+            newest = first + int(outputs["count"][index]) - 1
+            state.payload_R2[row] = outputs["payload"][newest]
+            first += 1 + int(outputs["proposed"][index])
         if step < heard:
             ring.ring_SN[step] = rows.slot.outputs.device_bytes
             ring.words[DONE] = step + 1
-    state = drafts.position_R, drafts.tokens_RC, drafts.descriptor_R4, rows.token_R
-    assert not all(map(torch.equal, state, expected))
+    left = (
+        *(drafts.position_R, drafts.tokens_RC, drafts.descriptor_R4),
+        *(rows.token_R, state.payload_R2),
+    )
+    assert not any(map(torch.equal, left, expected))
     before.restore([2, 0, ROWS], ring)
-    assert all(map(torch.equal, state, expected))
+    assert all(map(torch.equal, left, expected))

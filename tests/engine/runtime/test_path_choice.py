@@ -74,8 +74,8 @@ class Kernel:
     def _make(self, wanted: Collection[Build]) -> ResidentSteps:
         self.built.append(tuple(wanted))
         kinds = {build.kind for build in wanted}
-        self.fake = Fake(has_values=Kind.VALUES in kinds)
-        self.fake.drafts = Kind.DRAFTS in kinds
+        self.fake = Fake(kinds)
+        self.fake.drafts = any(kind.has_drafts for kind in kinds)
         return self.fake
 
     def seconds(
@@ -265,7 +265,11 @@ def test_drafting_steps_are_measured_with_all_their_drafts(
     """By the builds for rows that draft; the acceptance of what was measured is forgotten."""
     kernel = Kernel({Kind.DRAFTS: range(1, MOST + 1)})
     assembly, _ = start(kernel, setting)
-    assert {(kind, common) for kind, _, _, common, _ in kernel.timed} == {(Kind.DRAFTS, False)}
+    assert {(kind, common) for kind, _, _, common, _ in kernel.timed} == {
+        (Kind.DRAFTS, False),
+        (Kind.BOTH, False),
+        (Kind.BOTH, True),
+    }
     assert kernel.fake is not None
     assert {drawn for _, _, drawn in kernel.fake.kinds} == {False, True}
     drafts = assembly.runner._drafts

@@ -11,7 +11,7 @@ from legato_engine.kernels.cuda.resident_subject import PACKAGES, code_files, co
 from legato_engine.kernels.resident_builds import Build, Kind
 from legato_engine.runtime.path_table import ALL, NONE, Kept, PathTable, StepTimes, measure
 
-WORDS, VALUES, DRAFTS = Kind
+WORDS, VALUES, DRAFTS, BOTH = Kind
 SUBJECT = {"gpu": "a GPU", "sources": "abc"}
 
 
@@ -58,9 +58,23 @@ def test_builds_are_for_as_many_rows_as_a_launch_may_have(
 ) -> None:
     """With draft tokens, all that these rows may have."""
     kinds = [DRAFTS] if block else [WORDS, VALUES][: 1 + values]
-    assert list(builds_for(max_rows, values=values, block=block)) == [
-        Build(kind, most) for kind in kinds for most in rows
+    builds = [
+        each for each in builds_for(max_rows, values=values, block=block) if each.kind is not BOTH
     ]
+    assert builds == [Build(kind, most) for kind in kinds for most in rows]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "block", "tokens"),
+    [(16, 3, [8, 16, 32]), (3, 3, [8, 9]), (2, 7, [8, 9]), (1, 7, [1]), (5, 7, [8, 16, 32])],
+)
+def test_builds_with_both_are_for_as_many_tokens_as_a_launch_may_have(
+    max_rows: int, block: int, tokens: list[int]
+) -> None:
+    """Of which one row has values, and no draft tokens."""
+    builds = builds_for(max_rows, values=True, block=block)
+    assert [each.rows for each in builds if each.kind is BOTH] == tokens
+    assert BOTH not in {each.kind for each in builds_for(max_rows, values=False, block=block)}
 
 
 def test_rows_between_measured_counts_go_with_the_next_larger() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.resident_limits import Wish, obstacle
 from legato_engine.kernels.cuda.value_heads import TwoLayerValues, ValueSizes
 from legato_engine.kernels.resident import values_obstacle
+from legato_engine.kernels.resident_builds import Kind
 from legato_engine.kernels.resident_launch import ResidentRows
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.model_runner import ModelRunner
@@ -46,6 +47,9 @@ def graph():
     made.device.close()
 
 
+_MOST_TOKENS = 32
+
+
 class Fake:
     """Steps of torch's operations instead; gives up a wait after `steps` of them, if any.
 
@@ -56,8 +60,9 @@ class Fake:
     max_rows = 4
     drafts = False
 
-    def __init__(self, steps: int | None = None, *, has_values: bool = True) -> None:
-        self.has_values = has_values
+    def __init__(self, kinds: Iterable[Kind], steps: int | None = None) -> None:
+        most = self.max_rows
+        self.most_rows = {kind: kind.counts_as(most, _MOST_TOKENS) for kind in kinds}
         self.left = steps
         self.launches = 0
         self.kinds: set[tuple[bool, int, bool]] = set()  # with values, rows, whether any is drawn
@@ -79,8 +84,8 @@ class Fake:
         payload: bool = False,
         num_tokens: int = 0,
     ) -> None:
-        assert self.has_values or not payload
-        assert 0 < num_rows <= self.max_rows
+        kind = Kind.of(values=payload, drafts=self.drafts)
+        assert 0 < kind.counts_as(num_rows, num_tokens) <= self.most_rows[kind]
         assert not self.stuck, "no launch may follow one that was stuck"
         self.launches += 1
         if self.left is not None:
@@ -117,7 +122,7 @@ class Launches:
     def __init__(self, resources: Resources, rings: Sequence[TokenRing]) -> None:
         assert resources.state.drafts is not None
         self._resources, self._rings = resources, rings
-        self._before = DraftSnapshot(resources.state.drafts, resources.state.token_R)
+        self._before = DraftSnapshot(resources.state.drafts, resources.state)
 
     def begin(self, slot: int) -> None:
         del slot
@@ -130,8 +135,10 @@ class Launches:
 
 def faking(made: Assembly, steps: int | None = None, *, has_values: bool = True) -> Fake:
     """Let launches of an assembly be the fake's."""
-    fake, loops = Fake(steps, has_values=has_values), made.runner._loops
+    loops, drafts = made.runner._loops, made.runner._drafts is not None
     assert loops is not None
+    kinds = [Kind.of(values=each, drafts=drafts) for each in (False, True)[: 1 + has_values]]
+    fake = Fake(kinds, steps)
     fake.bind(made.runner)
     loops.choice = ALL
     loops._resident = fake
@@ -146,6 +153,12 @@ def with_fake(
 ) -> tuple[Assembly, Fake]:
     made = with_decode_path(graph, "resident")
     return made, faking(made, steps, has_values=has_values)
+
+
+def drafting(graph: Assembly, setting: str) -> Assembly:
+    """With loops of rows that draft by lookups."""
+    config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
+    return speculating(dataclasses.replace(graph, config=config), setting)
 
 
 class Behind:
@@ -187,6 +200,20 @@ def test_its_launches_are_loops_among_other_launches(
     assert behind.count > 0
     totals = randomly(assembly, num_steps=60, seed=5, skills=skills)
     assert totals["different"] == 0
+
+
+@pytest.mark.parametrize("setting", ["fixed:3", "seed"])
+@pytest.mark.parametrize("has_values", [True, False])
+def test_lists_beside_answers_that_draft_are_its_own_where_it_has_values(
+    graph: Assembly, monkeypatch: pytest.MonkeyPatch, setting: str, has_values: bool
+) -> None:
+    """A row with values has no draft tokens, and one that drafts no values."""
+    asked = [Ask(kind, 40, logprobs=False, after=after) for kind, after in ((9, 0), (0, 2), (1, 9))]
+    expected, _ = results(graph, asked, depth=2)
+    assembly = drafting(graph, setting)
+    fake = faking(assembly, has_values=has_values)
+    assert results(assembly, asked, depth=2)[0] == expected
+    assert {payload for payload, _, _ in fake.kinds} == {False, has_values}
 
 
 @pytest.mark.parametrize("has_values", [True, False])
@@ -261,11 +288,15 @@ def test_a_stuck_launch_with_drafts_loses_no_request(
 
     monkeypatch.setattr(OutputProcessor, "take_back", noted)
     expected = answers(graph, [30, 12, 30])
-    config = msgspec.structs.replace(graph.config, decode_path="loop", draft=LOOKUP_DRAFT)
-    assembly = speculating(dataclasses.replace(graph, config=config), setting)
+    asked = [Ask(kind, 40, logprobs=False, after=0) for kind in (9, 0, 1)]
+    lists, _ = results(graph, asked, depth=2)
+    assembly = drafting(graph, setting)
     for steps in (0, 1, 5, 11, 12, 13):
         fake = faking(assembly, steps)
         assert answers(assembly, [30, 12, 30]) == expected
+        assert fake.stuck
+        fake = faking(assembly, steps)
+        assert results(assembly, asked, depth=2)[0] == lists
         assert fake.stuck
     assert taken_back
 

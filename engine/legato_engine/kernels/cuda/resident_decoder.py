@@ -46,23 +46,22 @@ class ResidentDecoder:
         values: TwoLayerValues | None = None,
         policy: BlockPolicy | None = None,
     ) -> None:
-        """Compile what is `wanted` of `builds_for`: with `values`, or for rows that draft by a
+        """Compile what is `wanted` of `builds_for`: with `values`, and for rows that draft by a
         `policy`.
         """
-        block = 0 if policy is None else policy.max_block
-        self.max_rows = max(build.rows for build in wanted)
-        self.drafts = policy is not None
-        self.has_values = any(build.kind is Kind.VALUES for build in wanted)
+        drafts, block = policy is not None, 0 if policy is None else policy.max_block
+        self.most_rows = {
+            kind: max(build.rows for build in wanted if build.kind is kind)
+            for kind in sorted({build.kind for build in wanted})
+        }
         self.program = build_program(sizes, RING_STAGES[1])
         """Of words, for 8 rows; the others differ in the ring and in values."""
         weights = ResidentWeights(self.program, layers, head, head_norm)
 
-        def builds(
-            kind: Kind, of: ModelSizes, values: TwoLayerValues | None = None
-        ) -> list[ResidentBuild]:
-            tiles = sorted(
-                {_tiles(each.rows * (1 + block)) for each in wanted if each.kind is kind}
-            )
+        def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[ResidentBuild]:
+            kind = Kind.of(values=values is not None, drafts=drafts)
+            most = [each.rows for each in wanted if each.kind is kind]
+            tiles = sorted({_tiles(kind.counts_as(rows * (1 + block), rows)) for rows in most})
             return [
                 ResidentBuild(
                     build_program(of, RING_STAGES[each]),
@@ -77,14 +76,13 @@ class ResidentDecoder:
                 for each in tiles
             ]
 
-        kind = Kind.DRAFTS if self.drafts else Kind.WORDS
-        self.builds = builds(kind, dataclasses.replace(sizes, drafts=self.drafts))
+        of = dataclasses.replace(sizes, drafts=drafts)
+        self.builds = builds(of)
         """For 8, 16 and 32 tokens, as far as they are wanted."""
         self.value_builds: list[ResidentBuild] = []
         """The same where some row's tokens may have values."""
-        if values is not None and self.has_values:
-            with_values = dataclasses.replace(sizes, values=value_dims(values))
-            self.value_builds = builds(Kind.VALUES, with_values, values)
+        if values is not None:
+            self.value_builds = builds(dataclasses.replace(of, values=value_dims(values)), values)
         made = (*self.builds, *self.value_builds)
         compile_ahead(
             SOURCE,
@@ -115,11 +113,18 @@ class ResidentDecoder:
 
 def builds_for(max_rows: int, *, values: bool, block: int = 0) -> tuple[Build, ...]:
     """For 8, 16 and 32 tokens, as far as up to `max_rows` rows have so many, with `block` draft
-    tokens each; without these a launch may have `values`.
+    tokens each; some rows may have `values`, and no draft tokens.
     """
-    rows = sorted({min(max_rows, 8 * tiles // (1 + block)) for tiles in RING_STAGES} - {0})
-    kinds = (Kind.DRAFTS,) if block else (Kind.WORDS, Kind.VALUES)[: 1 + values]
-    return tuple(Build(kind, most) for kind in kinds for most in rows)
+    drafts = block > 0
+    kinds = [Kind.of(values=each, drafts=drafts) for each in (False, True)[: 1 + values]]
+    builds = []
+    for kind in kinds:
+        most, each = max_rows, 1 + block
+        if kind is Kind.BOTH:
+            most, each = max_rows + (max_rows - 1) * block, 1
+        counts = {min(most, 8 * tiles // each) for tiles in RING_STAGES} - {0}
+        builds += [Build(kind, count) for count in sorted(counts)]
+    return tuple(builds)
 
 
 def _tiles(tokens: int) -> int:

@@ -62,7 +62,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
     }
   }
   const u32 all = __ballot_sync(~0u, live), drawn = __ballot_sync(~0u, live && temperature > GREEDY_TEMPERATURE);
-  if (lane == 0) shared.count = __popc(all), shared.drawn = shared.kept = VALUES ? ~0u : drawn;
+  if (lane == 0) shared.count = __popc(all), shared.drawn = drawn, shared.kept = VALUES ? ~0u : drawn;
   // A unit begins with a row's tokens, and after a full one.
   const i64 before = __shfl_up_sync(~0u, row, 1);
   const u32 rows = __ballot_sync(~0u, live && (lane == 0 || before != row));

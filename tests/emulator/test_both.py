@@ -1,0 +1,23 @@
+"""Values beside drafts inside the resident kernel, on the emulated machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulator.small import NARROW, SMALL, emulated
+from tests.resident.both import World, values_beside_drafts_change_no_bit
+from tests.resident.drafts import Scene
+
+SCENE = Scene(places=(44, 31), tokens=14, most=3, back=20)
+
+
+def test_values_beside_drafts_change_no_bit() -> None:
+    values_beside_drafts_change_no_bit(World(NARROW, SCENE, emulated()), "fixed", seeds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fixed", "seed", "budget"])
+def test_values_beside_drafts_of_more_rows_change_no_bit(name: str) -> None:
+    """Up to 32 tokens of a step, of rows of several pages."""
+    scene = Scene(places=(200, 65, 63, 64), tokens=24, most=7, back=40)
+    values_beside_drafts_change_no_bit(World(SMALL, scene, emulated()), name)
