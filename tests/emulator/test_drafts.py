@@ -64,6 +64,10 @@ def test_pages_and_last_tokens_end_a_launch(world: World) -> None:
     drafts.pages_and_last_tokens_end_a_launch(world, 2, (0, 5), (7,))
 
 
+def test_rows_that_have_ended_feed_nothing(world: World) -> None:
+    drafts.rows_that_have_ended_feed_nothing(world, 2)
+
+
 def test_the_host_ends_a_launch_after_any_step(world: World, schedule: Schedule) -> None:
     def stop_later(rows: DraftingRows, chance: random.Random) -> None:
         left = chance.randrange(400)

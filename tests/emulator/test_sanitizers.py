@@ -76,7 +76,9 @@ def sanitized(*arguments: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("subject", ["machine", "kernels", "steps", "resident", "values", "drafts"])
+@pytest.mark.parametrize(
+    "subject", ["machine", "kernels", "steps", "resident", "values", "drafts", "both"]
+)
 def test_nothing_is_found(subject: str) -> None:
     """In all tests of the subject that are neither slow nor plant faults."""
     only = ("-m", "not slow", "-k", "not fault")

@@ -47,6 +47,11 @@ def test_pages_and_last_tokens_end_a_launch(world: World, count: int) -> None:
     drafts.pages_and_last_tokens_end_a_launch(world, count, (0, 1, 5, 20), (9, 17, 33))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_rows_that_have_ended_feed_nothing(world: World, count: int) -> None:
+    drafts.rows_that_have_ended_feed_nothing(world, count)
+
+
 def test_the_host_ends_a_launch_after_any_step(world: World) -> None:
     def stop_later(rows: DraftingRows, chance: random.Random) -> None:
         time.sleep(chance.random() * 3e-3)

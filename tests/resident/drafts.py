@@ -211,6 +211,16 @@ def the_host_ends_a_launch_after_any_step(
     return lengths
 
 
+def rows_that_have_ended_feed_nothing(world: World, count: int) -> None:
+    """A launch whose rows all have is over after a step."""
+    rows, tokens = world.drafting("fixed", count), world.answers()[0][:count]
+    rows.begin(world.first[:count], tokens, -1, world.scene.most, POSITIONS)
+    rows.launch(world.weights, world.scene.tokens)
+    (told,) = rows.steps()
+    assert told.tokens == [[]] * count
+    assert told.proposed == [0] * count
+
+
 def repeats_have_the_same_bits(world: World, count: int, repeats: int) -> None:
     rows = world.drafting("budget", count)
     for seed in range(repeats):

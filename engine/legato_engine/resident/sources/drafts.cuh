@@ -72,6 +72,7 @@ __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& sha
   const int end = later ? __ffs(later) - 1 : __popc(all);
   if (units >> lane & 1) shared.unit[__popc(units & (1u << lane) - 1)] = packed(Unit{lane, end - lane, 0});
   if (lane == 0) shared.num_units = __popc(units);
+  if (lane == 0 && !units) shared.unit[0] = packed(Unit{0, 1, 0});  // is read ahead
 }
 
 // Pages of the units; `take_tokens` came before.
