@@ -34,7 +34,7 @@ __device__ __forceinline__ bool aborted(const DraftArguments& a) { return load_r
 
 // Whether any row of the launch is drawn, by one warp.
 __device__ __forceinline__ void take_draws(const DraftArguments& a, Shared& shared) {
-  const int lane = threadIdx.x % 32;
+  const int lane = (int)kept_lane();
   const i64 row = lane < a.rows ? a.drafting->rows.row[lane] : a.drafting->scratch;
   const bool any = __any_sync(~0u, row != a.drafting->scratch && a.row_temperature[row] > GREEDY_TEMPERATURE);
   if (lane == 0) shared.draws = any;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void take_draws(const DraftArguments& a, Shared& shar
 // The tokens that are placed, by one warp; padding follows them.
 __device__ __forceinline__ void take_tokens(const DraftArguments& a, Shared& shared) {
   const Drafting& d = *a.drafting;
-  const int lane = threadIdx.x % 32;
+  const int lane = (int)kept_lane();
   const bool within = lane < TOKENS && lane < d.max_tokens;
   const i64 row = within ? load_fresh_i64(d.placed.row + lane) : d.scratch;
   const bool live = row != d.scratch;
