@@ -145,8 +145,13 @@ struct Softmax {
 // would have them, and zeros where later positions will have values, as memory has anything there. A lane has dimensions 2 lane
 // and 2 lane + 1. A row's tokens are in one page of a quarter, as a step has fewer of them than the quarters have positions.
 struct Written {
-  static constexpr int MOST = DRAFTS ? PAGE : 1;
+  __device__ __forceinline__ static void put(unsigned char* to, int i, u32 key, u32 value) {
+    *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = key;
+    *reinterpret_cast<u32*>(to + PAGE_BYTES / 2 + i * (HEAD_DIM * 2)) = value;
+  }
+  static constexpr int MOST = DRAFTS ? UNIT_TOKENS : 1;  // that registers hold; a row of several units may have more
   int page, first, end;  // by the quarter's count of pages; of the page's positions
+  i64 from;              // the page's first position
   u32 keys[MOST], values[MOST];
   __device__ __forceinline__ void load(
       const Arguments& a, const Shared& shared, int layer, int index, int fresh, int last, int own, int track) {
@@ -157,7 +162,7 @@ struct Written {
     if (page % WARPS != track) end = 0;
     if (first >= end) return;
     const i64 place = (i64)layer * a.layer_pages + shared.pages[index][page];
-    const i64 from = (place * HEADS + blockIdx.x / SPLITS) * PAGE * HEAD_DIM + threadIdx.x % 32 * 2;
+    from = (place * HEADS + blockIdx.x / SPLITS) * PAGE * HEAD_DIM + threadIdx.x % 32 * 2;
 #pragma unroll
     for (int i = 0; i < MOST; i++)
       if (first + i < end) {
@@ -165,15 +170,18 @@ struct Written {
         keys[i] = load_fresh_u32(a.keys + at), values[i] = load_fresh_u32(a.values + at);
       }
   }
-  __device__ __forceinline__ void store(unsigned char* to) const {
+  __device__ __forceinline__ void store(const Arguments& a, unsigned char* to) const {
     to += threadIdx.x % 32 * 4;
     for (int i = end; i < PAGE; i++) *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2) + PAGE_BYTES / 2) = 0;
     to += first * (HEAD_DIM * 2);
 #pragma unroll
     for (int i = 0; i < MOST; i++)
-      if (first + i < end) {
-        *reinterpret_cast<u32*>(to + i * (HEAD_DIM * 2)) = keys[i];
-        *reinterpret_cast<u32*>(to + PAGE_BYTES / 2 + i * (HEAD_DIM * 2)) = values[i];
+      if (first + i < end) put(to, i, keys[i], values[i]);
+    if (DRAFTS && TOKENS > MOST)
+#pragma unroll 1
+      for (int i = MOST; first + i < end; i++) {
+        const i64 at = from + (first + i) * HEAD_DIM;
+        put(to, i, load_fresh_u32(a.keys + at), load_fresh_u32(a.values + at));
       }
     order_shared_copies();  // the next copy to the stage comes after these
     __syncwarp();
@@ -197,7 +205,7 @@ __device__ __forceinline__ void attend_pages(
     ring.skip(i / STAGE_PAGES - stage), stage = i / STAGE_PAGES;
     const int which = begin + i;
     const Page page = {ring.get_ahead(a, at) + place * PAGE_BYTES, (quarter + SPLITS * which) * PAGE};
-    if (which == written.page && written.first < written.end) written.store(const_cast<unsigned char*>(page.keys));
+    if (which == written.page && written.first < written.end) written.store(a, const_cast<unsigned char*>(page.keys));
     track.add(q, page, position);
     ring.release_for(a, __float_as_uint(track.out[0].x), place ? 1 : WARPS - others);
   }

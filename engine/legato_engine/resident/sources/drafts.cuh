@@ -107,8 +107,9 @@ __device__ __forceinline__ void run_settle(const DraftArguments& a, Shared& shar
         a.row_payload[row] = float2{value.x, value.y};
       }
     }
-    look_up(d.state.tokens + row * d.context, (int)load_fresh_i64(d.state.newest + row), d.state.drafts + row * MOST_DRAFTS,
-            (int)d.context, MOST_DRAFTS, (int)d.shortest, (int)d.longest, shared.sums_of_warps, threadIdx.x, THREADS);
+    if (d.rows.room[i] > 0)
+      look_up(d.state.tokens + row * d.context, (int)load_fresh_i64(d.state.newest + row), d.state.drafts + row * MOST_DRAFTS,
+              (int)d.context, MOST_DRAFTS, (int)d.shortest, (int)d.longest, shared.sums_of_warps, threadIdx.x, THREADS);
     __syncwarp();
     workers_sync();  // before the next row's
   }
