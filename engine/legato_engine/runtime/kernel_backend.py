@@ -14,18 +14,13 @@ from collections.abc import Sequence
 from itertools import product
 
 from legato_engine.device.base import Event
-from legato_engine.kernels import ops
-from legato_engine.kernels.accelerated import SampledTokens, Sampler
 from legato_engine.kernels.resident_builds import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
-from legato_engine.models.step_kernels import StepInputs, StepKernels
+from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
-from legato_engine.runtime.draft_state import Layout
-from legato_engine.runtime.drafting_decode import DraftingDecode
 from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
-from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.long_prompts import CHUNK, LongPrompts
 from legato_engine.runtime.passes import (
     ScheduledPrompt,
@@ -42,6 +37,7 @@ from legato_engine.runtime.prefill_step import (
     stage_samples,
 )
 from legato_engine.runtime.resources import Resources
+from legato_engine.runtime.step_works import FEW_GROUPS, StepWorks, laid_out_groups
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
 from legato_engine.speculative.block_policy import BlockPolicy
@@ -50,9 +46,6 @@ _MIN_QUEUE_LENGTH = 16
 """Waiting sequences for a launch to compute several images: three in one launch take 5 % less time,
 but the first result comes later by the time of two.
 """
-
-_FEW_GROUPS = (1, 2)
-"""Token groups that steps are laid out for, besides one per token."""
 
 
 class KernelBackend:
@@ -84,25 +77,22 @@ class KernelBackend:
             cut_tokens=cut_tokens,
             long_tokens=0 if self._long is None else CHUNK,
         )
-        self._sampler = Sampler(model.vocab_size)
-        self._drafting = None
-        if self._state.drafts is not None:
-            self._drafting = DraftingDecode(resources, _layouts(self.buckets))
+        self._works = StepWorks(kernels, resources)
 
     def warm_up(self) -> None:
         adapters = (False,) if self._resources.bank is None else (False, True)
         for slot in range(len(self._slots)):
-            self._graphs.run(self._admit_work, slot)
+            self._graphs.run(self._works.admit, slot)
             self.grow(slot)
             for bucket in self.buckets:
-                for adapted, groups in product(adapters, (*_FEW_GROUPS, bucket)):
+                for adapted, groups in product(adapters, (*FEW_GROUPS, bucket)):
                     self._forward(slot, bucket, groups, adapted=adapted, sampled=False)
                     self._forward(slot, bucket, groups, adapted=adapted)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
-            if self._drafting is not None:
+            if self._state.drafts is not None:
                 for adapted in adapters:
-                    self._graphs.run(self._drafting_work, slot, adapted)
+                    self._graphs.run(self._works.drafting, slot, adapted)
             for payload, alternatives in product((False, True), repeat=2):
                 widest = self.buckets[-1]
                 self.logprobs(slot, widest, payload=payload, alternatives=alternatives)
@@ -112,41 +102,41 @@ class KernelBackend:
             self._encoder_runner.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        if self._drafting is not None:
-            self._graphs.run(self._drafting_work, slot, rank > 0)
+        if self._state.drafts is not None:
+            self._graphs.run(self._works.drafting, slot, rank > 0)
         else:
             self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def loop_works(self, slot: int, bucket: int, rank: int, needs: Needs) -> tuple[Work, ...]:
         """The kernel reads from the row's state whether it is greedy, so `sampled` is unused."""
         graphs, payload = self._graphs, needs.payload
-        if self._drafting is None:
+        if self._state.drafts is None:
             works = [
-                graphs.captured(self._forward_work, slot, bucket, bucket, rank > 0),
-                graphs.captured(self._sample_work, slot, bucket, payload),
+                graphs.captured(self._works.forward, slot, bucket, bucket, rank > 0),
+                graphs.captured(self._works.sample, slot, bucket, payload),
             ]
         else:
             works = [
-                graphs.part(self._drafting_work, slot, rank > 0),
-                graphs.part(self._drafting_sample_work, slot, payload),
+                graphs.part(self._works.drafting, slot, rank > 0),
+                graphs.part(self._works.drafting_sample, slot, payload),
             ]
         if needs.logprobs:
-            works.append(graphs.captured(self._logprobs_work, slot, payload, False))
+            works.append(graphs.captured(self._works.logprobs, slot, payload, False))
         return tuple(works)
 
     def resident(self, max_rows: int, policy: BlockPolicy | None = None) -> ResidentOffer | str:
         return self._kernels.resident(max_rows, policy)
 
     def grow(self, slot: int) -> None:
-        self._graphs.run(self._grow_work, slot)
+        self._graphs.run(self._works.grow, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """The kernel reads from the row's state whether it is greedy."""
-        self._graphs.run(self._sample_work, slot, bucket, payload)
+        self._graphs.run(self._works.sample, slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool, alternatives: bool) -> None:
         """Over all rows of the slot: torch's order of summation depends on their number."""
-        self._graphs.run(self._logprobs_work, slot, payload, alternatives)
+        self._graphs.run(self._works.logprobs, slot, payload, alternatives)
 
     def prefill(
         self,
@@ -168,7 +158,7 @@ class KernelBackend:
         if self._encoder_runner is not None:
             self._encoder_runner.cache(slot, encoded)
         scheduled = [self._after_prefix(buffers, *each) for each in enumerate(prompts)]
-        self._graphs.run(self._admit_work, slot)
+        self._graphs.run(self._works.admit, slot)
         if self.limits.is_long(prompts[0].sequence):
             assert len(prompts) + len(decodes) == 1, "a long prompt shares a launch"
             answer = self._run_long(slot, prompts[0], scheduled[0])
@@ -252,100 +242,8 @@ class KernelBackend:
     def _forward(
         self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
     ) -> None:
-        fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
-        shape = (slot, bucket, next(fits, bucket), adapted)
-        self._graphs.run(self._forward_work, *shape, *(() if sampled else (False,)))
-
-    def _admit_work(self, slot: int) -> Work:
-        buffers, kv = self._slots[slot], self._resources.kv
-
-        def work() -> None:
-            self._state.admit(buffers)
-            ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
-
-        return work
-
-    def _grow_work(self, slot: int) -> Work:
-        return lambda: self._state.grow(self._slots[slot])
-
-    def _drafting_work(self, slot: int, adapted: bool) -> Work:
-        assert self._drafting is not None, "only draft tokens are placed by the device"
-        # The forward begins after a conditional node: its kernels read positions before the
-        # previous kernel of their graph has ended.
-        return self._drafting.work(slot, self._forward_work, adapted)
-
-    def _forward_work(
-        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool = True
-    ) -> Work:
-        buffers, state = self._slots[slot], self._state
-        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
-        inputs = StepInputs(
-            source_B=staged["source"],
-            row_B=staged["row"],
-            position_B=staged["position"],
-            fresh_B=staged["fresh"],
-            prompt_token_B=staged["token"],
-            prompt_payload_B2=staged["payload"],
-            token_R=state.token_R,
-            payload_R2=state.payload_R2,
-            page_table_RM=state.page_table_RM,
-            adapter_slot_R=state.adapter_slot_R if adapted else None,
-            num_groups=num_groups,
-        )
-        hidden_BD = buffers.hidden_RD[:bucket]
-        logits_BV = buffers.logits_RV[:bucket] if sampled else None
-        return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
-
-    def _drafting_sample_work(self, slot: int, payload: bool) -> Work:
-        assert self._drafting is not None, "only draft tokens are placed by the device"
-        return self._drafting.sampling(slot, self._sample_work, payload, False)
-
-    def _sample_work(self, slot: int, bucket: int, payload: bool, settles: bool = True) -> Work:
-        buffers, state = self._slots[slot], self._state
-        staged = buffers.staged.device
-        sampled = SampledTokens(
-            row_B=staged["sample_row"][:bucket],
-            token_B=buffers.tokens_R[:bucket],
-            hidden_BD=buffers.hidden_RD[:bucket],
-            logits_BV=buffers.logits_RV[:bucket],
-            constraints_CV=self._resources.constraints_CV,
-            constraint_S=buffers.constraint.device["constraint"],
-            entry_B=None if buffers.entry_R is None else buffers.entry_R[:bucket],
-            payload_B2=buffers.payload_R2[:bucket],
-            certainty_B2=buffers.certainty_R2[:bucket],
-        )
-
-        def work() -> None:
-            self._sampler.sample(
-                state,
-                sampled.logits_BV,
-                sampled.constraints_CV,
-                sampled.constraint_S,
-                sampled.row_B,
-                staged["sample_position"][:bucket],
-                sampled.token_B,
-                entry_B=sampled.entry_B,
-                overlap=False,
-            )
-            if payload:
-                self._kernels.values(state, sampled)
-            if state.drafts is not None and settles:
-                state.drafts.settle(buffers, bucket, state.token_R)
-
-        return work
-
-    def _logprobs_work(self, slot: int, payload: bool, alternatives: bool) -> Work:
-        step = LogprobStep(self._resources, self._slots[slot], self.buckets[-1])
-        return lambda: step(payload, alternatives)
-
-
-def _layouts(buckets: Sequence[int]) -> list[Layout]:
-    """As `_forward` chooses them."""
-    return [
-        Layout(bucket, groups)
-        for bucket in buckets
-        for groups in (*(few for few in _FEW_GROUPS if few < bucket <= few * GROUP), bucket)
-    ]
+        shape = (slot, bucket, laid_out_groups(bucket, num_groups), adapted)
+        self._graphs.run(self._works.forward, *shape, *(() if sampled else (False,)))
 
 
 def _encoder_runner(resources: Resources) -> EncoderRunner | None:

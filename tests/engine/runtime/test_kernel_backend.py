@@ -15,7 +15,7 @@ from legato_engine.engine.loading import assemble
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.paged_cache import DecodeBatch
-from legato_engine.runtime import kernel_backend, long_prompts
+from legato_engine.runtime import kernel_backend, long_prompts, step_works
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
@@ -227,7 +227,7 @@ def answers(assembly):
 
 def test_adapters_answer_as_by_torch(assembly, monkeypatch):
     """Every prompt and step runs by kernels, and rows with adapters get torch's answers."""
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     expected = answers(assembly)
     fused, kernels = with_kernels(assembly)
     before = dict(kernels.steps)
@@ -238,7 +238,7 @@ def test_adapters_answer_as_by_torch(assembly, monkeypatch):
 @pytest.mark.parametrize("buckets", [pytest.param((8,), marks=pytest.mark.slow), (8, 16)])
 def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
     """Prompts and decodes that share passes get the answers they get alone, in fewer passes."""
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     folder = Path(assembly.config.adapters)
     tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
     alone, alone_kernels = with_kernels(assembly, buckets=buckets)
@@ -257,7 +257,7 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
 
 def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
     """Loops are the default with kernels; a prompt that ends one shares passes with its rows."""
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     alone, _ = with_kernels(assembly, buckets=(8, 16))
     looping, _ = with_kernels(assembly, buckets=(8, 16), max_prompts=3, loops=None)
     assert not alone.runner.decodes_by_loops
@@ -279,7 +279,7 @@ def test_prompts_join_loops_and_change_no_answer(assembly, monkeypatch):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_in_parts_changes_no_answer(assembly, monkeypatch, depth):
     """A prompt that comes while others decode, too long to share one pass with them."""
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     alone, _ = with_kernels(assembly, buckets=(8, 32))
     together, _ = with_kernels(assembly, buckets=(8, 32), max_prompts=3)
     given = []
@@ -308,7 +308,7 @@ def test_a_long_prompt_in_parts_changes_no_answer(assembly, monkeypatch):
     """Each pass is a launch while others decode, whose steps run between them. It changes no
     answer, as passes begin at the same tokens.
     """
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     for module in (kernel_backend, long_prompts):
         monkeypatch.setattr(module, "CHUNK", 32)
     fused, _ = with_kernels(assembly, buckets=(8,), max_prompts=3)
@@ -341,7 +341,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     """A prompt too long for a shared launch runs as steps up to a bound, with the same answer on
     either side of it, in passes of fixed shape or by torch alone.
     """
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly, max_prompts=3)
     shared_tokens = fused.runner.limits.tokens
     given = []
@@ -364,7 +364,7 @@ def test_a_long_answer_is_recomputed_as_steps(assembly, monkeypatch, question, i
     """After a preemption an answer of more tokens than there are staged steps runs as steps, as it
     did when it was decoded; only a prompt too long for steps does not.
     """
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
     run_as_steps(fused, monkeypatch, 32)
     monkeypatch.setattr(kernel_backend, "MAX_PASSES", 2)
@@ -404,7 +404,7 @@ def test_images_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     """Images of one launch pass the decoder together if that keeps their bits, else one after
     another. Each fills its own pages, and prompts of cached images share the launch.
     """
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     monkeypatch.setattr(kernel_backend, "_MIN_QUEUE_LENGTH", 0)
     whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
     assembly = dataclasses.replace(assembly, config=whole)
@@ -447,7 +447,7 @@ def raw_noise(world, seed):
 
 def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
     """The bucket's own layout runs only if its tokens have more groups than other layouts."""
-    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(step_works, "Sampler", GreedySampler)
     fused, kernels = with_kernels(assembly)
     assert set(kernels.groups) == {1, 2, 8}, "all of them are captured beforehand"
     for rows, layout in ((1, 1), (2, 2), (3, 8), (5, 8)):
