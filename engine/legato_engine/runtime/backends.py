@@ -67,7 +67,8 @@ def paths_for(
         wanted = table.wanted(offer.builds)
         return Paths(offer.make(wanted) if wanted else None, table)
     steps = offer.make(offer.builds)
-    _log.info("resident_kernel", most_rows=dict(steps.most_rows))
+    most = {str(kind): rows for kind, rows in steps.most_rows.items()}
+    _log.info("resident_kernel", most_rows=most)
     return Paths(steps, unmeasured=offer if by_times else None)
 
 
