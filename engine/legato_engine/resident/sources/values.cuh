@@ -56,10 +56,9 @@ __device__ __forceinline__ void embed_values(
 __device__ __forceinline__ void run_embed(int dst, int block) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
-  const int tokens = num_tokens(a, shared);
   bf16* features = reinterpret_cast<bf16*>(&shared.sums[0][0][0][0]);
   bf16* x = dst == SOURCE_X0 ? a.x0 : a.x1;
-  for (int i = threadIdx.x; i < tokens * BLOCK; i += THREADS) {
+  for (int i = threadIdx.x; i < num_tokens(a, shared) * BLOCK; i += THREADS) {
     const int id = shared.token[i / BLOCK], output = block * BLOCK + i % BLOCK;
     if (id != SCALAR && id != PAIR) x[place_of(i / BLOCK, output)] = a.embedding[(i64)id * DIM + output];
   }
@@ -67,7 +66,7 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
     const float scalar = i < SCALAR_FEATURES ? to_float(a.scalar.frequencies[i]) : 0.f;
     const float first = i < PAIR_FEATURES ? to_float(a.pair.frequencies[i]) : 0.f;
     const float second = i < PAIR_FEATURES ? to_float(a.pair.frequencies[PAIR_FEATURES + i]) : 0.f;
-    for (int token = 0; token < tokens; token++) {
+    for (int token = 0; token < num_tokens(a, shared); token++) {
       const bool pair = shared.token[token] == PAIR;
       const int count = pair ? PAIR_FEATURES : SCALAR_FEATURES;
       if ((!pair && shared.token[token] != SCALAR) || i >= count) continue;
@@ -78,8 +77,8 @@ __device__ __forceinline__ void run_embed(int dst, int block) {
   __syncwarp();
   workers_sync();
   embed_values<2 * SCALAR_FEATURES>(
-      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, tokens, SCALAR, block);
-  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, tokens, PAIR, block);
+      shared, features, a.scalar.encoder, a.scalar.encoder_bias, x, num_tokens(a, shared), SCALAR, block);
+  embed_values<2 * PAIR_FEATURES>(shared, features, a.pair.encoder, a.pair.encoder_bias, x, num_tokens(a, shared), PAIR, block);
 }
 
 // The warp's part of a chunk of a packed map: rows 0 to 7 of its 32 first and 32 other inputs, then rows 8 to 15.
@@ -165,12 +164,12 @@ __device__ __forceinline__ void each_block(
 
 // A lane's sums of a block are of rows g and g + 8, and tokens 2t and 2t + 1 of a tile: `store(token, row, low, high)`.
 template <class Store>
-__device__ __forceinline__ void each_sum(int tokens, int block, int tile, const float4& sum, Store store) {
+__device__ __forceinline__ void each_sum(const ValueArguments& a, const Shared& shared, int block, int tile, const float4& sum, Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int token = tile * 8 + t * 2 + j;
-    if (token < tokens) store(token, block * BLOCK + g, j ? sum.y : sum.x, j ? sum.w : sum.z);
+    if (token < num_tokens(a, shared)) store(token, block * BLOCK + g, j ? sum.y : sum.x, j ? sum.w : sum.z);
   }
 }
 
@@ -194,11 +193,10 @@ __device__ __forceinline__ void fetch_bins(const ValueArguments& a, const Shared
 __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
-  const int tokens = num_tokens(a, shared);
   if (threadIdx.x < 32) {
-    const int lane = threadIdx.x, token = lane < tokens ? (int)load_fresh_u32(a.token + lane) : -1;
+    const int lane = threadIdx.x, token = lane < num_tokens(a, shared) ? (int)load_fresh_u32(a.token + lane) : -1;
     const bool scalar = __any_sync(~0u, token == SCALAR), pair = __any_sync(~0u, token == PAIR);
-    if (lane < tokens) shared.chosen[lane] = token;
+    if (lane < num_tokens(a, shared)) shared.chosen[lane] = token;
     if (lane == 0) shared.needed = (scalar ? NEEDS_SCALAR : 0) | (pair ? NEEDS_PAIR : 0);
   }
   __syncwarp();
@@ -211,12 +209,12 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* weights = (pair ? a.pair.fc1 : a.scalar.fc1) + (i64)(block - pair * INNER_BLOCKS) * (BLOCK * DIM);
         multiply_past<CHUNK, CHUNKS>(
-            weights, policy, sums, [&](int chunk, Inputs& in) { in.load(residual(a, src), group_of(chunk), active() ? tokens : 0); });
+            weights, policy, sums, [&](int chunk, Inputs& in) { in.load(residual(a, src), group_of(chunk), active() ? num_tokens(a, shared) : 0); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= INNER_BLOCKS;
         const bf16* bias = (pair ? a.pair.fc1_bias : a.scalar.fc1_bias) - pair * INNER;
-        each_sum(tokens, block, tile, sum, [&](int token, int row, float low, float high) {
+        each_sum(a, shared, block, tile, sum, [&](int token, int row, float low, float high) {
           bf16* out = a.inner + place_of(token, row);
           out[0] = to_bf16(gelu_tanh(low + to_float(bias[row])));
           out[8] = to_bf16(gelu_tanh(high + to_float(bias[row + 8])));
@@ -228,7 +226,6 @@ __device__ __forceinline__ void run_inner(int src, int begin, int num_blocks) {
 __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
   Shared& shared = worker_memory();
   const ValueArguments& a = shared.values;
-  const int tokens = num_tokens(a, shared);
   if (!shared.needed) return;
   const u64 policy = stream_policy();
   each_block<VALUE_PARTS>(
@@ -237,12 +234,12 @@ __device__ __forceinline__ void run_bins(int begin, int num_blocks) {
         const int first = ((block >= SCALAR_BLOCKS) * INNER + part * VALUE_PART) / GROUP + threadIdx.x / 32;
         multiply_past<INNER_CHUNK, VALUE_PART / INNER_CHUNK>(
             bin_weights(a, block) + part * (BLOCK * VALUE_PART), policy, sums,
-            [&](int chunk, Inputs& in) { in.load(a.inner, first + chunk * (INNER_CHUNK / GROUP), tokens); });
+            [&](int chunk, Inputs& in) { in.load(a.inner, first + chunk * (INNER_CHUNK / GROUP), num_tokens(a, shared)); });
       },
       [&](int block, int tile, float4 sum) {
         const bool pair = block >= SCALAR_BLOCKS;
         const bf16* bias = (pair ? a.pair.fc2_bias : a.scalar.fc2_bias) - pair * SCALAR_BINS;
-        each_sum(tokens, block, tile, sum, [&](int token, int row, float low, float high) {
+        each_sum(a, shared, block, tile, sum, [&](int token, int row, float low, float high) {
           float* out = a.bins + (i64)token * (SCALAR_BINS + PAIR_BINS) + row;
           out[0] = low + to_float(bias[row]), out[8] = high + to_float(bias[row + 8]);
         });
@@ -276,7 +273,8 @@ __device__ __forceinline__ void run_value(int begin, int count) {
   }
 }
 
-// A function of its own, with few registers: those that it needs are spilled in the code of the other instructions.
+// A function of its own, with few registers: those that it needs are spilled in the code of the other instructions. So the number
+// of tokens is read anew wherever it is used.
 __device__ __noinline__ void run_values(const Instruction& it) {
   switch (it.op) {
     case OP_EMBED: run_embed(it.dst, it.block); break;
