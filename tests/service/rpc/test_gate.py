@@ -160,8 +160,10 @@ async def test_a_call_that_is_cancelled_before_it_is_read_gives_its_place_back()
 async def test_an_unread_stream_takes_no_place_once_the_engine_has_ended_it() -> None:
     """Callers that do not read take no places of others."""
     async with small_service(fakes.answer) as served:
-        streams = [served.inference.Generate(GENERATE) for _ in range(3 * LIMIT)]
-        await until(lambda: len(served.engine.requests) == 3 * LIMIT)
+        streams = list[Any]()
+        for _ in range(3 * LIMIT):  # together there are too many before the first has ended
+            streams.append(served.inference.Generate(GENERATE))
+            await until(lambda: len(served.engine.requests) == len(streams))
         await served.inference.Query(QUESTION)
         for each in streams:
             each.cancel()
