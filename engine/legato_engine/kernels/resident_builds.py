@@ -48,6 +48,10 @@ class Build(NamedTuple):
     kind: Kind
     rows: int
 
+    def tokens(self, block: int) -> int:
+        """The most of a step, with `block` draft tokens of a row."""
+        return self.rows if self.kind is Kind.BOTH else self.rows * (1 + block)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResidentOffer:

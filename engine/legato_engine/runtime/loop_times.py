@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from legato_engine.kernels.decode_loop import ANY
-from legato_engine.kernels.resident_builds import Kind
+from legato_engine.kernels.resident_builds import Build, Kind
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.draft_state import DraftState
@@ -161,10 +161,10 @@ class LoopTimes:
             self._resources.compute.submit(lambda: self._repeat(drafts, allowed[0]))
             staged["scheduled_row"].fill(scratch_row)
             staged["scheduled_row"][:num_rows] = range(num_rows)
-            staged["room"][:num_rows] = block = 0 if kind.has_values else drafts.max_block
+            staged["room"][:num_rows] = 0 if kind.has_values else drafts.max_block
             staged["reach"][:num_rows] = self._resources.model.max_context
             staged["control"].fill(0)
-            return num_rows, kind.counts_as(num_rows * (1 + block), count)
+            return num_rows, Build(kind, count).tokens(drafts.max_block)
         for name in ("row", "source", "sample_row"):
             staged[name].fill(scratch_row)
             staged[name][:num_rows] = range(num_rows)

@@ -60,8 +60,7 @@ class ResidentDecoder:
 
         def builds(of: ModelSizes, values: TwoLayerValues | None = None) -> list[ResidentBuild]:
             kind = Kind.of(values=values is not None, drafts=drafts)
-            most = [each.rows for each in wanted if each.kind is kind]
-            tiles = sorted({_tiles(kind.counts_as(rows * (1 + block), rows)) for rows in most})
+            tiles = sorted({_tiles(each.tokens(block)) for each in wanted if each.kind is kind})
             return [
                 ResidentBuild(
                     build_program(of, RING_STAGES[each]),
