@@ -8,20 +8,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
+from tests.gpu.hopper import HOPPER
 from tests.resident import both
 from tests.resident.both import World
 from tests.resident.drafts import POLICIES, Scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = HOPPER
 
 SHALLOW = dataclasses.replace(MOONDREAM2, num_layers=2)
 SCENES = {

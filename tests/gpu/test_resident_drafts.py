@@ -11,20 +11,14 @@ import random
 import time
 
 import pytest
-import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
 from benchmarks.resident_drafts import DraftingRows
+from tests.gpu.hopper import HOPPER
 from tests.resident import drafts
 from tests.resident.drafts import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = HOPPER
 
 SHALLOW = dataclasses.replace(MOONDREAM2, num_layers=3)
 

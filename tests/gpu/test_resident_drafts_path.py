@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating
@@ -17,15 +16,10 @@ from legato_engine.resident.instructions import FIELDS, WORDS, Kind, counter
 
 from benchmarks.loops import question, randomly
 from benchmarks.speculation.decode_paths import Answers, answer
+from tests.gpu.hopper import HOPPER
 from tests.loop_answers import Ask, results
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = HOPPER
 
 SETTINGS = ("fixed:7", "seed", "budget")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
@@ -17,15 +16,10 @@ from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.path_table import ALL
 
 from benchmarks.loops import Decodes, question, randomly, recorded
+from tests.gpu.hopper import HOPPER
 from tests.loop_answers import Ask, results
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = HOPPER
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from legato_engine.resident.sizes import LEGATO_TINY, MOONDREAM2
 
+from tests.gpu.hopper import HOPPER
 from tests.resident import values
 from tests.resident.captured_values import (
     bits_are_those_of_captured_steps,
@@ -18,13 +18,7 @@ from tests.resident.captured_values import (
 )
 from tests.resident.values import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = HOPPER
 
 SHALLOW = dataclasses.replace(MOONDREAM2, num_layers=2)
 

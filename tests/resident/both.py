@@ -19,7 +19,7 @@ from benchmarks.resident_kernel import Rules
 from benchmarks.resident_model import Cache
 from benchmarks.resident_values import PAIR, SCALAR
 from tests.resident import values
-from tests.resident.drafts import POLICIES, Scene, planted
+from tests.resident.drafts import POLICIES, Scene, accepted_by_row, planted, set_rules
 from tests.resident.machine import GPU, Machine
 
 _ANYTHING, _WORDS = 0, 1  # constraints
@@ -61,7 +61,8 @@ class World:
         if sampled not in self._answers:
             length, count = self.scene.tokens, len(self.first)
             kernel = self.valued.kernel(count)
-            kernel.rules = self._rules(Rules.greedy(self.device), sampled=sampled)
+            kernel.rules = Rules.greedy(self.device)
+            set_rules(kernel.rules, sampled=sampled)
             kernel.constraints_CV = self.constraints_CV
             shape = (length, 8 * kernel.tiles, self.model.sizes.vocab_size)
             logits = torch.full(shape, torch.nan, device=self.device)
@@ -98,15 +99,10 @@ class World:
 
     def begin(self, rows: DraftingRows, plant: torch.Tensor, *, sampled: bool) -> None:
         limit, most = self.scene.tokens - 1, self.scene.most
-        self._rules(rows.rules, sampled=sampled)
+        set_rules(rows.rules, sampled=sampled)
         rows.begin(self.first, plant, limit, most, values.POSITIONS)
         rows.slot.staged.device["room"][~self.drafting] = 0
         rows.rules.payload_R2[: len(self.payload)] = self.payload
-
-    def _rules(self, rules: Rules, *, sampled: bool) -> Rules:
-        rules.temperature_R.fill_(0.8 if sampled else 0.0)
-        rules.seed_R.copy_(torch.arange(len(rules.seed_R)))
-        return rules
 
 
 def check(world: World, name: str, right: float, seed: int, *, delays: bool = False) -> list[int]:
@@ -121,31 +117,19 @@ def check(world: World, name: str, right: float, seed: int, *, delays: bool = Fa
     world.begin(rows, plant, sampled=sampled)
     rows.launch(world.valued.kernel(1).weights, world.scene.tokens, logits=seen, delays=delays)
     told = rows.steps()
-    fields = {name: rows.ring.fields[name].to(world.device) for name in ("payload", "certainty")}
-    at, accepted = [0] * rows.count, []
-    for step, each in enumerate(told):
-        first = 0
-        for row, some in enumerate(each.tokens):
-            here, had = slice(first, first + len(some)), slice(at[row], at[row] + len(some))
-            assert some == tokens[row, had].tolist(), (step, row)
-            assert torch.equal(seen[step, here], answers.logits[had, row]), (step, row)
-            for field, expected in (("payload", answers.payload), ("certainty", answers.certainty)):
-                assert torch.equal(fields[field][step, here], expected[had, row]), (
-                    step,
-                    row,
-                    field,
-                )
-            at[row] += len(some)
-            first += 1 + each.proposed[row] if some else 0
-            accepted += [len(some) - 1] if world.drafting[row] else []
-            assert world.drafting[row] or len(some) <= 1
-    newest = torch.tensor(at, device=world.device) - 1
+    fields = [(seen, answers.logits)]
+    for name, expected in (("payload", answers.payload), ("certainty", answers.certainty)):
+        fields.append((rows.ring.fields[name].to(world.device), expected))
+    by_row = accepted_by_row(told, tokens, [(had, each.swapaxes(0, 1)) for had, each in fields])
+    drafting = world.drafting.tolist()
+    assert all(drafts or set(own) == {0} for drafts, own in zip(drafting, by_row, strict=True))
+    newest = torch.tensor([sum(own) + len(own) for own in by_row], device=world.device) - 1
     every = torch.arange(rows.count, device=world.device)
     assert torch.equal(rows.rules.payload_R2[: rows.count], answers.payload[newest, every])
     assert torch.equal(rows.rules.token_R[: rows.count], answers.tokens[newest, every])
     world.begin(rows, plant, sampled=sampled)
     assert told == rows.replay(tokens, len(told))[0]
-    return accepted
+    return [num for drafts, own in zip(drafting, by_row, strict=True) if drafts for num in own]
 
 
 def values_beside_drafts_change_no_bit(world: World, name: str, seeds: int = 4) -> None:

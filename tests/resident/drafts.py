@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from legato_engine.kernels.cuda.resident import RING_STAGES
@@ -19,7 +19,7 @@ from legato_engine.speculative.block_policy import (
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import CostTable
 
-from benchmarks.resident_drafts import DraftingRows
+from benchmarks.resident_drafts import DraftedStep, DraftingRows
 from benchmarks.resident_kernel import ResidentKernel, Rules
 from benchmarks.resident_model import Cache, Model
 from tests.resident.machine import GPU, Machine
@@ -72,17 +72,13 @@ class World:
             count, length = len(self.scene.places), self.scene.tokens
             shape = (length, 8, self.sizes.vocab_size)
             logits = torch.full(shape, torch.nan, device=self.device)
-            self.rule(self.kernel.rules, sampled=sampled)
+            set_rules(self.kernel.rules, sampled=sampled)
             self.kernel.run(self.cache, self.first, self.positions, length, logits=logits)
             assert self.kernel.ended("plain")
             tokens = self.kernel.tokens(length, count).T.contiguous()
             of = logits[:, :count].transpose(0, 1).contiguous()
             self.expected[sampled] = tokens, of
         return self.expected[sampled]
-
-    def rule(self, rules: Rules, *, sampled: bool) -> None:
-        rules.temperature_R.fill_(0.8 if sampled else 0.0)
-        rules.seed_R.copy_(torch.arange(len(rules.seed_R)))
 
     def drafting(self, name: str, count: int, *, delays: bool = False) -> DraftingRows:
         key = (name, count, delays)
@@ -100,12 +96,39 @@ class World:
         return self.rows[key]
 
 
+def set_rules(rules: Rules, *, sampled: bool) -> None:
+    rules.temperature_R.fill_(0.8 if sampled else 0.0)
+    rules.seed_R.copy_(torch.arange(len(rules.seed_R)))
+
+
 def planted(answers: torch.Tensor, right: float, seed: int, vocab_size: int) -> torch.Tensor:
     """Answers of which so many tokens are right."""
     torch.manual_seed(seed)
     wrong = torch.rand(answers.shape, device=answers.device) > right
     others = torch.randint(vocab_size, answers.shape, device=answers.device)
     return torch.where(wrong, others, answers)
+
+
+def accepted_by_row(
+    told: Sequence[DraftedStep],
+    tokens: torch.Tensor,
+    fields: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[list[int]]:
+    """How many draft tokens were right in each step of each row, whose tokens are those of single
+    tokens [N, S], and so is every field: of the steps' tokens, and [N, S, ...].
+    """
+    at, accepted = [0] * len(tokens), [list[int]() for _ in tokens]
+    for step, each in enumerate(told):
+        first = 0
+        for row, some in enumerate(each.tokens):
+            here, had = slice(first, first + len(some)), slice(at[row], at[row] + len(some))
+            assert some == tokens[row, had].tolist(), (step, row)
+            for index, (seen, expected) in enumerate(fields):
+                assert torch.equal(seen[step, here], expected[row, had]), (step, row, index)
+            at[row] += len(some)
+            first += 1 + each.proposed[row]
+            accepted[row].append(len(some) - 1)
+    return accepted
 
 
 def check(
@@ -132,20 +155,13 @@ def check(
     tiles = next(tiles for tiles in RING_STAGES if rows.most <= 8 * tiles)
     shape = (length, 8 * tiles, world.sizes.vocab_size)
     seen = torch.full(shape, torch.nan, device=world.device)
-    world.rule(rows.rules, sampled=sampled)
+    set_rules(rows.rules, sampled=sampled)
     rows.begin(*begin)
     rows.launch(world.weights, length, logits=seen, delays=delays)
     told = rows.steps()
-    at, accepted = [0] * count, []
-    for step, each in enumerate(told):
-        first = 0
-        for row, some in enumerate(each.tokens):
-            assert some == tokens[row, at[row] : at[row] + len(some)].tolist(), (step, row)
-            here = seen[step, first : first + len(some)]
-            assert torch.equal(here, logits[row, at[row] : at[row] + len(some)]), (step, row)
-            at[row] += len(some)
-            first += 1 + each.proposed[row]
-            accepted.append(len(some) - 1)
+    accepted = [
+        num for each in accepted_by_row(told, tokens[:count], [(seen, logits)]) for num in each
+    ]
     state = rows.state.position_R[:count].tolist(), rows.rules.token_R[:count].tolist()
     rows.begin(*begin)
     expected, ends = rows.replay(tokens[:count], len(told))
@@ -196,7 +212,7 @@ def the_host_ends_a_launch_after_any_step(
     length = world.scene.tokens
     for seed in range(repeats):
         plant = planted(tokens, 0.6, seed, world.sizes.vocab_size)
-        world.rule(rows.rules, sampled=False)
+        set_rules(rows.rules, sampled=False)
         rows.begin(world.first[:count], plant, length - 1, world.scene.most, POSITIONS)
         if not start_first:
             stop_later(rows, chance)
