@@ -224,6 +224,9 @@ inline void cluster_sync() {
   cluster_wait();
 }
 inline u32 cluster_rank() { return blockIdx.x % emulator::cluster_size; }
+inline void barrier_arrive_at(u64* barrier, u32 rank) {
+  barrier_arrive(static_cast<u64*>(const_cast<void*>(emulator::peer_memory(barrier, rank))));
+}
 inline float4 load_peer(const void* shared, u32 rank) {
   return *static_cast<const float4*>(emulator::peer_memory(shared, rank));
 }

@@ -189,7 +189,7 @@ class Decoder:
         kernels = self._kernels[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
-            skinny_gemm.THREADS,
+            skinny_gemm.finishing(batch),
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
                 *(*angles, positions.row_B, positions.position_B, positions.table_RM),
@@ -223,6 +223,7 @@ class Decoder:
                 *(self.mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
                 *(x_BD, change_BD, self._sums, self._counts, batch, stages),
             ),
+            cluster=kernels.form.out_cluster,
             shared=out_shared(sizes, kernels.form, batch, stages),
             overlap=True,
         )
@@ -243,5 +244,6 @@ def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
         **layer_defines(sizes, form.tiles),
         "SPREAD": form.spread,
         "X_CLUSTER": form.x_cluster,
+        "OUT_CLUSTER": form.out_cluster,
         "INPUT_STAGES": skinny_gemm.INPUT_STAGES[form.tiles],
     }

@@ -60,17 +60,21 @@ class Form(NamedTuple):
     """What else the kernels are compiled for.
 
     Thread blocks of a cluster read the inputs of `layer_in` once (`x_cluster`). `spread` thread
-    blocks have a part each of the inputs of `layer_out`, for as many blocks of its rows.
+    blocks have a part each of the inputs of `layer_out`, for as many blocks of its rows, and those
+    of a cluster (`out_cluster`) read the same part once.
     """
 
     tiles: int
     x_cluster: int
     spread: int
+    out_cluster: int
 
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
     shared = skinny_gemm.cluster(batch)
-    return Form(skinny_gemm.tiles_for(batch), shared, sizes.parts if shared > 1 else 1)
+    spread = sizes.parts if shared > 1 else 1
+    out_cluster = shared if spread > 1 and sizes.dim % (16 * spread * shared) == 0 else 1
+    return Form(skinny_gemm.tiles_for(batch), shared, spread, out_cluster)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ import torch
 WARPS = 8
 WORKERS = 32 * WARPS
 THREADS = WORKERS + 64
-"""The workers, and a producer each of weights and of inputs."""
+"""The workers, and a warp each that reads weights and inputs."""
 TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
@@ -25,10 +25,15 @@ CLUSTER = 2
 SUM = 512
 """Bytes of a block's sums over one tile."""
 
+_SUM_BARRIERS = 128
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
-_HELD = 2  # tiles whose inputs fit registers
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
+
+
+def finishing(batch: int) -> int:
+    """Threads of a kernel in which a warp for each tile finishes what the workers multiplied."""
+    return THREADS + 32 * tiles_for(batch)
 
 
 def tiles_for(batch: int) -> int:
@@ -50,17 +55,9 @@ def cluster(batch: int) -> int:
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """With all inputs of all tokens in shared memory.
-
-    The ring has `stages` of its own, and more in the memory of the inputs once those are in
-    registers.
-    """
-    width = chunk(inputs)
-    assert stages >= inputs // width, f"{stages} stages hold no block of rows"
-    elements = columns(batch) * (inputs + PAD)
-    late = elements // (16 * width) if tiles_for(batch) <= _HELD else 0
-    rings = _barriers(stages + late) + stages * 32 * width + ring(elements, 1)
-    return rings + block_sums(batch)
+    """With all inputs of all tokens in shared memory."""
+    rings = ring(16 * chunk(inputs), stages) + ring(columns(batch) * (inputs + PAD), 1)
+    return rings + _SUM_BARRIERS + block_sums(batch)
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:

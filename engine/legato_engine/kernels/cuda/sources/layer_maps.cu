@@ -1,12 +1,12 @@
 // A decode step of a decoder with parallel attention and MLP.
 //
-// X_CLUSTER thread blocks, a cluster, read the inputs of `layer_in` once; SPREAD of them have a part each of those of
-// `layer_out`. `stages` of weights fit shared memory; `batch` of B tokens are real.
+// X_CLUSTER thread blocks, a cluster, read the inputs of `layer_in` once. SPREAD thread blocks have a part each of those of
+// `layer_out`, and OUT_CLUSTER of the same part, a cluster, read it once. `stages` of weights fit shared memory; `batch` of B tokens are real.
 #include "layer_maps.cuh"
 
 // `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in
 // `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added to the MLP's first map, unless null.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
+extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) layer_in(
     const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
     const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
     const float* change, int batch, int stages) {
@@ -24,7 +24,7 @@ constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUN
 constexpr int OWN = PARTS / SPREAD;  // parts of a thread block, which has SPREAD blocks of 16 columns
 constexpr int UNITS = SPREAD * TILES, SHARE = ceil_div(UNITS, WARPS);  // of a thread block, and of a warp
 static_assert(SPREAD == 1 || SPREAD == PARTS, "a thread block has all parts or one");
-static_assert(MIXED % PARTS == 0 && DIM % (16 * SPREAD) == 0, "unsupported sizes");
+static_assert(MIXED % PARTS == 0 && DIM % (16 * SPREAD * OUT_CLUSTER) == 0, "unsupported sizes");
 
 // A thread block's sums over its parts.
 struct Sums {
@@ -39,15 +39,17 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const float* change, Sums* sums, u32* counts, int batch, int stages) {
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int part = blockIdx.x % SPREAD, first = blockIdx.x - part;
+  // OUT_CLUSTER groups of SPREAD thread blocks, those of one part beside each other.
+  const int part = blockIdx.x / OUT_CLUSTER % SPREAD, rank = blockIdx.x % OUT_CLUSTER;
+  const int first = (blockIdx.x / (SPREAD * OUT_CLUSTER) * OUT_CLUSTER + rank) * SPREAD;
   const int stride = CHUNK + PAD, tokens = columns<TILES>(batch);
   Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens * stride);
-  Sums& mine = SPREAD > 1 ? sums[blockIdx.x] : *reinterpret_cast<Sums*>(shared);
+  Sums& mine = SPREAD > 1 ? sums[first + part] : *reinterpret_cast<Sums*>(shared);
   if (threadIdx.x == WORKERS) ring.init();
-  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init(OUT_CLUSTER);
   if (warp < WARPS)
     for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
-  __syncthreads();
+  if (OUT_CLUSTER > 1) cluster_sync(); else __syncthreads();
   launch_dependents();
   Unit units[SHARE];
   const auto load_units = [&] {
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   if (warp < WARPS) {
     wait_previous();
     if (SPREAD == 1) load_units();
-    multiply_parts<TILES, OWN, SPREAD, PART>(ring, inputs, batch, [&](int i, int tile, float4 sum) {
+    multiply_parts<TILES, OWN, SPREAD, PART, OUT_CLUSTER>(ring, inputs, batch, [&](int i, int tile, float4 sum) {
       mine.of[i / SPREAD][i % SPREAD * TILES + tile][lane] = sum;
     });
   } else if (threadIdx.x == WORKERS) {
@@ -70,14 +72,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     });
   } else if (warp > WARPS) {
     wait_previous();
-    produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
-      return mixed + (i64)token * MIXED + part * PART + i * CHUNK;
-    });
+    const auto at = [&](int i, int token) { return mixed + (i64)token * MIXED + part * PART + i * CHUNK; };
+    produce_inputs<CHUNK, OUT_CLUSTER>(inputs, OWN * CHUNKS, batch, at, rank);
   }
   __syncthreads();
   if (SPREAD > 1) {
     u32& adds = *reinterpret_cast<u32*>(inputs.data);  // no longer read
-    if (threadIdx.x == 0) adds = is_last_signal(counts + blockIdx.x / SPREAD, SPREAD);
+    if (threadIdx.x == 0) adds = is_last_signal(counts + first / SPREAD, SPREAD);
     __syncthreads();
     if (!adds) return;
   }

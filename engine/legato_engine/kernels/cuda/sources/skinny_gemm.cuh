@@ -28,34 +28,31 @@ __host__ __device__ constexpr int chunk_of(int inputs) {
 
 __device__ __forceinline__ void workers_sync() { threads_sync<1, 256>(); }
 
-// The last `late` stages lie at `late_data`, in use until the workers `open` them.
 struct Ring {
-  bf16 *data, *late_data = nullptr;
+  bf16* data;
   u64 *full, *empty;
-  int early, stages, elements, slot = 0;
+  int stages, elements, slot = 0;
   u32 phase = 0;
 
-  __device__ Ring(unsigned char*& shared, int early, int elements, int late = 0)
-      : early(early), stages(early + late), elements(elements) {
+  __device__ Ring(unsigned char*& shared, int stages, int elements) : stages(stages), elements(elements) {
     full = reinterpret_cast<u64*>(shared);
     empty = full + stages;
     shared += ceil_div(stages, 8) * 128;
     data = reinterpret_cast<bf16*>(shared);
-    shared += early * elements * 2;
+    shared += stages * elements * 2;
   }
-  __device__ void init() {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+  // `readers`: thread blocks of a cluster whose workers all read each stage.
+  __device__ void init(int readers = 1) {
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, readers * WARPS);
     barriers_ready();
   }
-  __device__ __forceinline__ bf16* here() const {
-    return slot < early ? data + slot * elements : late_data + (slot - early) * elements;
-  }
+  __device__ __forceinline__ bf16* here() const { return data + slot * elements; }
   __device__ __forceinline__ void next() {
     if (++slot == stages) slot = 0, phase ^= 1;
   }
   // The producer.
   __device__ __forceinline__ bf16* acquire(int bytes) {
-    barrier_wait(empty + slot, slot < early ? phase ^ 1 : phase);
+    barrier_wait(empty + slot, phase ^ 1);
     barrier_expect(full + slot, bytes);
     return here();
   }
@@ -69,11 +66,12 @@ struct Ring {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
     next();
   }
-  // The workers: this warp no longer needs `late_data`.
-  __device__ __forceinline__ void open() {
+  // The same in each of a cluster's READERS. The last stages are not let go: a thread block may have ended by then.
+  template <int READERS>
+  __device__ __forceinline__ void release_shared(bool more) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0)
-      for (int i = early; i < stages; i++) barrier_arrive(empty + i);
+    if (more && threadIdx.x % 32 < READERS) barrier_arrive_at(empty + slot, threadIdx.x % 32);
+    next();
   }
 };
 
@@ -141,10 +139,6 @@ struct WarpSums {
   }
 };
 
-// Whether inputs fit registers, to be read from shared memory once.
-template <int NT>
-constexpr bool HELD = NT <= 2;
-
 // Two if they fit: one is added up while the next block runs.
 template <int NT>
 struct BlockSums {
@@ -152,49 +146,74 @@ struct BlockSums {
   WarpSums<NT> blocks[COUNT];
 };
 
-// The workers' half of `count` blocks whose INPUTS of each token lie in one stage and are HELD from the first block
-// on, which needs the ring's early stages. before() runs once, when all inputs are there. finish(i, tile, sum, prepare(i,
-// tile)): one warp per tile, which prepares before it multiplies; sum.x, .y are row g of tokens 2t and 2t+1, .z,
-// .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
-template <int NT, int INPUTS, class Before, class Prepare, class Finish>
+// A kernel that finishes blocks beside the products of the next ones has a warp more for each tile.
+template <int NT>
+constexpr int FINISHING = WORKERS + 64 + 32 * NT;
+
+// Between the workers, whose sums are `full`, and the warps that finish blocks.
+struct SumBarriers {
+  u64 full[2], empty[2];
+  static __device__ SumBarriers& take(unsigned char*& shared) {
+    auto* from = reinterpret_cast<SumBarriers*>(shared);
+    shared += 128;
+    return *from;
+  }
+  __device__ void init(int tiles) {
+    for (int i = 0; i < 2; i++) barrier_init(full + i, WARPS), barrier_init(empty + i, tiles);
+    barriers_ready();
+  }
+};
+
+// The workers' part of `count` blocks whose INPUTS of each token lie in one stage.
+template <int NT, int INPUTS>
 __device__ __forceinline__ void multiply_blocks(
-    int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, int batch, Before before, Prepare prepare,
-    Finish finish) {
-  constexpr int CHUNK = chunk_of(INPUTS), STRIDE = INPUTS + PAD;
+    int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, SumBarriers& barriers, int batch) {
+  constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, STRIDE = INPUTS + PAD;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = warp * GROUP < CHUNK;
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
-  Tokens<NT> held[HELD<NT> ? INPUTS / CHUNK : 1];
+  barrier_wait(inputs.full, 0);
   for (int block = 0; block < count; block++) {
-    const int tile = (warp - block * NT) & (WARPS - 1);  // to balance the work
-    decltype(prepare(block, tile)) prepared;
-    if (tile < NT) prepared = prepare(block, tile);
-    if (block == 0) barrier_wait(inputs.full, 0);
     float4 sum[NT] = {};
 #pragma unroll
-    for (int chunk = 0; chunk < INPUTS / CHUNK; chunk++) {
-      auto& tokens = held[HELD<NT> ? chunk : 0];
-      if (!HELD<NT> || block == 0) tokens.load(from + chunk * CHUNK, STRIDE, g < batch);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      Tokens<NT> tokens;
+      tokens.load(from + chunk * CHUNK, STRIDE, g < batch);
       const bf16* stage = ring.get();
       if (active) multiply<NT>(sum, stage + warp * 1024 + lane * 8, tokens);
       ring.release();
     }
-    auto& mine = sums.blocks[block % sums.COUNT];
-    if (sums.COUNT == 1 && block > 0) workers_sync();  // the last one is added up
+    const int at = block % sums.COUNT;
+    barrier_wait(barriers.empty + at, block / sums.COUNT % 2 ^ 1);
 #pragma unroll
-    for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
-    if (block == 0) {
-      before();
-      ring.open();
-    }
-    workers_sync();
-    if (tile < NT) finish(block, tile, mine.total(tile), prepared);
+    for (int tile = 0; tile < NT; tile++) sums.blocks[at].of[warp][tile][lane] = sum[tile];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barriers.full + at);
+  }
+}
+
+// The part of the warp that finishes `tile`: finish(i, sum, prepare(i)), prepared while the block before it is multiplied; sum.x,
+// .y are row g of tokens 2t and 2t+1, .z, .w row g + 8, as packed, with g = lane / 4 and t = lane % 4.
+template <int NT, class Prepare, class Finish>
+__device__ __forceinline__ void finish_blocks(
+    int count, int tile, const BlockSums<NT>& sums, SumBarriers& barriers, Prepare prepare, Finish finish) {
+  if (count == 0) return;
+  auto prepared = prepare(0);
+  for (int block = 0; block < count; block++) {
+    const auto mine = prepared;
+    if (block + 1 < count) prepared = prepare(block + 1);
+    const int at = block % sums.COUNT;
+    barrier_wait(barriers.full + at, block / sums.COUNT % 2);
+    const float4 sum = sums.blocks[at].total(tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + at);
+    finish(block, sum, mine);
   }
 }
 
 // The workers' half: OWN parts of WIDTH inputs with each of BLOCKS blocks of rows. store(i, tile, sum): one warp per tile, of
-// part i / BLOCKS and block i % BLOCKS.
-template <int NT, int OWN, int BLOCKS, int WIDTH, class Store>
+// part i / BLOCKS and block i % BLOCKS. READERS thread blocks of a cluster read the same inputs.
+template <int NT, int OWN, int BLOCKS, int WIDTH, int READERS, class Store>
 __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int batch, Store store) {
   constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, SUMS = OWN * BLOCKS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -207,7 +226,10 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       const bf16* from = inputs.get();
       tokens.load(active ? from + mine : from, STRIDE, g < batch);
-      inputs.release();
+      if (READERS > 1)
+        inputs.release_shared<READERS>(part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
+      else
+        inputs.release();
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++) {
         const bf16* stage = ring.get();

@@ -15,7 +15,7 @@ static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 1
 
 // `weights`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
 // writes `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
+extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
           }
         }
       },
-      [&](const Ring& inputs, const float2* moments) {
+      [&](const Ring& inputs, const float2* moments, int tile) {
         if (!ROUTED) return;
         for (int token = blockIdx.x; token < batch; token += gridDim.x) {
-          workers_sync();  // another warp has measured it
-          for (int at = threadIdx.x * 8; at < DIM; at += WORKERS * 8) {
+          if (token / 8 != tile) continue;
+          for (int at = lane * 8; at < DIM; at += 32 * 8) {
             const uint4 v = *reinterpret_cast<const uint4*>(inputs.data + token * (DIM + PAD) + at);
             const uint4 scale = *reinterpret_cast<const uint4*>(norm_scale + at);
             const uint4 shift = *reinterpret_cast<const uint4*>(norm_shift + at);

@@ -12,18 +12,17 @@ __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scala
 }
 
 // inner [B, 2 * INNER]: gelu of the scalar's first layer, then of the pair's.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
+extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) value_inner(
     const i64* tokens, const bf16* hidden, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, bf16* inner, int batch, int stages) {
   constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
   unsigned char* shared = shared_memory;
-  const int elements = columns<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * CHUNK) : 0;
-  Ring ring(shared, stages, 16 * CHUNK, late), inputs(shared, 1, elements);
-  ring.late_data = inputs.data;  // free when the tokens are held
+  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, 1, columns<TILES>(batch) * (DIM + PAD));
+  auto& barriers = SumBarriers::take(shared);
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
-  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(TILES);
   if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
   __syncthreads();
   launch_dependents();
@@ -33,7 +32,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
   const int begin = scalar ? 0 : BLOCKS, end = pair ? 2 * BLOCKS : BLOCKS;
   const int first = begin + blockIdx.x, step = gridDim.x, count = first < end ? (end - first + step - 1) / step : 0;
   if (count == 0) return;
-  if (warp > WARPS) {
+  if (warp < WARPS) {
+    multiply_blocks<TILES, DIM>(count, ring, inputs, sums, barriers, batch);
+    return;
+  }
+  if (warp == WARPS + 1) {
     produce_inputs<DIM>(inputs, 1, batch, [&](int, int token) { return hidden + (i64)token * DIM; });
     return;
   }
@@ -46,12 +49,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
       });
     return;
   }
-  const auto biases = [&](int i, int) {
+  const int tile = warp - WARPS - 2;
+  const auto biases = [&](int i) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const bf16* bias = block < BLOCKS ? scalar_bias : pair_bias;
     return float2{to_float(bias[at]), to_float(bias[at + 8])};
   };
-  const auto finish = [&](int i, int tile, float4 sum, float2 bias) {
+  const auto finish = [&](int i, float4 sum, float2 bias) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
       out[8] = to_bf16(gelu_tanh(high[j] + bias.y));
     }
   };
-  multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, biases, finish);
+  finish_blocks<TILES>(count, tile, sums, barriers, biases, finish);
 }
 
 // A decoder that no token needs leaves its own.
@@ -92,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
   if (is_pair ? !pair : !scalar) return;
   const bf16* weights = is_pair ? pair_weights : scalar_weights;
   if (warp < WARPS) {
-    multiply_parts<TILES, OWN, CLUSTER, PART>(
+    multiply_parts<TILES, OWN, CLUSTER, PART, 1>(
         ring, inputs, batch, [&](int i, int tile, float4 sum) { sums.all[i][tile][lane] = sum; });
   } else if (threadIdx.x == WORKERS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
