@@ -56,7 +56,7 @@ class Stages:
 
 
 DEFAULT_STAGES = Stages(
-    layer_in={1: 7, 2: 7, 3: 4, 4: 4},
+    layer_in={1: 6, 2: 5, 3: 4, 4: 4},
     layer_out={1: 7, 2: 8, 3: 8, 4: 8},
     head=HEAD_STAGES,
     attend=2,

@@ -22,7 +22,8 @@ MOST_TOKENS = 8
 STAGES = 8
 """Depth of the ring of weights."""
 
-_THREADS = skinny_gemm.WORKERS + 32
+_THREADS = skinny_gemm.WORKERS + 64
+"""The workers, a warp that reads weights and one that finishes blocks."""
 _FEWEST_LAYERS = 3  # so that a layer's counters are zero again before they are read
 
 
@@ -109,7 +110,7 @@ def shared_bytes(sizes: DecoderSizes) -> int:
     width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
     warps = skinny_gemm.WARPS * skinny_gemm.SUM
     sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
-    return skinny_gemm.ring(16 * width, STAGES) + sums
+    return skinny_gemm.ring(16 * width, STAGES) + skinny_gemm.SUM_BARRIERS + sums
 
 
 def _kernel(sizes: DecoderSizes) -> Kernel | None:

@@ -24,8 +24,9 @@ CLUSTER = 2
 
 SUM = 512
 """Bytes of a block's sums over one tile."""
+SUM_BARRIERS = 128
+"""Bytes of the barriers between the workers and the warps that finish blocks."""
 
-_SUM_BARRIERS = 128
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
@@ -57,7 +58,7 @@ def cluster(batch: int) -> int:
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
     """With all inputs of all tokens in shared memory."""
     rings = ring(16 * chunk(inputs), stages) + ring(columns(batch) * (inputs + PAD), 1)
-    return rings + _SUM_BARRIERS + block_sums(batch)
+    return rings + SUM_BARRIERS + block_sums(batch)
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:

@@ -19,7 +19,7 @@ struct BoundarySums {
   union {
     WarpSums<1> parts[PARTS];
     struct {
-      WarpSums<1> blocks[2];
+      BlockSums<1> blocks;
       float2 slices[WARPS][8];
     };
   };
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slice
 }
 
 // Layer index - 1 ends, unless `weights_out` is null; layer `index` begins, unless `weights_in` is.
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
     bf16* mixed, const bf16* weights_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, const bf16* weights_in,
     const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
     const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
@@ -98,14 +98,31 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
   __shared__ float2 moments[8];
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, STAGE);
+  auto& barriers = SumBarriers::at(shared);
   auto& sums = *reinterpret_cast<BoundarySums*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x, step = gridDim.x;
   const bool adds = weights_out && first < DIM / 16;
   const int count = weights_in ? ceil_div(BLOCKS - first, step) : 0;
-  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS) ring.init(), barriers.init(TILES);
   __syncthreads();
   launch_dependents();
+  Progress* const now = progress + index;
+  if (warp > WARPS) {
+    if (!count) return;
+    const auto prepare = [&](int i) {
+      return BlockIn(first + i * step, 0, folded, cos_table, sin_table, position, batch);
+    };
+    const auto finish = [&](int i, float4 sum, const BlockIn& in) {
+      if (i == 0) add_slices(moments, sums.slices);
+      write_in(first + i * step, 0, sum, in, moments, offsets, q, mixed, keys, values, nullptr, batch);
+    };
+    wait_previous();
+    finish_blocks<TILES>(count, 0, sums.blocks, barriers, prepare, finish);
+    __syncwarp();
+    if (lane == 0) signal(now->in);
+    return;
+  }
   if (warp == WARPS) {
     if (lane > 0) return;
     if (adds)
@@ -118,7 +135,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     });
     return;
   }
-  Progress* const now = progress + index;
   if (warp == WARPS - 1 && lane < batch) offsets[lane] = offset_of(lane, row, position, table);
   if (adds)
     add_out(ring, sums, mixed, proj_bias, fc2_bias, x, now[-1].in, step, batch);
@@ -136,11 +152,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     __syncwarp();
     if (lane == 0) signal(now->x);
   }
-  const auto prepare = [&](int block) {
-    return BlockIn(block, 0, folded, cos_table, sin_table, position, batch);
-  };
-  BlockIn prepared;
-  if (warp == 0) prepared = prepare(first);
   if (weights_out) {
     if (threadIdx.x == 0) wait_for(now->x, DIM / 16);
     workers_sync();
@@ -155,8 +166,6 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
 #pragma unroll 1
   for (int block = 0; block < count; block++) {
-    const int turn = block & (WARPS - 1);  // to balance the work
-    if (block > 0 && warp == turn) prepared = prepare(first + block * step);
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < IN_CHUNKS; chunk++) {
@@ -164,17 +173,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
       if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, held[chunk]);
       ring.release();
     }
-    auto& mine = sums.blocks[block % 2];
-    mine.of[warp][0][lane] = sum[0];
     if (block == 0) {
       const float2 slice = slice_moments([&](int chunk, int half) { return held[chunk].of[0][half]; });
       if (t == 0) sums.slices[warp][g] = slice;
     }
-    workers_sync();
-    if (warp != turn) continue;
-    if (block == 0) add_slices(moments, sums.slices);
-    write_in(first + block * step, 0, mine.total(0), prepared, moments, offsets, q, mixed, keys, values, nullptr, batch);
+    sums.blocks.hand_over(block, sum, barriers);
   }
-  workers_sync();
-  if (threadIdx.x == 0) signal(now->in);
 }

@@ -41,7 +41,7 @@ __device__ __forceinline__ void normed_blocks(
   __shared__ float2 moments[TILES * 8];
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, 16 * IN_CHUNK), inputs(shared, 1, columns<TILES>(batch) * (DIM + PAD));
-  auto& barriers = SumBarriers::take(shared);
+  auto& barriers = SumBarriers::at(shared);
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
   const int first = blockIdx.x, step = gridDim.x, count = (blocks - first + step - 1) / step, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();

@@ -80,6 +80,7 @@ template <int CHUNK, class At>
 __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
   constexpr int BYTES = 16 * CHUNK * 2;
   const u64 policy = stream_policy();
+#pragma unroll 1
   for (int i = 0; i < count; i++) {
     bf16* stage = ring.acquire(BYTES);
     copy_bulk(stage, at(i), BYTES, ring.full + ring.slot, policy);
@@ -139,21 +140,10 @@ struct WarpSums {
   }
 };
 
-// Two if they fit: one is added up while the next block runs.
-template <int NT>
-struct BlockSums {
-  static constexpr int COUNT = NT < 4 ? 2 : 1;
-  WarpSums<NT> blocks[COUNT];
-};
-
-// A kernel that finishes blocks beside the products of the next ones has a warp more for each tile.
-template <int NT>
-constexpr int FINISHING = WORKERS + 64 + 32 * NT;
-
 // Between the workers, whose sums are `full`, and the warps that finish blocks.
 struct SumBarriers {
   u64 full[2], empty[2];
-  static __device__ SumBarriers& take(unsigned char*& shared) {
+  static __device__ SumBarriers& at(unsigned char*& shared) {
     auto* from = reinterpret_cast<SumBarriers*>(shared);
     shared += 128;
     return *from;
@@ -163,6 +153,35 @@ struct SumBarriers {
     barriers_ready();
   }
 };
+
+// Two if they fit: one is added up while the next block runs.
+template <int NT>
+struct BlockSums {
+  static constexpr int COUNT = NT < 4 ? 2 : 1;
+  WarpSums<NT> blocks[COUNT];
+
+  // A worker's, of block `i`.
+  __device__ __forceinline__ void hand_over(int i, const float4 (&sum)[NT], SumBarriers& barriers) {
+    const int at = i % COUNT;
+    barrier_wait(barriers.empty + at, i / COUNT % 2 ^ 1);
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) blocks[at].of[threadIdx.x / 32][tile][threadIdx.x % 32] = sum[tile];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.full + at);
+  }
+  __device__ __forceinline__ float4 take(int i, int tile, SumBarriers& barriers) const {
+    const int at = i % COUNT;
+    barrier_wait(barriers.full + at, i / COUNT % 2);
+    const float4 sum = blocks[at].total(tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + at);
+    return sum;
+  }
+};
+
+// A kernel that finishes blocks beside the products of the next ones has a warp more for each tile.
+template <int NT>
+constexpr int FINISHING = WORKERS + 64 + 32 * NT;
 
 // The workers' part of `count` blocks whose INPUTS of each token lie in one stage.
 template <int NT, int INPUTS>
@@ -183,12 +202,7 @@ __device__ __forceinline__ void multiply_blocks(
       if (active) multiply<NT>(sum, stage + warp * 1024 + lane * 8, tokens);
       ring.release();
     }
-    const int at = block % sums.COUNT;
-    barrier_wait(barriers.empty + at, block / sums.COUNT % 2 ^ 1);
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++) sums.blocks[at].of[warp][tile][lane] = sum[tile];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barriers.full + at);
+    sums.hand_over(block, sum, barriers);
   }
 }
 
@@ -202,12 +216,7 @@ __device__ __forceinline__ void finish_blocks(
   for (int block = 0; block < count; block++) {
     const auto mine = prepared;
     if (block + 1 < count) prepared = prepare(block + 1);
-    const int at = block % sums.COUNT;
-    barrier_wait(barriers.full + at, block / sums.COUNT % 2);
-    const float4 sum = sums.blocks[at].total(tile);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + at);
-    finish(block, sum, mine);
+    finish(block, sums.take(block, tile, barriers), mine);
   }
 }
 

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) value_inner(
   constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, 16 * CHUNK), inputs(shared, 1, columns<TILES>(batch) * (DIM + PAD));
-  auto& barriers = SumBarriers::take(shared);
+  auto& barriers = SumBarriers::at(shared);
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
