@@ -123,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       if (adapted && block > 0) fetch();
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
-        multiply_rows<Up, EXPERT_BYTES>(sum, reinterpret_cast<const unsigned char*>(ring.get()), from);
-        ring.release();
+        ring.release(multiply_rows<Up, EXPERT_BYTES>(sum, reinterpret_cast<const unsigned char*>(ring.get()), from));
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
@@ -169,6 +168,7 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
   const int g = threadIdx.x % 32 / 4;
   for (int i = 0; i < R::CHUNKS; i++) {
     const unsigned char* stage = reinterpret_cast<const unsigned char*>(ring.get());
+    u32 read = 0;
 #pragma unroll
     for (int first = 0; first < NT; first += FEW) {
       const int left = count - first * 8;
@@ -180,13 +180,14 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
         from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::PADDING);
         part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
       }
-      multiply_rows<R, SIZE>(part, stage, from);
+      const u32 now = multiply_rows<R, SIZE>(part, stage, from);
+      read |= now;
 #pragma unroll
       for (int tile = 0; tile < FEW; tile++)
         if (first + tile < NT) sum[first + tile] = part[tile];
-      inputs.release();
+      inputs.release(now);
     }
-    ring.release();
+    ring.release(read);
   }
 }
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void add_out(
     Ring& ring, BoundarySums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const u32* ready, u32 writers, int batch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool active = warp * GROUP < OUT_CHUNK;
+  const bool active = has_inputs<OUT_CHUNK>(warp);
   Unit own;
   if (warp == 0) own.begin(0, blockIdx.x, proj_bias, fc2_bias);
   if (threadIdx.x == 0) wait_for(ready, writers);
@@ -51,9 +51,7 @@ __device__ __forceinline__ void add_out(
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
-      const bf16* stage = ring.get();
-      if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, tokens[chunk]);
-      ring.release();
+      multiply_stage<1>(sum, ring, tokens[chunk], active);
       if (part < PARTS - 2) load(part + 1, chunk);
     }
     sums.parts[part].of[warp][0][lane] = sum[0];
@@ -156,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
     if (threadIdx.x == 0) wait_for(now->x, DIM / 16);
     workers_sync();
   }
-  const bool active = warp * GROUP < IN_CHUNK;
+  const bool active = has_inputs<IN_CHUNK>(warp);
   const bf16* from = x + (i64)g * DIM + (active ? warp * GROUP + t * 8 : 0);
   Tokens<1> held[IN_CHUNKS];
 #pragma unroll
@@ -169,9 +167,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < IN_CHUNKS; chunk++) {
-      const bf16* stage = ring.get();
-      if (active) multiply<1>(sum, stage + warp * 1024 + lane * 8, held[chunk]);
-      ring.release();
+      multiply_stage<1>(sum, ring, held[chunk], active);
     }
     if (block == 0) {
       const float2 slice = slice_moments([&](int chunk, int half) { return held[chunk].of[0][half]; });

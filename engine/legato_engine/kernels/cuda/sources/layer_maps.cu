@@ -47,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   Sums& mine = SPREAD > 1 ? sums[first + part] : *reinterpret_cast<Sums*>(shared);
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init(OUT_CLUSTER);
-  if (warp < WARPS)
-    for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
+  if (warp < WARPS) clear<TILES>(inputs, stride, batch);
   if (OUT_CLUSTER > 1) cluster_sync(); else __syncthreads();
   launch_dependents();
   Unit units[SHARE];

@@ -46,7 +46,7 @@ __device__ __forceinline__ void normed_blocks(
   const int first = blockIdx.x, step = gridDim.x, count = (blocks - first + step - 1) / step, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(TILES);
-  if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
+  if (warp < WARPS) clear<TILES>(inputs, DIM + PAD, batch);
   if (SHARED > 1) cluster_sync(); else __syncthreads();
   launch_dependents();
   if (warp < WARPS) {

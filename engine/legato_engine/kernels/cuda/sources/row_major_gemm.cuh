@@ -64,26 +64,27 @@ __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs
   ring.next();
 }
 
-// The workers; one token of each tile at `from`.
+// The workers; one token of each tile at `from`. Returns a word that depends on all reads.
 template <class R, int SIZE, int NT>
-__device__ __forceinline__ void multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
+__device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const unsigned char* rows = stage + R::offset(R::row(g));
+  u32 read = 0;
 #pragma unroll
   for (int i = 0; i < ceil_div(R::CHUNK / GROUP, WARPS); i++) {
     const int at = (i * WARPS + warp) * GROUP + t * R::LANE;
     if ((i + 1) * WARPS * GROUP > R::CHUNK && (i * WARPS + warp) * GROUP >= R::CHUNK) break;
-    uint4 low[2], high[2];
+    Weights weights;
     if (SIZE == 1) {
       const uint4 a = *reinterpret_cast<const uint4*>(rows + at);
       const uint4 b = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + at);
-      low[0] = widened(a.x, a.y), low[1] = widened(a.z, a.w);
-      high[0] = widened(b.x, b.y), high[1] = widened(b.z, b.w);
+      weights.low[0] = widened(a.x, a.y), weights.low[1] = widened(a.z, a.w);
+      weights.high[0] = widened(b.x, b.y), weights.high[1] = widened(b.z, b.w);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * SIZE);
-        high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * SIZE);
+        weights.low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * SIZE);
+        weights.high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * SIZE);
       }
     }
     Tokens<NT> tokens;
@@ -92,6 +93,8 @@ __device__ __forceinline__ void multiply_rows(float4 (&sum)[NT], const unsigned 
 #pragma unroll
       for (int half = 0; half < 2; half++)
         tokens.of[tile][half] = *reinterpret_cast<const uint4*>(from[tile] + at + half * R::HALF);
-    multiply<NT>(sum, low, high, tokens);
+    multiply<NT>(sum, weights, tokens);
+    read |= weights.read() | tokens.read();
   }
+  return read;
 }

@@ -26,8 +26,13 @@ __host__ __device__ constexpr int chunk_of(int inputs) {
   return GROUP;
 }
 
+// Whether a warp has inputs of a stage; known to the compiler where all have.
+template <int CHUNK>
+__device__ __forceinline__ bool has_inputs(int warp) { return CHUNK == WARPS * GROUP || warp * GROUP < CHUNK; }
+
 __device__ __forceinline__ void workers_sync() { threads_sync<1, 256>(); }
 
+// Stages in shared memory, with a barrier each for those that read it and for the producer.
 struct Ring {
   bf16* data;
   u64 *full, *empty;
@@ -61,18 +66,20 @@ struct Ring {
     barrier_wait(full + slot, phase);
     return here();
   }
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
+  // The workers let the stage go. `read` depends on all that the lane read of it.
+  __device__ __forceinline__ void release(u32 read) {
+    if (is_read(read) && threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
     next();
   }
   // The same in each of a cluster's READERS. The last stages are not let go: a thread block may have ended by then.
   template <int READERS>
-  __device__ __forceinline__ void release_shared(bool more) {
-    __syncwarp();
-    if (more && threadIdx.x % 32 < READERS) barrier_arrive_at(empty + slot, threadIdx.x % 32);
+  __device__ __forceinline__ void release_shared(u32 read, bool more) {
+    if (is_read(read) && more && threadIdx.x % 32 < READERS) barrier_arrive_at(empty + slot, threadIdx.x % 32);
     next();
   }
+  // Always true, once all lanes have what they read. A lane that has issued its reads may arrive before they are done, and
+  // the copy engine overwrites what they have not reached; nothing but the values tells. The compiler does not know that `gridDim.z` is 1.
+  static __device__ __forceinline__ bool is_read(u32 read) { return !__any_sync(~0u, (read & (gridDim.z - 1)) != 0); }
 };
 
 // The producer: `count` stages from at(i).
@@ -101,15 +108,33 @@ struct Tokens {
         of[tile][half] = NT > 1 || live ? *reinterpret_cast<const uint4*>(from + tile * 8 * stride + half * 32)
                                         : uint4{0, 0, 0, 0};
   }
+  // A word that depends on all reads.
+  __device__ __forceinline__ u32 read() const {
+    u32 all = 0;
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) all |= of[tile][0].x | of[tile][1].x;
+    return all;
+  }
 };
 
-// `low` and `high` are the lane's of row g and of row g + 8.
+// 64 weights of two rows, as packed: `low` are the lane's of row g and `high` of row g + 8.
+struct Weights {
+  uint4 low[2], high[2];
+  __device__ __forceinline__ void load(const bf16* from) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      low[half] = *reinterpret_cast<const uint4*>(from + half * 256);
+      high[half] = *reinterpret_cast<const uint4*>(from + 512 + half * 256);
+    }
+  }
+  __device__ __forceinline__ u32 read() const { return low[0].x | low[1].x | high[0].x | high[1].x; }
+};
+
 template <int NT>
-__device__ __forceinline__ void multiply(
-    float4 (&sum)[NT], const uint4 (&low)[2], const uint4 (&high)[2], const Tokens<NT>& tokens) {
+__device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weights, const Tokens<NT>& tokens) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const uint4 &a = low[half], &b = high[half];
+    const uint4 &a = weights.low[half], &b = weights.high[half];
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.x, b.x, a.y, b.y, tokens.of[tile][half].x, tokens.of[tile][half].y);
 #pragma unroll
@@ -117,16 +142,16 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// The same of rows as packed.
+// The next stage's products, by a worker's warp; `active`: it has inputs of it.
 template <int NT>
-__device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
-  uint4 low[2], high[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    low[half] = *reinterpret_cast<const uint4*>(weights + half * 256);
-    high[half] = *reinterpret_cast<const uint4*>(weights + 512 + half * 256);
+__device__ __forceinline__ void multiply_stage(float4 (&sum)[NT], Ring& ring, const Tokens<NT>& tokens, bool active) {
+  Weights weights = {};
+  const bf16* stage = ring.get();
+  if (active) {
+    weights.load(stage + threadIdx.x / 32 * 1024 + threadIdx.x % 32 * 8);
+    multiply<NT>(sum, weights, tokens);
   }
-  multiply<NT>(sum, low, high, tokens);
+  ring.release(weights.read());
 }
 
 template <int NT>
@@ -140,9 +165,14 @@ struct WarpSums {
   }
 };
 
+// A kernel that finishes blocks beside the products of the next ones has a warp more for each tile.
+template <int NT>
+constexpr int FINISHING = WORKERS + 64 + 32 * NT;
+
 // Between the workers, whose sums are `full`, and the warps that finish blocks.
 struct SumBarriers {
   u64 full[2], empty[2];
+  // In dynamic memory, which each thread block of a cluster has to itself on the emulated machine too.
   static __device__ SumBarriers& at(unsigned char*& shared) {
     auto* from = reinterpret_cast<SumBarriers*>(shared);
     shared += 128;
@@ -154,7 +184,7 @@ struct SumBarriers {
   }
 };
 
-// Two if they fit: one is added up while the next block runs.
+// Of two blocks if they fit: one is added up while the next is multiplied.
 template <int NT>
 struct BlockSums {
   static constexpr int COUNT = NT < 4 ? 2 : 1;
@@ -179,28 +209,23 @@ struct BlockSums {
   }
 };
 
-// A kernel that finishes blocks beside the products of the next ones has a warp more for each tile.
-template <int NT>
-constexpr int FINISHING = WORKERS + 64 + 32 * NT;
-
 // The workers' part of `count` blocks whose INPUTS of each token lie in one stage.
 template <int NT, int INPUTS>
 __device__ __forceinline__ void multiply_blocks(
     int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, SumBarriers& barriers, int batch) {
   constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, STRIDE = INPUTS + PAD;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool active = warp * GROUP < CHUNK;
+  const bool active = has_inputs<CHUNK>(warp);
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
+  Tokens<NT> tokens[CHUNKS];
   barrier_wait(inputs.full, 0);
   for (int block = 0; block < count; block++) {
     float4 sum[NT] = {};
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      Tokens<NT> tokens;
-      tokens.load(from + chunk * CHUNK, STRIDE, g < batch);
-      const bf16* stage = ring.get();
-      if (active) multiply<NT>(sum, stage + warp * 1024 + lane * 8, tokens);
-      ring.release();
+      // The first chunk's stay in registers: more of them make no kernel faster.
+      if (chunk > 0 || block == 0) tokens[chunk].load(from + chunk * CHUNK, STRIDE, g < batch);
+      multiply_stage<NT>(sum, ring, tokens[chunk], active);
     }
     sums.hand_over(block, sum, barriers);
   }
@@ -227,7 +252,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
   constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, SUMS = OWN * BLOCKS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int mine = g * STRIDE + warp * GROUP + t * 8;
-  const bool active = warp * GROUP < CHUNK;
+  const bool active = has_inputs<CHUNK>(warp);
   float4 sum[SUMS][NT] = {};
   Tokens<NT> tokens;
 #pragma unroll
@@ -236,15 +261,11 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
       const bf16* from = inputs.get();
       tokens.load(active ? from + mine : from, STRIDE, g < batch);
       if (READERS > 1)
-        inputs.release_shared<READERS>(part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
+        inputs.release_shared<READERS>(tokens.read(), part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
       else
-        inputs.release();
+        inputs.release(tokens.read());
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) {
-        const bf16* stage = ring.get();
-        if (active) multiply<NT>(sum[part * BLOCKS + block], stage + warp * 1024 + lane * 8, tokens);
-        ring.release();
-      }
+      for (int block = 0; block < BLOCKS; block++) multiply_stage<NT>(sum[part * BLOCKS + block], ring, tokens, active);
     }
   workers_sync();  // the warps' sums take the weights' memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
@@ -295,12 +316,14 @@ __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Fini
 template <int NT>
 __device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
-// Beyond the batch, which no copy fills.
+// Beyond the batch, in all stages, which no copy fills.
 template <int NT>
-__device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
-  uint4* from = reinterpret_cast<uint4*>(inputs + batch * stride);
+__device__ __forceinline__ void clear(const Ring& inputs, int stride, int batch) {
   const int count = (columns<NT>(batch) - batch) * stride / 8;
-  for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
+  for (int stage = 0; stage < inputs.stages; stage++) {
+    uint4* from = reinterpret_cast<uint4*>(inputs.data + stage * inputs.elements + batch * stride);
+    for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
+  }
 }
 
 // The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) value_inner(
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(TILES);
-  if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
+  if (warp < WARPS) clear<TILES>(inputs, DIM + PAD, batch);
   __syncthreads();
   launch_dependents();
   wait_previous();
@@ -86,8 +86,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = index / CLUSTER * CLUSTER;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
-  if (warp < WARPS)
-    for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
+  if (warp < WARPS) clear<TILES>(inputs, stride, batch);
   __syncthreads();
   launch_dependents();
   wait_previous();
