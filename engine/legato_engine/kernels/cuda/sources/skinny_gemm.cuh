@@ -142,17 +142,29 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weigh
   }
 }
 
-// The next stage's products, by a worker's warp; `active`: it has inputs of it.
-template <int NT>
-__device__ __forceinline__ void multiply_stage(float4 (&sum)[NT], Ring& ring, const Tokens<NT>& tokens, bool active) {
-  Weights weights = {};
-  const bf16* stage = ring.get();
-  if (active) {
-    weights.load(stage + threadIdx.x / 32 * 1024 + threadIdx.x % 32 * 8);
-    multiply<NT>(sum, weights, tokens);
+// A ring's stages in a warp's registers, the next one ahead of the products of this one. `active`: the warp has inputs of them.
+struct Reader {
+  Weights next = {};
+  __device__ __forceinline__ void begin(Ring& ring, bool active) {
+    load(ring, active);
+    ring.release(next.read());
   }
-  ring.release(weights.read());
-}
+  // `more`: there is a stage after this one.
+  template <int NT>
+  __device__ __forceinline__ void multiply(
+      Ring& ring, float4 (&sum)[NT], const Tokens<NT>& tokens, bool active, bool more) {
+    const Weights mine = next;
+    if (more) load(ring, active);
+    if (active) ::multiply<NT>(sum, mine, tokens);
+    if (more) ring.release(next.read());
+  }
+
+ private:
+  __device__ __forceinline__ void load(Ring& ring, bool active) {
+    const bf16* stage = ring.get();
+    if (active) next.load(stage + threadIdx.x / 32 * 1024 + threadIdx.x % 32 * 8);
+  }
+};
 
 template <int NT>
 struct WarpSums {
@@ -218,6 +230,8 @@ __device__ __forceinline__ void multiply_blocks(
   const bool active = has_inputs<CHUNK>(warp);
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> tokens[CHUNKS];
+  Reader reader;
+  if (count > 0) reader.begin(ring, active);
   barrier_wait(inputs.full, 0);
   for (int block = 0; block < count; block++) {
     float4 sum[NT] = {};
@@ -225,7 +239,7 @@ __device__ __forceinline__ void multiply_blocks(
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       // The first chunk's stay in registers: more of them make no kernel faster.
       if (chunk > 0 || block == 0) tokens[chunk].load(from + chunk * CHUNK, STRIDE, g < batch);
-      multiply_stage<NT>(sum, ring, tokens[chunk], active);
+      reader.multiply<NT>(ring, sum, tokens[chunk], active, chunk + 1 < CHUNKS || block + 1 < count);
     }
     sums.hand_over(block, sum, barriers);
   }
@@ -255,6 +269,8 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
   const bool active = has_inputs<CHUNK>(warp);
   float4 sum[SUMS][NT] = {};
   Tokens<NT> tokens;
+  Reader reader;
+  reader.begin(ring, active);
 #pragma unroll
   for (int part = 0; part < OWN; part++)
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
@@ -265,7 +281,10 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
       else
         inputs.release(tokens.read());
 #pragma unroll
-      for (int block = 0; block < BLOCKS; block++) multiply_stage<NT>(sum[part * BLOCKS + block], ring, tokens, active);
+      for (int block = 0; block < BLOCKS; block++)
+        reader.multiply<NT>(
+            ring, sum[part * BLOCKS + block], tokens, active,
+            block + 1 < BLOCKS || chunk + 1 < CHUNKS || part + 1 < OWN);
     }
   workers_sync();  // the warps' sums take the weights' memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
