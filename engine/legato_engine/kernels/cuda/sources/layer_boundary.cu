@@ -46,14 +46,14 @@ __device__ __forceinline__ void add_out(
 #pragma unroll
   for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) load(0, chunk);
   if (warp == 0) own.load(x, batch);
-  Reader reader;
+  Reader<true> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int part = 0; part < PARTS; part++) {
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < OUT_CHUNKS; chunk++) {
-      reader.multiply<1>(ring, sum, tokens[chunk], active, chunk + 1 < OUT_CHUNKS || part + 1 < PARTS);
+      reader.multiply(ring, sum, tokens[chunk], active, chunk + 1 < OUT_CHUNKS || part + 1 < PARTS);
       if (part < PARTS - 2) load(part + 1, chunk);
     }
     sums.parts[part].of[warp][0][lane] = sum[0];
@@ -164,14 +164,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
 #pragma unroll
     for (int half = 0; half < 2; half++)
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
-  Reader reader;
+  Reader<true> reader;
   reader.begin(ring, active);
 #pragma unroll 1
   for (int block = 0; block < count; block++) {
     float4 sum[1] = {};
 #pragma unroll
     for (int chunk = 0; chunk < IN_CHUNKS; chunk++) {
-      reader.multiply<1>(ring, sum, held[chunk], active, chunk + 1 < IN_CHUNKS || block + 1 < count);
+      reader.multiply(ring, sum, held[chunk], active, chunk + 1 < IN_CHUNKS || block + 1 < count);
     }
     if (block == 0) {
       const float2 slice = slice_moments([&](int chunk, int half) { return held[chunk].of[0][half]; });

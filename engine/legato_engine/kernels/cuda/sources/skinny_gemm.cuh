@@ -142,21 +142,23 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const Weights& weigh
   }
 }
 
-// A ring's stages in a warp's registers, the next one ahead of the products of this one. `active`: the warp has inputs of them.
+// A ring's stages in a warp's registers; if AHEAD the next one is read before the products of this one. `active`: the warp has
+// inputs of them.
+template <bool AHEAD>
 struct Reader {
   Weights next = {};
   __device__ __forceinline__ void begin(Ring& ring, bool active) {
-    load(ring, active);
-    ring.release(next.read());
+    if (AHEAD) load(ring, active), ring.release(next.read());
   }
   // `more`: there is a stage after this one.
   template <int NT>
   __device__ __forceinline__ void multiply(
       Ring& ring, float4 (&sum)[NT], const Tokens<NT>& tokens, bool active, bool more) {
+    if (!AHEAD) load(ring, active);
     const Weights mine = next;
-    if (more) load(ring, active);
+    if (AHEAD && more) load(ring, active);
     if (active) ::multiply<NT>(sum, mine, tokens);
-    if (more) ring.release(next.read());
+    if (!AHEAD || more) ring.release(next.read());
   }
 
  private:
@@ -230,7 +232,7 @@ __device__ __forceinline__ void multiply_blocks(
   const bool active = has_inputs<CHUNK>(warp);
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> tokens[CHUNKS];
-  Reader reader;
+  Reader<true> reader;
   if (count > 0) reader.begin(ring, active);
   barrier_wait(inputs.full, 0);
   for (int block = 0; block < count; block++) {
@@ -239,7 +241,7 @@ __device__ __forceinline__ void multiply_blocks(
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       // The first chunk's stay in registers: more of them make no kernel faster.
       if (chunk > 0 || block == 0) tokens[chunk].load(from + chunk * CHUNK, STRIDE, g < batch);
-      reader.multiply<NT>(ring, sum, tokens[chunk], active, chunk + 1 < CHUNKS || block + 1 < count);
+      reader.multiply(ring, sum, tokens[chunk], active, chunk + 1 < CHUNKS || block + 1 < count);
     }
     sums.hand_over(block, sum, barriers);
   }
@@ -269,7 +271,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
   const bool active = has_inputs<CHUNK>(warp);
   float4 sum[SUMS][NT] = {};
   Tokens<NT> tokens;
-  Reader reader;
+  Reader<(NT < 4)> reader;  // with 32 tokens slower
   reader.begin(ring, active);
 #pragma unroll
   for (int part = 0; part < OWN; part++)
@@ -282,7 +284,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
         inputs.release(tokens.read());
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
-        reader.multiply<NT>(
+        reader.multiply(
             ring, sum[part * BLOCKS + block], tokens, active,
             block + 1 < BLOCKS || chunk + 1 < CHUNKS || part + 1 < OWN);
     }
