@@ -30,6 +30,7 @@ from legato_engine.kernels.cuda.value_heads import (
     value_bins_defines,
 )
 
+from tests.engine.kernels.assembly import sections, text_at
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_skinny_gemm import (
     CONFIGS,
@@ -78,28 +79,19 @@ class Usage:
 
 def usages(code: bytes) -> dict[str, Usage]:
     """Every kernel of a cubin, which is an ELF file with its notes per kernel."""
-    (table,) = struct.unpack_from("<Q", code, 40)
-    entry, count, names_at = struct.unpack_from("<HHH", code, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * entry) for i in range(count)]
-
-    def text(section: int, at: int) -> str:
-        start = headers[section][4] + at
-        return code[start : code.index(b"\0", start)].decode()
-
-    names = [text(names_at, header[0]) for header in headers]
-    notes, symbols, strings = (names.index(n) for n in (".nv.info", ".symtab", ".strtab"))
+    found = {section.name: section for section in sections(code)}
+    notes, symbols = found[".nv.info"], found[".symtab"]
     stacks: dict[str, int] = {}
-    at, end = headers[notes][4], headers[notes][4] + headers[notes][5]
+    at, end = notes.start, notes.start + notes.size
     while at < end:
         form, attribute, value = struct.unpack_from("<BBH", code, at)
         if attribute == FRAME_SIZE:  # of a symbol's function
             symbol, stack = struct.unpack_from("<II", code, at + 4)
-            (name,) = struct.unpack_from("<I", code, headers[symbols][4] + symbol * 24)
-            stacks[text(strings, name)] = stack
+            (name,) = struct.unpack_from("<I", code, symbols.start + symbol * 24)
+            stacks[text_at(code, found[".strtab"].start + name)] = stack
         at += 4 + (value if form == 4 else 0)
-    shared = {name: header[5] for name, header in zip(names, headers, strict=True)}
     return {
-        name: Usage(stack, shared.get(f".nv.shared.{name}", 0))
+        name: Usage(stack, found[shared].size if (shared := f".nv.shared.{name}") in found else 0)
         for name, stack in stacks.items()
         if not name.startswith("$")  # a division's slow path is no kernel
     }

@@ -20,6 +20,7 @@ from legato_engine.speculative.block_policy import (
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import NO_COSTS
 
+from tests.engine.kernels.assembly import instructions, under_way
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import usages
 
@@ -69,9 +70,13 @@ BUILDS = [
     ("tiles", "kind"), BUILDS, ids=("words", "values", "parts", "fixed", "seed", "budget", "both")
 )
 def test_every_kind_of_build_compiles(tiles: int, kind: dict[str, int]) -> None:
-    """With room for what a thread block shares; the source checks that."""
+    """With room for what a thread block shares; no stage is let go before it is read."""
     ring = RING_STAGES[tiles]
     constants = defines(LEGATO_TINY, ring, UNDER_WAY[tiles], tiles)
     constants |= kind | {"SHARED": shared_body(LEGATO_TINY, ring, 8 * tiles)}
     folder = importlib.resources.files("legato_engine.resident") / "sources"
-    assert set(usages(compile_source(SOURCE, constants, "sm_90a", folder=folder))) == {"steps"}
+    code = compile_source(SOURCE, constants, "sm_90a", folder=folder)
+    assert set(usages(code)) == {"steps"}
+    stages, early = under_way(instructions(code, "steps"))
+    assert stages > 0
+    assert not early

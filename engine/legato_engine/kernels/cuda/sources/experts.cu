@@ -123,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       if (adapted && block > 0) fetch();
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
-        ring.release(multiply_rows<Up, EXPERT_BYTES>(sum, reinterpret_cast<const unsigned char*>(ring.get()), from));
+        const auto* stage = reinterpret_cast<const unsigned char*>(ring.get());
+        ring.release(multiply_rows<Up, EXPERT_BYTES>(sum, stage, from).weights);
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
@@ -180,12 +181,12 @@ __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4
         from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::PADDING);
         part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
       }
-      const u32 now = multiply_rows<R, SIZE>(part, stage, from);
-      read |= now;
+      const Reads reads = multiply_rows<R, SIZE>(part, stage, from);
+      read |= reads.weights;
 #pragma unroll
       for (int tile = 0; tile < FEW; tile++)
         if (first + tile < NT) sum[first + tile] = part[tile];
-      inputs.release(now);
+      inputs.release(reads.tokens);
     }
     ring.release(read);
   }

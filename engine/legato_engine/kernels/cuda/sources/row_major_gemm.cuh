@@ -64,12 +64,17 @@ __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs
   ring.next();
 }
 
-// The workers; one token of each tile at `from`. Returns a word that depends on all reads.
+// Words that depend on all reads of weights, and of tokens.
+struct Reads {
+  u32 weights = 0, tokens = 0;
+};
+
+// The workers; one token of each tile at `from`.
 template <class R, int SIZE, int NT>
-__device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
+__device__ __forceinline__ Reads multiply_rows(float4 (&sum)[NT], const unsigned char* stage, const bf16* const (&from)[NT]) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const unsigned char* rows = stage + R::offset(R::row(g));
-  u32 read = 0;
+  Reads reads;
 #pragma unroll
   for (int i = 0; i < ceil_div(R::CHUNK / GROUP, WARPS); i++) {
     const int at = (i * WARPS + warp) * GROUP + t * R::LANE;
@@ -78,6 +83,7 @@ __device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const unsigned c
     if (SIZE == 1) {
       const uint4 a = *reinterpret_cast<const uint4*>(rows + at);
       const uint4 b = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + at);
+      reads.weights |= a.x | b.x;
       weights.low[0] = widened(a.x, a.y), weights.low[1] = widened(a.z, a.w);
       weights.high[0] = widened(b.x, b.y), weights.high[1] = widened(b.z, b.w);
     } else {
@@ -86,6 +92,7 @@ __device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const unsigned c
         weights.low[half] = *reinterpret_cast<const uint4*>(rows + (at + half * R::HALF) * SIZE);
         weights.high[half] = *reinterpret_cast<const uint4*>(rows + R::STAGE / 2 + (at + half * R::HALF) * SIZE);
       }
+      reads.weights |= weights.read();
     }
     Tokens<NT> tokens;
 #pragma unroll
@@ -94,7 +101,7 @@ __device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const unsigned c
       for (int half = 0; half < 2; half++)
         tokens.of[tile][half] = *reinterpret_cast<const uint4*>(from[tile] + at + half * R::HALF);
     multiply<NT>(sum, weights, tokens);
-    read |= weights.read() | tokens.read();
+    reads.tokens |= tokens.read();
   }
-  return read;
+  return reads;
 }
