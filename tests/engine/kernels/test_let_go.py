@@ -42,7 +42,7 @@ def test_a_stage_is_let_go_when_its_values_are_there(source):
 def test_a_release_that_waits_for_nothing_is_seen(monkeypatch):
     """Without the values in it the compiler does put an arrival before what waits for reads."""
     texts = dict(compiler.sources())
-    assert texts["skinny_gemm.cuh"].count(DEPENDS) == 1
-    texts["skinny_gemm.cuh"] = texts["skinny_gemm.cuh"].replace(DEPENDS, "false")
+    assert texts["stage_ring.cuh"].count(DEPENDS) == 1
+    texts["stage_ring.cuh"] = texts["stage_ring.cuh"].replace(DEPENDS, "false")
     monkeypatch.setattr(compiler, "sources", lambda: texts)
     assert any(early for _, early in examined("layer_boundary.cu").values())

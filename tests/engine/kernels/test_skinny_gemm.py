@@ -191,8 +191,8 @@ def constants(file: str) -> dict[str, int]:
 
 
 def test_the_header_has_the_same_numbers():
-    """Threads, groups and padding are those of `skinny_gemm.cuh`."""
-    header = constants("skinny_gemm.cuh")
+    """Threads, groups and padding are those of `stage_ring.cuh`."""
+    header = constants("stage_ring.cuh")
     assert header["WARPS"] == skinny_gemm.WARPS
     assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
     assert header["GROUP"] == skinny_gemm.GROUP

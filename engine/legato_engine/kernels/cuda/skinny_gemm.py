@@ -1,4 +1,4 @@
-"""Sizes fixed by `skinny_gemm.cuh`: threads, tiles, chunks and shared memory."""
+"""Sizes fixed by `stage_ring.cuh` and `skinny_gemm.cuh`: threads, tiles, and shared memory."""
 
 from __future__ import annotations
 
