@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 
 from legato_engine import failpoints
 from legato_engine.core.request_key import RequestKey
-from legato_engine.core.results import FinishReason
-from legato_engine.errors import DeadlineExceeded, InvalidField, PromptTooLong, QueueFull
+from legato_engine.errors import DeadlineExceeded, QueueFull
 from legato_engine.ipc.figures import Load
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
@@ -18,6 +16,7 @@ from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.drafting_loops import DraftingLoops
 from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Plan, Refinement
+from legato_engine.scheduler.live_requests import LiveRequests
 from legato_engine.scheduler.loops import Loops
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
@@ -29,17 +28,14 @@ from legato_engine.scheduler.single_loops import SingleLoops
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import FlightRecorder, Observer, StepRecord
 from legato_engine.scheduler.waiting_queue import WaitingQueue
-from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
+from legato_engine.sequence import Sequence, SequenceStatus
 
 FREE = 0
 """The constraint that allows every token."""
 
 
 class Scheduler:
-    """Runs sequences through the pipeline. Single-threaded; owns all of its state.
-
-    Every sequence ends in `_finalize`, as a zombie while launches in flight name it.
-    """
+    """Runs sequences through the pipeline. Single-threaded; owns all of its state."""
 
     def __init__(
         self,
@@ -100,12 +96,19 @@ class Scheduler:
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
-        self._outputs = OutputProcessor(
-            manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
+        self._requests = LiveRequests(
+            manager,
+            self._queue,
+            self._prefill,
+            self._running,
+            clock=clock,
+            sink=sink,
+            recorder=recorder,
         )
-        self._live: dict[RequestKey, Sequence] = {}  # not finalized, by request id
+        self._outputs = OutputProcessor(
+            manager, self._admission, clock, sink, block_sizes, finalize=self._requests.finalize
+        )
         self._records: deque[StepRecord] = deque()
-        self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self.steps_committed = 0
 
     # ------------------------------------------------------------ requests
@@ -120,51 +123,21 @@ class Scheduler:
             QuotaExceeded: too many requests of its tenant wait.
             DeadlineUnreachable: the predicted wait is longer than the time left.
         """
+        self._requests.check(sequence)
         request = sequence.request
-        assert sequence.prompt, f"sequence {sequence.seq_id} has no prompt token to sample from"
-        assert sequence.task.max_tokens > 0, f"sequence {sequence.seq_id} may not sample a token"
-        if request.request_id in self._live:
-            raise InvalidField("request id is in use", field="request_id")
-        if not self._manager.fits_ever(sequence):
-            raise PromptTooLong(
-                "prompt and max_tokens do not fit the context",
-                limit=self._manager.max_length,
-                actual=sequence.max_length,
-            )
         if not request.was_admitted:
             displaced = self.displaced_by(request.tenant, request.priority, sequence.timing.arrival)
             assert displaced is None, "nothing is being prepared"
             self._admission.check_deadline(sequence)
-        if request.deadline is not None:
-            self._next_deadline = min(self._next_deadline, request.deadline)
-        self._live[request.request_id] = sequence
-        self._prefill.add(sequence)
-        if self._recorder is not None:
-            self._recorder.submitted(sequence)
+        self._requests.add(sequence)
 
     def abort(self, request_id: RequestKey) -> None:
         """End a request without further events; ignore unknown ids."""
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            self._finalize(sequence)
+        self._requests.abort(request_id)
 
     def stop(self, request_id: RequestKey) -> None:
-        """End a request with the result so far; ignore unknown ids.
-
-        The sink receives `started`, unless it has, and `done`.
-        """
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            return
-        now = self._clock.now()
-        if sequence.num_committed == 0:
-            sequence.timing.first_token = now
-        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
-            sequence.timing.prefill_start = now
-            self._sink.started(sequence)
-        if not sequence.finalized:
-            self._finalize(sequence)
-            self._sink.done(sequence, FinishReason.CANCELLED)
+        """End a request with the result so far; ignore unknown ids."""
+        self._requests.stop(request_id)
 
     def set_depth(self, depth: int) -> None:
         """Have at most `depth` launches in flight, 1 or 2, once enough of them are committed."""
@@ -195,7 +168,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._live or self._planner.has_refinements or len(self._pipeline))
+        return not (self._requests or self._planner.has_refinements or len(self._pipeline))
 
     @property
     def num_waiting(self) -> int:
@@ -258,17 +231,12 @@ class Scheduler:
     def drain(self) -> None:
         while not self.idle:
             progressed = self.step()
-            assert progressed or self.idle, f"{len(self._live)} live sequences, none can run"
+            assert progressed or self.idle, f"{len(self._requests)} live sequences, none can run"
 
     def _expire(self) -> None:
-        now = self._clock.now()
-        if now < self._next_deadline:
-            return
-        for sequence in list(self._live.values()):
-            if sequence.request.ends_by <= now and not sequence.finalized:
+        for sequence in self._requests.expired():
+            if not sequence.finalized:
                 self._outputs.fail(sequence, DeadlineExceeded("the deadline passed"))
-        deadlines = (sequence.request.ends_by for sequence in self._live.values())
-        self._next_deadline = min(deadlines, default=math.inf)
 
     def _launch(self) -> Launch | None:
         """Plan and enqueue the next forward pass; every step leaves a slot free for it."""
@@ -384,20 +352,3 @@ class Scheduler:
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:
             self._observer.committed(record)
-
-    # ------------------------------------------------------------ the end of a sequence
-
-    def _finalize(self, sequence: Sequence) -> None:
-        """End a sequence; release it unless a launch in flight names it."""
-        assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
-        sequence.finalized = True
-        del self._live[sequence.request.request_id]
-        self._queue.settle(sequence)
-        if sequence.progress.last_position < 0:
-            self._prefill.remove(sequence)
-        if sequence.status is not SequenceStatus.WAITING:
-            self._running.remove(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        if self._recorder is not None:
-            self._recorder.ended(sequence)
-        sequence.inputs = NO_INPUTS  # observers may keep the launch, and with it the sequence
