@@ -17,7 +17,7 @@ from legato_engine.bench.options import add_model_arguments
 from legato_engine.config import DECODE_PATHS
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, speculating, with_decode_path
-from legato_engine.runtime import model_runner
+from legato_engine.runtime import allocation
 
 from benchmarks import record
 
@@ -65,13 +65,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _used(assembly: Assembly, setting: str, slots: int, alive: list[Assembly]) -> int:
     """Bytes that a warm runner of so many slots takes: buffers, scratch memory and graphs."""
-    before, usual = _free(), model_runner.NUM_SLOTS
-    model_runner.NUM_SLOTS = slots
+    before, usual = _free(), allocation.NUM_SLOTS
+    allocation.NUM_SLOTS = slots
     try:
         change = with_decode_path if setting in DECODE_PATHS else speculating
         alive.append(change(assembly, setting))
     finally:
-        model_runner.NUM_SLOTS = usual
+        allocation.NUM_SLOTS = usual
     return before - _free()
 
 

@@ -18,17 +18,15 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
+from legato_engine.runtime.allocation import allocate, draft_state
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.backends import Paths, backend_for, choose, paths_for, step_kernels
 from legato_engine.runtime.decode_loop import DecodeLoops
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.loop_times import LoopTimes
 from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.resources import Resources
-from legato_engine.runtime.row_state import RowState
-from legato_engine.runtime.sampler import constraint_table, successor_table
 from legato_engine.runtime.slot_outputs import (
     Outputs,
     drafted_tokens,
@@ -39,13 +37,11 @@ from legato_engine.runtime.slot_outputs import (
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
-from legato_engine.scheduler.loops import pages_begun
 from legato_engine.scheduler.runner import LaunchTimes, NoTokens, Pause, RowTokens
 from legato_engine.speculative.block_policy import BlockPolicy
 from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.proposer import Proposer
 
-NUM_SLOTS = 2
 SHARED_PROMPTS = 4
 """A question has some 20 tokens, and a launch takes 128."""
 
@@ -90,44 +86,27 @@ class ModelRunner:
         that are captured kernels, whose bits do not depend on the batch. With `resident` loops are
         one kernel, where it can run; None: where `choose_paths` finds it faster.
         """
-        self._device = device
-        self._drafts = _draft_state(model, device, proposer, block_policy, max_running)
         kernels = step_kernels(model, kv, adapters)
         if loops is None:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
-        max_pages = -(-model.max_context // kv.page_size)
-        max_block = 0 if self._drafts is None else self._drafts.max_block
-        slots = tuple(
-            DecodeSlot(
-                device,
-                max_rows=buckets[-1],
-                max_pages=max_pages,
-                max_prompt=model.max_context,
-                max_prompts=max_prompts,
-                max_images=max_images if max_prompts > 1 else 1,
-                width=model.width,
-                vocab_size=model.vocab_size,
-                dtype=model.dtype,
-                max_drafting=0 if self._drafts is None else max_running,
-                max_grown=pages_begun(max_running, kv.page_size, max_block) if loops else 0,
-            )
-            for _ in range(NUM_SLOTS)
-        )
-        self._resources = Resources(
-            model=model,
-            device=device,
-            kv=kv,
-            state=RowState(max_running, max_pages, device.torch_device, self._drafts),
-            slots=slots,
-            bank=adapters,
-            buckets=tuple(buckets),
-            constraints_CV=_constraints(model, device),
-            successor_C2=successor_table(model.constraints).to(device.torch_device),
+        self._device = device
+        self._drafts = draft_state(model, device, proposer, block_policy, max_running)
+        self._resources = allocate(
+            model,
+            device,
+            kv,
+            self._drafts,
+            max_running=max_running,
+            buckets=buckets,
+            adapters=adapters,
+            max_prompts=max_prompts,
+            max_images=max_images if max_prompts > 1 else 1,
+            loops=loops,
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
-        self._slots = slots
+        self._slots = slots = self._resources.slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = backend_for(kernels, self._resources)
         self._loops: DecodeLoops | None = None
@@ -338,32 +317,6 @@ class ModelRunner:
 
 def _corrupt(slot: DecodeSlot) -> None:
     slot.logits_RV[:1].fill_(torch.nan)
-
-
-def _draft_state(
-    model: Model,
-    device: Device,
-    proposer: Proposer | None,
-    policy: BlockPolicy | None,
-    max_running: int,
-) -> DraftState | None:
-    if proposer is None:
-        return None
-    assert policy is not None, "a proposer without a block policy"
-    return DraftState(
-        proposer,
-        policy,
-        num_rows=max_running,
-        max_context=model.max_context,
-        vocab_size=model.vocab_size,
-        width=model.width,
-        dtype=model.dtype,
-        device=device.torch_device,
-    )
-
-
-def _constraints(model: Model, device: Device) -> torch.Tensor:
-    return constraint_table(model.constraints, model.vocab_size).to(device.torch_device)
 
 
 def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:

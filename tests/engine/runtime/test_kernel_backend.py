@@ -18,8 +18,9 @@ from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.runtime import kernel_backend, long_prompts, step_works
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
-from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
+from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.runtime.sampler import greedy
+from legato_engine.scheduler.pipeline import NUM_SLOTS
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
