@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda import compiler
 from legato_engine.kernels.cuda.layer_boundary import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
 from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu.test_kernels import DEVICE, World, indexable, make_world
+from tests.gpu.test_replays import different_replays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,9 +26,6 @@ pytestmark = [
 
 ONE_ROW = [(1, count) for count in range(FEWEST_TOKENS, MOST_TOKENS + 1)]
 SEVERAL = [(2, 1), (2, 3), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)]
-REPLAYS = 50
-"""In a row, so that a step begins while the one before it ends."""
-TIMES = 20
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +62,8 @@ def test_the_kernel_between_layers_changes_no_bits(world, kernels, monkeypatch, 
         run(*given)
 
     monkeypatch.setattr(LayerBoundary, "run", counted)
-    out = world.empty(rows * count)
-    wrong = torch.zeros(len(out), dtype=torch.int64, device=DEVICE)
-
-    def step() -> None:
-        for tensor in out:
-            tensor.fill_(torch.nan)
-        kernels.forward(inputs, *out)
-        for i, (ours, theirs) in enumerate(zip(out, expected, strict=True)):
-            wrong[i] += (ours != theirs).any()
-
-    replay = CudaDevice(0).capture(step)
+    assert different_replays(kernels, inputs, expected) == [0, 0]
     assert taken
-    for _ in range(TIMES):
-        for _ in range(REPLAYS):
-            replay()
-        torch.cuda.synchronize()
-    assert wrong.tolist() == [0] * len(out)
     for cache, single in zip(indexable(world.kv), indexable(wanted), strict=True):
         assert torch.equal(cache, single)
 
