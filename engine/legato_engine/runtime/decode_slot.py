@@ -25,7 +25,6 @@ cached.
 SHARED_PASSES = 4
 """Steps of a shared launch; its decodes wait for all of them."""
 
-
 MAX_ALTERNATIVES = 20
 """Alternatives to a token that a launch computes."""
 
@@ -92,59 +91,17 @@ class DecodeSlot:
         """
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
-        pairs = ((max_rows, 2), torch.float32)
-        fields = dict.fromkeys(STEP_FIELDS, rows)
         self.speculates = speculates = max_drafting > 0
-        drafting = ((max_drafting,), torch.int64)
-        history: Fields = {}
-        learnt: Fields = {}
-        num_prompts = max_prompts + max_images - 1
-        one, pages = ((num_prompts,), torch.int64), ((num_prompts, max_pages), torch.int64)
-        number = ((num_prompts,), torch.float32)
-        if speculates:
-            fields |= dict.fromkeys((*DRAFT_FIELDS, "entry", "page"), rows)
-            fields |= dict.fromkeys(SCHEDULED_FIELDS, drafting)
-            fields["control"] = ((2,), torch.int64)
-            history = {
-                "history": ((num_prompts, max_prompt + 1), torch.int64),
-                "limit": one,
-                "descriptor": ((num_prompts, WORDS), torch.int64),
-            }
-            learnt = {
-                **dict.fromkeys(("count", "proposed"), drafting),
-                "descriptor": ((max_drafting, WORDS), torch.int64),
-            }
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.staged = StagingBuffer(
-            device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
-        )
+        self.staged = StagingBuffer(device, _step_fields(max_rows, max_drafting), copies=MAX_PASSES)
         begun = ((max_grown or max_rows,), torch.int64)
         self.grown = StagingBuffer(device, {"entry": begun, "page": begun})
         self.constraint = StagingBuffer(device, {"constraint": rows})
+        num_prompts = max_prompts + max_images - 1
         self.prompt = StagingBuffer(
-            device,
-            {
-                "row": one,
-                "token": ((max_prompt,), torch.int64),
-                "payload": ((max_prompt, 2), torch.float32),
-                "prefix_pages": pages,
-                "pages": pages,
-                "copied": ((num_prompts, 2), torch.int64),
-                **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
-                **dict.fromkeys(("temperature", "top_p"), number),
-                **history,
-            },
+            device, _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)
         )
-        self.outputs = StagingBuffer(
-            device,
-            {
-                "token": rows,
-                "payload": pairs,
-                "certainty": pairs,
-                "logprob": ((max_rows,), torch.float32),
-                **learnt,
-            },
-        )
+        self.outputs = StagingBuffer(device, _output_fields(max_rows, max_drafting))
         places = (max_rows, min(MAX_ALTERNATIVES, vocab_size))
         self.alternatives = StagingBuffer(
             device, {"token": (places, torch.int64), "logprob": (places, torch.float32)}
@@ -161,3 +118,49 @@ class DecodeSlot:
         """Each token's constraint; those of rows are staged with speculation."""
         constraint_S = self.constraint.device["constraint"]
         return constraint_S[:batch] if self.entry_R is None else constraint_S[self.entry_R[:batch]]
+
+
+def _step_fields(max_rows: int, max_drafting: int) -> Fields:
+    rows = ((max_rows,), torch.int64)
+    fields: Fields = dict.fromkeys(STEP_FIELDS, rows)
+    if max_drafting:
+        fields |= dict.fromkeys((*DRAFT_FIELDS, "entry", "page"), rows)
+        fields |= dict.fromkeys(SCHEDULED_FIELDS, ((max_drafting,), torch.int64))
+        fields["control"] = ((2,), torch.int64)
+    return fields | {"token": rows, "payload": ((max_rows, 2), torch.float32)}
+
+
+def _prompt_fields(
+    num_prompts: int, max_prompt: int, max_pages: int, *, speculates: bool
+) -> Fields:
+    one, pages = ((num_prompts,), torch.int64), ((num_prompts, max_pages), torch.int64)
+    number = ((num_prompts,), torch.float32)
+    fields: Fields = {
+        "row": one,
+        "token": ((max_prompt,), torch.int64),
+        "payload": ((max_prompt, 2), torch.float32),
+        "prefix_pages": pages,
+        "pages": pages,
+        "copied": ((num_prompts, 2), torch.int64),
+        **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
+        **dict.fromkeys(("temperature", "top_p"), number),
+    }
+    if speculates:
+        fields["history"] = ((num_prompts, max_prompt + 1), torch.int64)
+        fields["limit"] = one
+        fields["descriptor"] = ((num_prompts, WORDS), torch.int64)
+    return fields
+
+
+def _output_fields(max_rows: int, max_drafting: int) -> Fields:
+    pairs = ((max_rows, 2), torch.float32)
+    fields: Fields = {
+        "token": ((max_rows,), torch.int64),
+        "payload": pairs,
+        "certainty": pairs,
+        "logprob": ((max_rows,), torch.float32),
+    }
+    if max_drafting:
+        fields |= dict.fromkeys(("count", "proposed"), ((max_drafting,), torch.int64))
+        fields["descriptor"] = ((max_drafting, WORDS), torch.int64)
+    return fields
