@@ -28,6 +28,8 @@ from tests.gpu.test_kernels import World, shallow, world_of
 SMALL = {"dim": 128, "ff_dim": 256, "num_heads": 2, "vocab_size": 256, "max_context": 64}
 PARTS = SMALL | {"dim": 256, "ff_dim": 3840, "num_heads": 4}
 """The inputs of a layer's output map are cut; heads' output and inner activations share a part."""
+LAPS = PARTS | {"ff_dim": 9984}
+"""A part has more chunks of inputs than their ring has stages."""
 WIDE = SMALL | {"dim": 2048, "ff_dim": 8192, "num_heads": 32}
 """Those of Moondream 3."""
 MAX_RANK = 8
@@ -54,6 +56,7 @@ def routed(
 CONFIGS = {
     "plain": plain(SMALL),
     "plain-parts": plain(PARTS),
+    "plain-laps": plain(LAPS),
     "routed": routed(SMALL),
     "routed-e4m3": routed(SMALL, Gelu.TANH),
     "routed-kv8": routed(SMALL),
@@ -61,7 +64,7 @@ CONFIGS = {
 }
 
 
-SOON = {("plain", 5), ("plain-parts", 13), ("routed", 5)}
+SOON = {("plain", 5), ("plain-parts", 13), ("plain-laps", 5), ("routed", 5)}
 MORE = sorted({*itertools.product(CONFIGS, (5, 13, 32))} - SOON)
 WIDEST = routed(WIDE, Gelu.TANH, active=8, inner_dim=1024)
 
