@@ -132,9 +132,12 @@ def test_a_warp_has_room_for_what_it_computes():
 
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
 def test_wide_kernels_never_share_a_processor(batch):
-    """At Moondream 2's sizes every kernel takes more than half of the memory."""
+    """At Moondream 2's sizes every kernel takes more than half of the memory.
+
+    One does not, for one or two tokens: with a ring that deep it is slower.
+    """
     for kernel, num_bytes in dynamic_shared("moondream2", batch).items():
-        assert num_bytes > MOST // 2, kernel
+        assert num_bytes > MOST // 2 or (kernel == "layer_in" and batch <= 2), kernel
 
 
 def test_narrow_kernels_have_a_processor_each(monkeypatch):

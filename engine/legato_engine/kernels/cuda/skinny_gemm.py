@@ -27,7 +27,6 @@ SUM = 512
 SUM_BARRIERS = 128
 """Bytes of the barriers between the workers and the warps that finish blocks."""
 
-_ALONE = 114 * 1024  # bytes, of which a multiprocessor has not twice as many
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
@@ -57,9 +56,9 @@ def cluster(batch: int) -> int:
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """With all inputs of all tokens in shared memory; enough to have a multiprocessor alone."""
+    """With all inputs of all tokens in shared memory."""
     rings = ring(16 * chunk(inputs), stages) + ring(columns(batch) * (inputs + PAD), 1)
-    return max(rings + SUM_BARRIERS + block_sums(batch), _ALONE)
+    return rings + SUM_BARRIERS + block_sums(batch)
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:
