@@ -15,6 +15,7 @@ from legato.v1 import inference_pb2, media_pb2
 
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
 from tests.e2e.server import ENVIRONMENT, SLOWLY, Server, children, until
+from tests.e2e.victim import READY
 
 DEADLINES = (1.0, 4.0, 16.0, 64.0)  # seconds; a longer one where a machine was not there in time
 PREFILL = 0.25  # seconds, about, of an image and a question on two idle cores
@@ -90,14 +91,19 @@ class Caller:
     """A call within this process, which ends by cancellation or, with a `timeout`, by that."""
 
     def __init__(self, server, rpc, timeout):
-        self._timeout = timeout
+        self._server, self._rpc, self._timeout = server, rpc, timeout
         self._is_stream = rpc != "Query"
-        if rpc == "Session":
-            self._call = server.sessions.Session(iter(session_of(request(rpc))), timeout=timeout)
-            return
-        method = getattr(server.inference, rpc)
+
+    def call(self):
+        """Begin."""
+        if self._rpc == "Session":
+            session = iter(session_of(request(self._rpc)))
+            self._call = self._server.sessions.Session(session, timeout=self._timeout)
+            return self
+        method = getattr(self._server.inference, self._rpc)
         start = method if self._is_stream else method.future
-        self._call = start(request(rpc), timeout=timeout)
+        self._call = start(request(self._rpc), timeout=self._timeout)
+        return self
 
     def is_gone(self):
         """Whether it ended."""
@@ -124,15 +130,24 @@ class Process:
     """
 
     def __init__(self, server, rpc, timeout):
+        self._rpc = rpc
         self._signal = signal.SIGKILL if timeout is None else signal.SIGSTOP
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.victim", server.address, rpc, str(timeout or 0)],
             env=ENVIRONMENT,
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            assert pipe.readline() == READY
+
+    def call(self):
+        """Begin: the program is loaded, which takes seconds on a busy machine."""
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
-            pipe.write(request(rpc).SerializeToString())
+            pipe.write(request(self._rpc).SerializeToString())
+        return self
 
     def is_gone(self):
         """Whether it ended."""
@@ -158,11 +173,10 @@ WAYS: dict[str, tuple[type[Victim], tuple[float | None, ...]]] = {
 
 
 @contextlib.contextmanager
-def victim_in(server, rpc, way, reached):
-    """A call that has got as far as `reached`."""
-    kind, timeouts = WAYS[way]
-    for timeout in timeouts:
-        victim = kind(server, rpc, timeout)
+def calling(server, victims, reached):
+    """The first of the victims whose call gets as far as `reached`."""
+    for victim in victims:
+        victim.call()
         until(lambda: reached(server.load()) or victim.is_gone())  # noqa: B023 - used at once
         if not victim.is_gone():
             break
@@ -204,10 +218,13 @@ def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
 
     By a deadline the others may have come to their end as well: a machine may be quick.
     """
-    late = WAYS[way][1] != (None,)
+    kind, timeouts = WAYS[way]
+    late = timeouts != (None,)
+    first = kind(narrow, rpc, timeouts[0])  # before the scene, which does not last
+    others = (kind(narrow, rpc, timeout) for timeout in timeouts[1:])
     with (
         scene(narrow, slow_picture) as (reached, afterwards),
-        victim_in(narrow, rpc, way, reached) as victim,
+        calling(narrow, itertools.chain([first], others), reached) as victim,
     ):
         victim.leave()
         if afterwards is not None:
@@ -249,7 +266,7 @@ def test_nothing_is_left_of_a_prefill(narrow, rpc, way):
     moment = PREFILL / 2
     for _ in range(25):
         before = narrow.load().engine_step
-        victim = Caller(narrow, rpc, moment if way == "deadline" else None)
+        victim = Caller(narrow, rpc, moment if way == "deadline" else None).call()
         time.sleep(moment)
         victim.leave()
         narrow.settle()
