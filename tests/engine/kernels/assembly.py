@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _READ_SHARED, _BARRIER_ARRIVAL = 0x984, 0x9A7  # `LDS`, and `SYNCS.ARRIVE`
-
 _PIECES = {0, 0x200, 0x400, 0x600}  # bytes at which a lane reads its weights of a stage
 _SIXTEEN_BYTES = 6
 _NONE = 7
@@ -40,7 +39,6 @@ def sections(code: bytes) -> list[Section]:
     (table,) = struct.unpack_from("<Q", code, 40)
     entry, count, names_at = struct.unpack_from("<HHH", code, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * entry) for i in range(count)]
-
     names = headers[names_at][4]
     return [Section(text_at(code, names + h[0]), start=h[4], size=h[5]) for h in headers]
 

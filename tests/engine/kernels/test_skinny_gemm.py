@@ -194,12 +194,13 @@ def constants(file: str) -> dict[str, int]:
 
 
 def test_the_header_has_the_same_numbers():
-    """Threads, groups and padding are those of `stage_ring.cuh`."""
+    """Threads, groups and padding are those of `stage_ring.cuh`, and barriers as large."""
     header = constants("stage_ring.cuh")
     assert header["WARPS"] == skinny_gemm.WARPS
     assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
     assert header["GROUP"] == skinny_gemm.GROUP
     assert header["PAD"] == skinny_gemm.PAD
+    assert constants("skinny_gemm.cuh")["SUM_BARRIERS"] == skinny_gemm.SUM_BARRIERS
 
 
 def test_attention_has_the_same_numbers():

@@ -1,7 +1,8 @@
 // A decode step of a decoder with parallel attention and MLP.
 //
 // X_CLUSTER thread blocks, a cluster, read the inputs of `layer_in` once. SPREAD thread blocks have a part each of those of
-// `layer_out`, and OUT_CLUSTER of the same part, a cluster, read it once. `stages` of weights fit shared memory; `batch` of B tokens are real.
+// `layer_out`, and OUT_CLUSTER of the same part, a cluster, read it once. `stages` of weights fit shared memory; `batch` of B
+// tokens are real.
 #include "layer_maps.cuh"
 
 // `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in

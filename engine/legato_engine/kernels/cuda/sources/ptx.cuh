@@ -310,7 +310,7 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// At the barrier of a thread block of the cluster. Named `.cluster` scope it would wait for the thread's writes to all memory.
+// At the barrier of a thread block of the cluster. With the scope `.cluster` it would wait for the thread's writes to all memory.
 __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
   u32 peer;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(shared_address(barrier)), "r"(rank));

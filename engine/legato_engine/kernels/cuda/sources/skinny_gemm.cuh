@@ -99,13 +99,15 @@ struct WarpSums {
 template <int NT>
 constexpr int FINISHING = WORKERS + 64 + 32 * NT;
 
+constexpr int SUM_BARRIERS = 128;  // bytes
+
 // Between the workers, whose sums are `full`, and the warps that finish blocks.
 struct SumBarriers {
   u64 full[2], empty[2];
   // In dynamic memory, which each thread block of a cluster has to itself on the emulated machine too.
   static __device__ SumBarriers& at(unsigned char*& shared) {
     auto* from = reinterpret_cast<SumBarriers*>(shared);
-    shared += 128;
+    shared += SUM_BARRIERS;
     return *from;
   }
   __device__ void init(int tiles) {
@@ -194,10 +196,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, int bat
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       const bf16* from = inputs.get();
       tokens.load(active ? from + mine : from, STRIDE, g < batch);
-      if (READERS > 1)
-        inputs.release_shared<READERS>(tokens.read(), part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
-      else
-        inputs.release(tokens.read());
+      inputs.release<READERS>(tokens.read(), READERS == 1 || part * CHUNKS + chunk + inputs.stages < OWN * CHUNKS);
 #pragma unroll
       for (int block = 0; block < BLOCKS; block++)
         reader.multiply(

@@ -57,19 +57,18 @@ struct Ring {
     barrier_wait(full + slot, phase);
     return here();
   }
-  // The workers let the stage go. `read` depends on all that the lane read of it.
-  __device__ __forceinline__ void release(u32 read) {
-    if (is_read(read) && threadIdx.x % 32 == 0) barrier_arrive(empty + slot);
+  // The workers let the stage go, in each of a cluster's READERS. `read` depends on all that the lane read of it. The last ones of
+  // a cluster are not let go (`more`): a thread block may have ended by then.
+  template <int READERS = 1>
+  __device__ __forceinline__ void release(u32 read, bool more = true) {
+    if (is_read(read) && more && threadIdx.x % 32 < READERS) {
+      if (READERS > 1) barrier_arrive_at(empty + slot, threadIdx.x % 32); else barrier_arrive(empty + slot);
+    }
     next();
   }
-  // The same in each of a cluster's READERS. The last stages are not let go: a thread block may have ended by then.
-  template <int READERS>
-  __device__ __forceinline__ void release_shared(u32 read, bool more) {
-    if (is_read(read) && more && threadIdx.x % 32 < READERS) barrier_arrive_at(empty + slot, threadIdx.x % 32);
-    next();
-  }
-  // Always true, once all lanes have what they read. A lane that has issued its reads may arrive before they are done, and
-  // the copy engine overwrites what they have not reached; nothing but the values tells. The compiler does not know that `gridDim.z` is 1.
+  // Always true, once all lanes have what they read. A lane that has issued its reads may arrive before they are done, and the copy
+  // engine overwrites what they have not reached; nothing but the values orders these, as in the resident kernel's ring. Grids have
+  // one dimension, and the compiler does not know that `gridDim.z` is 1.
   static __device__ __forceinline__ bool is_read(u32 read) { return !__any_sync(~0u, (read & (gridDim.z - 1)) != 0); }
 };
 
