@@ -88,6 +88,8 @@ bool barrier_over(const std::uint64_t* barrier, unsigned parity);
 void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier);
 // The same to that place in every block of the cluster, each of whose barriers counts.
 void copy_to_cluster_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier, unsigned num_blocks);
+// A value to that place in a block of the cluster, whose barrier counts.
+void store_to_peer_later(void* shared, const void* value, unsigned bytes, std::uint64_t* barrier, unsigned rank);
 void copy_run_later(void* shared, const void* global, unsigned bytes);
 // The barrier counts an arrival when all of the thread's runs have landed; the thread waits until then.
 void arrive_after_runs(std::uint64_t* barrier);

@@ -227,6 +227,9 @@ inline u32 cluster_rank() { return blockIdx.x % emulator::cluster_size; }
 inline void barrier_arrive_at(u64* barrier, u32 rank) {
   barrier_arrive(static_cast<u64*>(const_cast<void*>(emulator::peer_memory(barrier, rank))));
 }
+inline void store_peer(float2* shared, float2 v, u64* barrier, u32 rank) {
+  emulator::store_to_peer_later(shared, &v, sizeof(v), host::word_of(barrier), rank);
+}
 inline float4 load_peer(const void* shared, u32 rank) {
   return *static_cast<const float4*>(emulator::peer_memory(shared, rank));
 }

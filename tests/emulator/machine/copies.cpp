@@ -140,6 +140,17 @@ void copy_to_cluster_later(void* shared, const void* global, unsigned bytes, std
   }
 }
 
+void store_to_peer_later(void* shared, const void* value, unsigned bytes, std::uint64_t* barrier, unsigned rank) {
+  const auto there = [&](void* own) { return const_cast<void*>(peer_memory(own, rank)); };
+  auto* to = static_cast<unsigned char*>(there(shared));
+  const auto* from = static_cast<const unsigned char*>(value);
+  if ((std::uintptr_t)to % bytes) fail("a store of %u bytes that is not aligned", bytes);
+  std::memset(to, 0xff, bytes);
+  act();
+  copies.push_back(Copy{to, from, bytes, static_cast<std::uint64_t*>(there(barrier)), nullptr, 0, {from, from + bytes}});
+  step_aside();
+}
+
 void copy_run_later(void* shared, const void* global, unsigned bytes) {
   auto* to = static_cast<unsigned char*>(shared);
   const auto* from = static_cast<const unsigned char*>(global);

@@ -65,38 +65,49 @@ struct BlockIn {
   }
 };
 
+// The lane's two tokens beside each other, whose instructions fill each other's waits. `moments` are aligned to 16 bytes.
 __device__ __forceinline__ void write_in(
     int block, int tile, float4 sum, const BlockIn& in, const float2* moments, const i64* offsets, bf16* q, bf16* mixed,
     bf16* keys, bf16* values, const float* change, int batch) {
-  const int t = threadIdx.x % 4;
-  const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+  const int token = tile * 8 + threadIdx.x % 4 * 2;
   const Pair pair(block);
+  const float4 both = *reinterpret_cast<const float4*>(moments + token);  // of the lane's two tokens
+  const float2 moment[2] = {{both.x, both.y}, {both.z, both.w}};
+  float a[2] = {sum.x, sum.y}, b[2] = {sum.z, sum.w};
+#pragma unroll
+  for (int j = 0; j < 2; j++) a[j] = normed(a[j], moment[j], in.rows.low), b[j] = normed(b[j], moment[j], in.rows.high);
+  if (block >= QKV_BLOCKS) {
+    const int inner = pair.first - 3 * DIM;
+    if (change) {
+      const float* by = change + (i64)token * FF + inner;
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (token + j < batch) a[j] += load_fresh_f32(by + j * FF), b[j] += load_fresh_f32(by + j * FF + 8);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) a[j] = gelu_tanh(a[j]), b[j] = gelu_tanh(b[j]);
+    bf16* out = mixed + (i64)token * MIXED + inner;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (token + j < batch) out[j * MIXED] = to_bf16(a[j]), out[j * MIXED + 8] = to_bf16(b[j]);
+    return;
+  }
+  if (in.turns) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float2 turn = turned(a[j], b[j], in.cosine[j], in.sine[j]);
+      a[j] = turn.x, b[j] = turn.y;
+    }
+  }
   const int which = pair.first / DIM, column = pair.first % DIM, gap = pair.second - pair.first;
-  const int dim = column % HEAD, head = column / HEAD;
+  bf16* const to = which == 0 ? q + (i64)token * DIM + column
+                              : (which == 1 ? keys : values) + column / HEAD * (PAGE * HEAD) + column % HEAD;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const int token = tile * 8 + t * 2 + j;
-    if (token >= batch) continue;
-    float a = normed(low[j], moments[token], in.rows.low), b = normed(high[j], moments[token], in.rows.high);
-    if (block >= QKV_BLOCKS) {
-      const int inner = pair.first - 3 * DIM;
-      if (change) {
-        a += load_fresh_f32(change + (i64)token * FF + inner);
-        b += load_fresh_f32(change + (i64)token * FF + inner + 8);
-      }
-      bf16* out = mixed + (i64)token * MIXED + inner;
-      out[0] = to_bf16(gelu_tanh(a));
-      out[8] = to_bf16(gelu_tanh(b));
-      continue;
-    }
-    if (in.turns) {
-      const float2 both = turned(a, b, in.cosine[j], in.sine[j]);
-      a = both.x, b = both.y;
-    }
-    bf16* out = which == 0 ? q + (i64)token * DIM + column
-                           : (which == 1 ? keys : values) + offsets[token] + head * PAGE * HEAD + dim;
-    out[0] = to_bf16(a);
-    out[gap] = to_bf16(b);
+    if (token + j >= batch) continue;
+    bf16* out = to + (which == 0 ? j * DIM : offsets[token + j]);
+    out[0] = to_bf16(a[j]);
+    out[gap] = to_bf16(b[j]);
   }
 }
 

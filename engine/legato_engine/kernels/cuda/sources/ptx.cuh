@@ -316,6 +316,15 @@ __device__ __forceinline__ void barrier_arrive_at(u64* barrier, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer) : "memory");
 }
+// To the same place of a thread block of the cluster, later; its barrier counts the bytes.
+__device__ __forceinline__ void store_peer(float2* shared, float2 v, u64* barrier, u32 rank) {
+  u32 peer, counts;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(shared_address(shared)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counts) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(peer), "f"(v.x),
+               "f"(v.y), "r"(counts)
+               : "memory");
+}
 __device__ __forceinline__ float4 load_peer(const void* shared, u32 rank) {
   u32 local = (u32)__cvta_generic_to_shared(shared), peer;
   float4 v;
