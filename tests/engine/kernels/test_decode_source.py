@@ -289,8 +289,8 @@ def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
     compiler.compile_source("probe.cu", {}, "sm_90")
 
 
-PROBE = """#include "skinny_gemm.cuh"
-static_assert({tiles} * {sum} * ({tiles} < 4 ? 2 : 1) * WARPS == sizeof(BlockSums<{tiles}>),
+PROBE = """#include "block_map.cuh"
+static_assert({tiles} * {sum} * 2 * WARPS == sizeof(BlockSums<{tiles}>),
               "sums of blocks");
 static_assert(4 * {tiles} * {sum} == sizeof(PartSums<{tiles}, 4>), "sums of parts");
 static_assert(chunk_of({inputs}) == {chunk}, "chunk");
@@ -301,7 +301,7 @@ extern "C" __global__ void probe() {{}}
 @pytest.mark.parametrize("tiles", skinny_gemm.TILES)
 @pytest.mark.parametrize("inputs", [64, 320, 448, 704, 1280, 2048, 2560, 8192])
 def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
-    """Sums and chunks of `skinny_gemm.cuh` are as large as the launches count them."""
+    """Sums and chunks of `block_map.cuh` are as large as the launches count them."""
     chunk = skinny_gemm.chunk(inputs)
     probe = PROBE.format(tiles=tiles, sum=skinny_gemm.SUM, inputs=inputs, chunk=chunk)
     texts = compiler.sources() | {"probe.cu": probe}

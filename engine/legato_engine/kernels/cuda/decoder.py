@@ -189,7 +189,7 @@ class Decoder:
         kernels = self._kernels[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
-            skinny_gemm.finishing(batch),
+            skinny_gemm.FINISHING,
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
                 *(*angles, positions.row_B, positions.position_B, positions.table_RM),

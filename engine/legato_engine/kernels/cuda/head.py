@@ -45,7 +45,7 @@ class Head:
         stages = self._stages[tiles]
         self._kernels[tiles].launch(
             (self._grid, 1, 1),
-            skinny_gemm.finishing(batch),
+            skinny_gemm.FINISHING,
             (x_BD, weights.weights, weights.folded, logits_BV, batch, stages),
             shared=skinny_gemm.whole_shared(self._dim, batch, stages),
             overlap=True,

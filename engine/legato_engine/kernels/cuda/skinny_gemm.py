@@ -1,4 +1,4 @@
-"""Sizes fixed by `stage_ring.cuh` and `skinny_gemm.cuh`: threads, tiles, and shared memory."""
+"""Sizes of `stage_ring.cuh`, `skinny_gemm.cuh` and `block_map.cuh`: threads, shared memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ WARPS = 8
 WORKERS = 32 * WARPS
 THREADS = WORKERS + 64
 """The workers, and a warp each that reads weights and inputs."""
+FINISHERS = 4
+"""Warps that finish what the workers multiplied, in kernels that hold all inputs."""
+FINISHING = WORKERS + 32 * (1 + FINISHERS)
+"""Threads of such a kernel, with a warp that reads weights."""
 TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
@@ -25,16 +29,12 @@ CLUSTER = 2
 SUM = 512
 """Bytes of a block's sums over one tile."""
 SUM_BARRIERS = 128
-"""Bytes of the barriers between the workers and the warps that finish blocks."""
+"""Bytes of the barriers between the workers and the finishers."""
 
+_MOMENT = 8
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
 _PARTS = 4
 _LONG = 4096  # inputs from which cutting pays off
-
-
-def finishing(batch: int) -> int:
-    """Threads of a kernel in which a warp for each tile finishes what the workers multiplied."""
-    return THREADS + 32 * tiles_for(batch)
 
 
 def tiles_for(batch: int) -> int:
@@ -56,9 +56,10 @@ def cluster(batch: int) -> int:
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
-    """With all inputs of all tokens in shared memory."""
-    rings = ring(16 * chunk(inputs), stages) + ring(columns(batch) * (inputs + PAD), 1)
-    return rings + SUM_BARRIERS + block_sums(batch)
+    """With all inputs of all tokens in shared memory, and their moments."""
+    held = _barriers(1) + columns(batch) * (inputs + PAD) * 2
+    beside = SUM_BARRIERS + block_sums(batch) + 8 * tiles_for(batch) * _MOMENT
+    return ring(16 * chunk(inputs), stages) + held + beside
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bool = True) -> int:
@@ -76,9 +77,8 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bo
 
 
 def block_sums(batch: int) -> int:
-    """Of the blocks in progress: two, if they fit."""
-    tiles = tiles_for(batch)
-    return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
+    """Of the two blocks in progress."""
+    return 2 * WARPS * tiles_for(batch) * SUM
 
 
 def columns(batch: int) -> int:

@@ -214,7 +214,7 @@ class TauDecoder:
         norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
         kernels.tau_in[routed].launch(
             (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
-            skinny_gemm.finishing(batch),
+            skinny_gemm.FINISHING,
             (
                 *(x_BD, maps.weights_in, maps.folded_in, *norm),
                 *(self._qkv_BC, self._features_BC, self._decoder.mixed_BF),

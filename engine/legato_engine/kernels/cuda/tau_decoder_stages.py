@@ -78,7 +78,7 @@ def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """As many stages as fit beside all tokens' inputs and sums, and bytes of shared memory."""
     rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
-    return _stages(rows.stage, inputs + skinny_gemm.block_sums(batch))
+    return _stages(rows.stage, inputs + _sums(batch))
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
@@ -87,9 +87,15 @@ def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
     tokens, steps = _STEPS[tiles]
     inputs = max(rows.chunk + rows.padding for rows in (down, proj))
-    beside = skinny_gemm.ring(min(batch, tokens) * inputs, steps) + skinny_gemm.block_sums(batch)
+    beside = skinny_gemm.ring(min(batch, tokens) * inputs, steps) + _sums(batch)
     terms = 8 * tiles * (experts.num_active + 1) * _TERM
     return _stages(max(down.stage, proj.stage), beside + terms)
+
+
+def _sums(batch: int) -> int:
+    """Bytes of `StepSums` in experts.cu."""
+    tiles = skinny_gemm.tiles_for(batch)
+    return (2 if tiles < skinny_gemm.TILES[-1] else 1) * skinny_gemm.WARPS * tiles * skinny_gemm.SUM
 
 
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:

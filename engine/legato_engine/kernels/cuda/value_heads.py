@@ -181,7 +181,7 @@ class MlpBins:
         inner, bins = self._kernels[tiles]
         inner.launch(
             (self._grid_inner, 1, 1),
-            skinny_gemm.finishing(batch),
+            skinny_gemm.FINISHING,
             (
                 *(token_B, hidden_BD, scalar.fc1_weights, scalar.fc1_bias),
                 *(pair.fc1_weights, pair.fc1_bias, self._inner_BF, batch),

@@ -29,9 +29,15 @@ __device__ __forceinline__ int tile_of(int i) {
   return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // to balance the work
 }
 
+// Of two blocks, but of one where more stages of weights gain more.
+struct StepSums {
+  static constexpr int COUNT = TILES < 4 ? 2 : 1;
+  WarpSums<TILES> blocks[COUNT];
+};
+
 // The workers: block `i`'s sums to finish(tile, sum).
 template <int NT, class Finish>
-__device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
+__device__ __forceinline__ void add_warps(StepSums& sums, int i, const float4 (&sum)[NT], Finish finish) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto& mine = sums.blocks[i % sums.COUNT];
   if (sums.COUNT == 1 && i > 0) workers_sync();  // the last one is added up
@@ -64,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, Up::STAGE / 2), inputs(shared, 1, batch * STRIDE);
-  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  auto& sums = *reinterpret_cast<StepSums*>(shared);
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 8;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
@@ -209,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, MOST / 2), inputs(shared, INPUT_STAGES, min(batch, STEP) * MOST_INPUTS);
-  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  auto& sums = *reinterpret_cast<StepSums*>(shared);
   auto& terms = *reinterpret_cast<Terms*>(shared + sizeof(sums));
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 16;
   if (threadIdx.x == WORKERS) ring.init();

@@ -2,7 +2,7 @@
 #include "norm_gemm.cuh"
 
 // `folded` as in `normed`.
-extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) head(
+extern "C" __global__ void __launch_bounds__(FINISHING, 1) head(
     const bf16* x, const bf16* weights, const float2* folded, float* logits, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks<1>(

@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
     const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
   constexpr int BLOCKS = QKV_BLOCKS + FF / 16;
   __shared__ i64 offsets[8];
-  __shared__ float2 moments[8];
+  __shared__ __align__(16) float2 moments[8];
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, STAGE);
   auto& barriers = SumBarriers::at(shared);
@@ -104,21 +104,21 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_boundary(
   const int first = blockIdx.x, step = gridDim.x;
   const bool adds = weights_out && first < DIM / 16;
   const int count = weights_in ? ceil_div(BLOCKS - first, step) : 0;
-  if (threadIdx.x == WORKERS) ring.init(), barriers.init(TILES);
+  if (threadIdx.x == WORKERS) ring.init(), barriers.init(1);
   __syncthreads();
   launch_dependents();
   Progress* const now = progress + index;
   if (warp > WARPS) {
     if (!count) return;
-    const auto prepare = [&](int i) {
+    const auto prepare = [&](int i, int) {
       return BlockIn(first + i * step, 0, folded, cos_table, sin_table, position, batch);
     };
-    const auto finish = [&](int i, float4 sum, const BlockIn& in) {
+    const auto finish = [&](int i, int, float4 sum, const BlockIn& in) {
       if (i == 0) add_slices(moments, sums.slices);
       write_in(first + i * step, 0, sum, in, moments, offsets, q, mixed, keys, values, nullptr, batch);
     };
     wait_previous();
-    finish_blocks<TILES>(count, 0, sums.blocks, barriers, prepare, finish);
+    finish_blocks<TILES, 1>(count, 0, sums.blocks, barriers, [] {}, prepare, finish);
     __syncwarp();
     if (lane == 0) signal(now->in);
     return;

@@ -7,7 +7,7 @@
 
 // `weights` [3 DIM + FF]: query, key and value map, then the MLP's first map, times the norm's scale; `folded` as in
 // `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added to the MLP's first map, unless null.
-extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) layer_in(
+extern "C" __global__ void __launch_bounds__(FINISHING, 1) layer_in(
     const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
     const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
     const float* change, int batch, int stages) {

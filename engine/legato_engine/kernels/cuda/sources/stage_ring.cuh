@@ -89,14 +89,16 @@ __device__ __forceinline__ void produce_weights(Ring& ring, int count, At at) {
 template <int NT>
 __device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
-// Beyond the batch, in all stages, which no copy fills.
+// Of tokens beyond the batch, which no copy fills.
+template <int NT>
+__device__ __forceinline__ void clear(bf16* data, int stride, int batch) {
+  const int count = (columns<NT>(batch) - batch) * stride / 8;
+  uint4* from = reinterpret_cast<uint4*>(data + batch * stride);
+  for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
+}
 template <int NT>
 __device__ __forceinline__ void clear(const Ring& inputs, int stride, int batch) {
-  const int count = (columns<NT>(batch) - batch) * stride / 8;
-  for (int stage = 0; stage < inputs.stages; stage++) {
-    uint4* from = reinterpret_cast<uint4*>(inputs.data + stage * inputs.elements + batch * stride);
-    for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
-  }
+  for (int stage = 0; stage < inputs.stages; stage++) clear<NT>(inputs.data + stage * inputs.elements, stride, batch);
 }
 
 // The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each
@@ -119,3 +121,39 @@ __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch,
     ring.next();
   }
 }
+
+// All inputs of each token, which come a chunk at a time.
+template <int INPUTS>
+struct HeldInputs {
+  static constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, STRIDE = INPUTS + PAD;
+  static_assert(CHUNKS <= 16, "the barriers' memory");
+  u64* full;
+  bf16* data;
+
+  __device__ HeldInputs(unsigned char*& shared, int tokens) {
+    full = reinterpret_cast<u64*>(shared);
+    data = reinterpret_cast<bf16*>(shared + 128);
+    shared += 128 + tokens * STRIDE * 2;
+  }
+  __device__ void init() {
+    for (int i = 0; i < CHUNKS; i++) barrier_init(full + i, 1);
+    barriers_ready();
+  }
+  // Of x [batch, INPUTS], by warps `who` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token, for all.
+  template <int SHARED, int OF>
+  __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int who) {
+    const int token = threadIdx.x % 32;
+    const bool mine = token < batch && token % SHARED == rank && token / SHARED % OF == who;
+    const u64 policy = keep_policy();
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      if (who == 0 && token == 0) barrier_expect(full + chunk, batch * CHUNK * 2);
+      bf16* to = data + token * STRIDE + chunk * CHUNK;
+      const bf16* from = x + (i64)token * INPUTS + chunk * CHUNK;
+      if (mine && SHARED > 1) copy_bulk_shared<SHARED>(to, from, CHUNK * 2, full + chunk, policy);
+      if (mine && SHARED == 1) copy_bulk(to, from, CHUNK * 2, full + chunk, policy);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void wait(int chunk) const { barrier_wait(full + chunk, 0); }
+};

@@ -15,7 +15,7 @@ static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 1
 
 // `weights`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
 // writes `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
-extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) tau_in(
+extern "C" __global__ void __launch_bounds__(FINISHING, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -51,25 +51,21 @@ extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) tau_in(
           }
         }
       },
-      [&](const Ring& inputs, const float2* moments, int tile) {
-        if (!ROUTED) return;
-        for (int token = blockIdx.x; token < batch; token += gridDim.x) {
-          if (token / 8 != tile) continue;
-          for (int at = lane * 8; at < DIM; at += 32 * 8) {
-            const uint4 v = *reinterpret_cast<const uint4*>(inputs.data + token * (DIM + PAD) + at);
-            const uint4 scale = *reinterpret_cast<const uint4*>(norm_scale + at);
-            const uint4 shift = *reinterpret_cast<const uint4*>(norm_shift + at);
-            const float2 moment = moments[token];
-            constexpr float unit = EXPERT_BYTES == 1 ? LIFT : 1.f;
-            uint4 out;
+      [&](const HeldInputs<DIM>& inputs, int token, float2 moment) {
+        if (!ROUTED || token % gridDim.x != blockIdx.x) return;
+        for (int at = lane * 8; at < DIM; at += 32 * 8) {
+          const uint4 v = *reinterpret_cast<const uint4*>(inputs.data + token * HeldInputs<DIM>::STRIDE + at);
+          const uint4 scale = *reinterpret_cast<const uint4*>(norm_scale + at);
+          const uint4 shift = *reinterpret_cast<const uint4*>(norm_shift + at);
+          constexpr float unit = EXPERT_BYTES == 1 ? LIFT : 1.f;
+          uint4 out;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-              const u32 pair = (&v.x)[j], w = (&scale.x)[j], c = (&shift.x)[j];
-              const float low = (low_float(pair) - moment.x) * moment.y, high = (high_float(pair) - moment.x) * moment.y;
-              (&out.x)[j] = pack((low * low_float(w) + low_float(c)) * unit, (high * high_float(w) + high_float(c)) * unit);
-            }
-            *reinterpret_cast<uint4*>(normed_x + (i64)token * DIM + at) = out;
+          for (int j = 0; j < 4; j++) {
+            const u32 pair = (&v.x)[j], w = (&scale.x)[j], c = (&shift.x)[j];
+            const float low = (low_float(pair) - moment.x) * moment.y, high = (high_float(pair) - moment.x) * moment.y;
+            (&out.x)[j] = pack((low * low_float(w) + low_float(c)) * unit, (high * high_float(w) + high_float(c)) * unit);
           }
+          *reinterpret_cast<uint4*>(normed_x + (i64)token * DIM + at) = out;
         }
       });
 }

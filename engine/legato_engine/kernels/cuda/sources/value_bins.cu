@@ -1,5 +1,5 @@
 // Logits of values' bins, by two-layer decoders. SCALAR and PAIR are token ids.
-#include "skinny_gemm.cuh"
+#include "block_map.cuh"
 
 // Which decoders any token needs; uniform over the grid.
 __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scalar, bool& pair) {
@@ -12,18 +12,13 @@ __device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scala
 }
 
 // inner [B, 2 * INNER]: gelu of the scalar's first layer, then of the pair's.
-extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) value_inner(
+extern "C" __global__ void __launch_bounds__(FINISHING, 1) value_inner(
     const i64* tokens, const bf16* hidden, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
     const bf16* pair_bias, bf16* inner, int batch, int stages) {
-  constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
+  constexpr int BLOCKS = INNER / 16;
   unsigned char* shared = shared_memory;
-  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, 1, columns<TILES>(batch) * (DIM + PAD));
-  auto& barriers = SumBarriers::at(shared);
-  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-  if (threadIdx.x == WORKERS) ring.init();
-  if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(TILES);
-  if (warp < WARPS) clear<TILES>(inputs, DIM + PAD, batch);
+  BlockMap<TILES, DIM> map(shared, stages, batch);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   __syncthreads();
   launch_dependents();
   wait_previous();
@@ -32,42 +27,28 @@ extern "C" __global__ void __launch_bounds__(FINISHING<TILES>, 1) value_inner(
   const int begin = scalar ? 0 : BLOCKS, end = pair ? 2 * BLOCKS : BLOCKS;
   const int first = begin + blockIdx.x, step = gridDim.x, count = first < end ? (end - first + step - 1) / step : 0;
   if (count == 0) return;
-  if (warp < WARPS) {
-    multiply_blocks<TILES, DIM>(count, ring, inputs, sums, barriers, batch);
-    return;
-  }
-  if (warp == WARPS + 1) {
-    produce_inputs<DIM>(inputs, 1, batch, [&](int, int token) { return hidden + (i64)token * DIM; });
-    return;
-  }
-  if (warp == WARPS) {
-    if (threadIdx.x == WORKERS)
-      produce_weights<CHUNK>(ring, count * CHUNKS, [&](int i) {
-        const int block = first + i / CHUNKS * step;
-        const bf16* weights = block < BLOCKS ? scalar_weights : pair_weights;
-        return weights + ((i64)(block % BLOCKS) * CHUNKS + i % CHUNKS) * (16 * CHUNK);
-      });
-    return;
-  }
-  const int tile = warp - WARPS - 2;
-  const auto biases = [&](int i) {
+  const auto weights = [&](int i) {
+    const int block = first + i * step;
+    return (block < BLOCKS ? scalar_weights : pair_weights) + (i64)(block % BLOCKS) * (16 * DIM);
+  };
+  const auto biases = [&](int i, int) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const bf16* bias = block < BLOCKS ? scalar_bias : pair_bias;
     return float2{to_float(bias[at]), to_float(bias[at + 8])};
   };
-  const auto finish = [&](int i, float4 sum, float2 bias) {
-    const int block = first + i * step, at = block % BLOCKS * 16 + g;
-    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+  map.template run<1>(
+      count, hidden, weights, [](int) {}, [](int) {}, biases, [&](int i, int tile, float4 sum, float2 bias) {
+        const int block = first + i * step, at = block % BLOCKS * 16 + g;
+        const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int token = tile * 8 + t * 2 + j;
-      if (token >= batch) continue;
-      bf16* out = inner + (i64)token * 2 * INNER + block / BLOCKS * INNER + at;
-      out[0] = to_bf16(gelu_tanh(low[j] + bias.x));
-      out[8] = to_bf16(gelu_tanh(high[j] + bias.y));
-    }
-  };
-  finish_blocks<TILES>(count, tile, sums, barriers, biases, finish);
+        for (int j = 0; j < 2; j++) {
+          const int token = tile * 8 + t * 2 + j;
+          if (token >= batch) continue;
+          bf16* out = inner + (i64)token * 2 * INNER + block / BLOCKS * INNER + at;
+          out[0] = to_bf16(gelu_tanh(low[j] + bias.x));
+          out[8] = to_bf16(gelu_tanh(high[j] + bias.y));
+        }
+      });
 }
 
 // A decoder that no token needs leaves its own.

@@ -1,0 +1,157 @@
+// Blocks of 16 rows of a map, all inputs of whose tokens a thread block holds, and the warps that finish them.
+#pragma once
+#include "skinny_gemm.cuh"
+
+// Warps that finish blocks beside the products of the next ones.
+constexpr int FINISHERS = 4;
+constexpr int FINISHING = WORKERS + 32 + 32 * FINISHERS;  // threads of such a kernel, with a warp that copies weights
+
+constexpr int SUM_BARRIERS = 128;  // bytes
+
+// Between the workers, whose sums are `full`, and the finishers, which also wait for each other once (`begun`).
+struct SumBarriers {
+  u64 full[2], empty[2], begun;
+  // In dynamic memory, which each thread block of a cluster has to itself on the emulated machine too.
+  static __device__ SumBarriers& at(unsigned char*& shared) {
+    auto* from = reinterpret_cast<SumBarriers*>(shared);
+    shared += SUM_BARRIERS;
+    return *from;
+  }
+  __device__ void init(int finishers) {
+    for (int i = 0; i < 2; i++) barrier_init(full + i, WARPS), barrier_init(empty + i, finishers);
+    barrier_init(&begun, finishers + 1);
+    barriers_ready();
+  }
+};
+
+// Of two blocks: one is added up while the next is multiplied.
+template <int NT>
+struct BlockSums {
+  static constexpr int COUNT = 2;
+  WarpSums<NT> blocks[COUNT];
+
+  // A worker's, of block `i`.
+  __device__ __forceinline__ void hand_over(int i, const float4 (&sum)[NT], SumBarriers& barriers) {
+    const int at = i % COUNT;
+    barrier_wait(barriers.empty + at, i / COUNT % 2 ^ 1);
+#pragma unroll
+    for (int tile = 0; tile < NT; tile++) blocks[at].of[threadIdx.x / 32][tile][threadIdx.x % 32] = sum[tile];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.full + at);
+  }
+  // A finisher's, which takes a tile of each block or skips the block, so that none is two blocks behind.
+  __device__ __forceinline__ float4 take(int i, int tile, SumBarriers& barriers) const {
+    barrier_wait(barriers.full + i % COUNT, i / COUNT % 2);
+    const float4 sum = blocks[i % COUNT].total(tile);
+    leave(i, barriers);
+    return sum;
+  }
+  __device__ __forceinline__ void skip(int i, SumBarriers& barriers) const {
+    barrier_wait(barriers.full + i % COUNT, i / COUNT % 2);
+    leave(i, barriers);
+  }
+
+ private:
+  static __device__ __forceinline__ void leave(int i, SumBarriers& barriers) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + i % COUNT);
+  }
+};
+
+// The workers' part of `count` blocks.
+template <int NT, int INPUTS>
+__device__ __forceinline__ void multiply_blocks(
+    int count, Ring& ring, const HeldInputs<INPUTS>& inputs, BlockSums<NT>& sums, SumBarriers& barriers, int batch) {
+  using Inputs = HeldInputs<INPUTS>;
+  constexpr int CHUNK = Inputs::CHUNK, CHUNKS = Inputs::CHUNKS, STRIDE = Inputs::STRIDE;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool active = has_inputs<CHUNK>(warp);
+  const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
+  Tokens<NT> tokens[CHUNKS];
+  Reader<true> reader;
+  if (count > 0) reader.begin(ring, active);
+  for (int block = 0; block < count; block++) {
+    float4 sum[NT] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      if (block == 0) inputs.wait(chunk);
+      // The first chunk's stay in registers: more of them make no kernel faster.
+      if (chunk > 0 || block == 0) tokens[chunk].load(from + chunk * CHUNK, STRIDE, g < batch);
+      reader.multiply(ring, sum, tokens[chunk], active, chunk + 1 < CHUNKS || block + 1 < count);
+    }
+    sums.hand_over(block, sum, barriers);
+  }
+}
+
+// The part of finisher `who` of OF, to which tiles of successive blocks go in turns: finish(block, tile, sum, prepare(block, tile)),
+// prepared while the tile before it is finished, the first one before begin(). sum.x, .y are row g of tokens 2t and 2t+1, .z, .w row
+// g + 8, as packed, with g = lane / 4 and t = lane % 4.
+template <int NT, int OF, class Begin, class Prepare, class Finish>
+__device__ __forceinline__ void finish_blocks(
+    int count, int who, const BlockSums<NT>& sums, SumBarriers& barriers, Begin begin, Prepare prepare, Finish finish) {
+  static_assert(OF >= NT, "a finisher has one tile of a block at most");
+  int next = who;  // tile, of all blocks'
+  decltype(prepare(0, 0)) prepared{};
+  if (next / NT < count) prepared = prepare(next / NT, next % NT);
+  begin();
+  for (int block = 0; block < count; block++) {
+    if (block < next / NT) {
+      sums.skip(block, barriers);
+      continue;
+    }
+    const auto mine = prepared;
+    const int tile = next % NT;
+    next += OF;
+    if (next / NT < count) prepared = prepare(next / NT, next % NT);
+    finish(block, tile, sums.take(block, tile, barriers), mine);
+  }
+}
+
+// A thread block that holds all inputs of the tokens: WARPS warps multiply, one copies weights, and FINISHERS copy the inputs and then
+// finish blocks.
+template <int NT, int INPUTS>
+struct BlockMap {
+  using Inputs = HeldInputs<INPUTS>;
+  Ring ring;
+  Inputs inputs;
+  SumBarriers& barriers;
+  BlockSums<NT>& sums;
+  const int batch;
+
+  __device__ BlockMap(unsigned char*& shared, int stages, int batch)
+      : ring(shared, stages, 16 * Inputs::CHUNK), inputs(shared, columns<NT>(batch)), barriers(SumBarriers::at(shared)),
+        sums(*reinterpret_cast<BlockSums<NT>*>(shared)), batch(batch) {
+    shared += sizeof(BlockSums<NT>);
+    if (threadIdx.x == WORKERS) ring.init();
+    if (threadIdx.x == WORKERS + 32) inputs.init(), barriers.init(FINISHERS);
+    if (threadIdx.x < WORKERS) clear<NT>(inputs.data, Inputs::STRIDE, batch);
+  }
+  // `count` blocks of x [batch, INPUTS], once the constructors' threads have met, in a cluster all SHARED thread blocks'.
+  // weights(block) is where a block's begin. early(token) and each finisher's first prepare() run before x is there, begin(who)
+  // when it is.
+  template <int SHARED, class At, class Early, class Begin, class Prepare, class Finish>
+  __device__ __forceinline__ void run(
+      int count, const bf16* x, At weights, Early early, Begin begin, Prepare prepare, Finish finish) {
+    constexpr int CHUNK = Inputs::CHUNK, CHUNKS = Inputs::CHUNKS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp < WARPS) {
+      wait_previous();
+      multiply_blocks<NT, INPUTS>(count, ring, inputs, sums, barriers, batch);
+    } else if (warp == WARPS) {
+      if (lane == 0)
+        produce_weights<CHUNK>(
+            ring, count * CHUNKS, [&](int i) { return weights(i / CHUNKS) + i % CHUNKS * (16 * CHUNK); });
+    } else {
+      const int who = warp - WARPS - 1, rank = SHARED > 1 ? cluster_rank() : 0;
+      if (who == FINISHERS - 1 && lane < batch) early(lane);
+      wait_previous();
+      inputs.template copy<SHARED, FINISHERS>(x, batch, rank, who);
+      const auto all_here = [&] {
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) inputs.wait(chunk);
+        begin(who);
+      };
+      finish_blocks<NT, FINISHERS>(count, who, sums, barriers, all_here, prepare, finish);
+    }
+  }
+};
