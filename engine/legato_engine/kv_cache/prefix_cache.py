@@ -16,11 +16,23 @@ class PrefixCache:
         self._tree = tree
         self._pool = pool
         self._page_size = page_size
+        self._asked: tuple[Sequence, int, int] | None = None
+        self._found: Match | None = None
 
     # ------------------------------------------------------------ lookup
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Find its cached part, without the last position, which is sampled from."""
+        """Find its cached part, without the last position, which is sampled from.
+
+        Admission asks twice, first whether it is possible; the second answer is the first one's
+        unless the sequence or the tree has changed.
+        """
+        asked = sequence, sequence.length, self._tree.num_changes
+        if asked != self._asked:
+            self._asked, self._found = asked, self._look_up(sequence)
+        return self._found
+
+    def _look_up(self, sequence: Sequence) -> Match | None:
         if sequence.prefix_key is None:
             return None
         root = self._tree.root(_namespace(sequence))

@@ -120,6 +120,7 @@ class RadixTree:
         self._time = 0
         self._idle_leaves: list[_IdleLeaf] = []  # a heap, stale entries included
         self._num_nodes = 0
+        self.num_changes = 0  # of what a lookup may find
         self.idle_pages = 0  # of nodes without a reference
         self.shared_pages = 0  # of nodes with several references
 
@@ -181,6 +182,7 @@ class RadixTree:
         return child
 
     def _count_new(self, node: Node) -> None:
+        self.num_changes += 1
         self._num_nodes += 1
         self.idle_pages += len(node.pages)
 
@@ -252,6 +254,7 @@ class RadixTree:
             self._idle_leaves = sorted(filter(_is_current, self._idle_leaves))
 
     def _unlink(self, node: Node) -> None:
+        self.num_changes += 1
         parent = node.parent
         if parent is None:
             del self._roots[node.namespace]

@@ -108,6 +108,33 @@ def test_a_common_prefix_inside_a_page_is_copied() -> None:
     assert second.pages.cached_tokens == 7
 
 
+def test_what_is_cached_after_a_question_is_found() -> None:
+    """A sequence that was asked for before another's prompt was launched shares its pages."""
+    manager = KVCacheManager(17, PAGE, 2)
+    first, second = sequence(0, 8, prompt=6), sequence(1, 8, prompt=6)
+    manager.admit(first)
+    assert not manager.can_admit(second)  # its prefix is not computed yet
+    launch(manager, first)
+    admit(manager, second)
+    assert second.pages.cached_length == 12
+    assert second.pages.ids[:3] == first.pages.ids[:3]
+
+
+def test_what_is_evicted_after_a_question_is_not_found() -> None:
+    """A sequence that could be admitted computes what has left the cache since."""
+    manager = KVCacheManager(10, PAGE, 2)
+    first, second = sequence(0, 8, prompt=6), sequence(1, 8, prompt=6)
+    other = sequence(2, 1, None, max_tokens=40)
+    admit(manager, first)
+    release(manager, first)
+    admit(manager, other)
+    assert manager.can_admit(second)
+    decode(manager, other, *range(25))
+    release(manager, other)
+    admit(manager, second)
+    assert second.pages.cached_length == 8
+
+
 def test_the_last_token_of_a_prompt_is_always_an_input() -> None:
     """One or two positions of a fully cached prompt are computed: one is not worth a copy."""
     manager = KVCacheManager(33, PAGE, 2)
