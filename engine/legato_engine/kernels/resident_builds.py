@@ -1,14 +1,9 @@
-"""Which builds of the resident kernel there are, and what a model can have of them."""
+"""Which builds of the resident kernel there are."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from legato_engine.kernels.resident_launch import ResidentSteps
+from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
@@ -51,16 +46,3 @@ class Build(NamedTuple):
     def tokens(self, block: int) -> int:
         """The most of a step, with `block` draft tokens of a row."""
         return self.rows if self.kind is Kind.BOTH else self.rows * (1 + block)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResidentOffer:
-    """Launches of the kernel that a model can have on its device.
-
-    `subject`: what their times depend on, by name. `make` compiles some of the `builds`, and packs
-    a second copy of the weights.
-    """
-
-    subject: Mapping[str, str]
-    builds: tuple[Build, ...]
-    make: Callable[[Collection[Build]], ResidentSteps]

@@ -7,14 +7,14 @@ vocabulary, S steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
 
 from legato_engine.kernels.accelerated import RowTensors
 from legato_engine.kernels.cuda.drafting import DraftTensors
-from legato_engine.kernels.resident_builds import Kind
+from legato_engine.kernels.resident_builds import Build, Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -91,3 +91,16 @@ class ResidentSteps(Protocol):
         Its last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidentOffer:
+    """Launches of the kernel that a model can have on its device.
+
+    `subject`: what their times depend on, by name. `make` compiles some of the `builds`, and packs
+    a second copy of the weights.
+    """
+
+    subject: Mapping[str, str]
+    builds: tuple[Build, ...]
+    make: Callable[[Collection[Build]], ResidentSteps]

@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
-    from legato_engine.kernels.resident_builds import ResidentOffer
+    from legato_engine.kernels.resident_launch import ResidentOffer
     from legato_engine.speculative.block_policy import BlockPolicy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
-from legato_engine.kernels.resident_builds import ResidentOffer
+from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.speculative.block_policy import BlockPolicy

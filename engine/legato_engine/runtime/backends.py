@@ -7,8 +7,7 @@ from typing import NamedTuple
 import structlog
 
 from legato_engine.kernels.accelerated import LookupKernel
-from legato_engine.kernels.resident_builds import ResidentOffer
-from legato_engine.kernels.resident_launch import ResidentSteps
+from legato_engine.kernels.resident_launch import ResidentOffer, ResidentSteps
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from legato_engine.device.base import Event
-from legato_engine.kernels.resident_builds import ResidentOffer
+from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.backend import Needs

@@ -13,7 +13,7 @@ import torch
 
 from legato_engine import failpoints
 from legato_engine.device.base import Device, Event
-from legato_engine.kernels.resident_builds import ResidentOffer
+from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from legato_engine.kernels.resident_builds import ResidentOffer
+from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.draft_state import Layout

@@ -17,8 +17,8 @@ from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble
 from legato_engine.kernels.cuda.resident_decoder import builds_for
-from legato_engine.kernels.resident_builds import Build, Kind, ResidentOffer
-from legato_engine.kernels.resident_launch import ResidentSteps
+from legato_engine.kernels.resident_builds import Build, Kind
+from legato_engine.kernels.resident_launch import ResidentOffer, ResidentSteps
 from legato_engine.runtime import decode_loop, loop_times
 from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.kv_pool import decode_buckets

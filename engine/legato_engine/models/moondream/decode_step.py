@@ -18,7 +18,8 @@ from legato_engine.kernels.resident import (
     subject,
     values_obstacle,
 )
-from legato_engine.kernels.resident_builds import Build, ResidentOffer
+from legato_engine.kernels.resident_builds import Build
+from legato_engine.kernels.resident_launch import ResidentOffer
 from legato_engine.kernels.step import (
     DEFAULT_STAGES,
     MAX_TOKENS,
