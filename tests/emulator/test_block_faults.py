@@ -20,8 +20,8 @@ BATCH = 13
 """Two tiles, so that finishers let blocks pass; thread blocks of a cluster share the inputs."""
 INEXACT = "errs"
 
-_COUNT = "      if (who == 0 && token == 0) barrier_expect("
-_EMPTY = "    barrier_wait(barriers.empty + at, i / COUNT % 2 ^ 1);\n"
+_COUNT = "      if (index == 0 && token == 0) barrier_expect("
+_EMPTY = "    barriers.wait_empty(block);\n"
 _PASS = "      sums.skip(block, barriers);\n"
 _STORE = (
     "    if (lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);\n"

@@ -83,6 +83,10 @@ void copy_to_block_later(
   step_aside();
 }
 
+// The same place in another block of the cluster.
+template <class T>
+T* there(T* own, unsigned rank) { return static_cast<T*>(const_cast<void*>(peer_memory(own, rank))); }
+
 }  // namespace
 
 void reset_copies() { copies.clear(), late_arrivals.clear(); }
@@ -134,20 +138,17 @@ void copy_later(void* shared, const void* global, unsigned bytes, std::uint64_t*
 
 void copy_to_cluster_later(void* shared, const void* global, unsigned bytes, std::uint64_t* barrier, unsigned num_blocks) {
   if (num_blocks != cluster_size) fail("a copy to %u blocks of a cluster of %u", num_blocks, cluster_size);
-  for (unsigned rank = 0; rank < num_blocks; rank++) {
-    const auto there = [&](void* own) { return const_cast<void*>(peer_memory(own, rank)); };
-    copy_to_block_later(blocks[rank], there(shared), global, bytes, static_cast<std::uint64_t*>(there(barrier)));
-  }
+  for (unsigned rank = 0; rank < num_blocks; rank++)
+    copy_to_block_later(blocks[rank], there(shared, rank), global, bytes, there(barrier, rank));
 }
 
 void store_to_peer_later(void* shared, const void* value, unsigned bytes, std::uint64_t* barrier, unsigned rank) {
-  const auto there = [&](void* own) { return const_cast<void*>(peer_memory(own, rank)); };
-  auto* to = static_cast<unsigned char*>(there(shared));
+  auto* to = static_cast<unsigned char*>(there(shared, rank));
   const auto* from = static_cast<const unsigned char*>(value);
   if ((std::uintptr_t)to % bytes) fail("a store of %u bytes that is not aligned", bytes);
   std::memset(to, 0xff, bytes);
   act();
-  copies.push_back(Copy{to, from, bytes, static_cast<std::uint64_t*>(there(barrier)), nullptr, 0, {from, from + bytes}});
+  copies.push_back(Copy{to, from, bytes, there(barrier, rank), nullptr, 0, {from, from + bytes}});
   step_aside();
 }
 

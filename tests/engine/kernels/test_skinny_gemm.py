@@ -200,6 +200,7 @@ def test_the_header_has_the_same_numbers():
     assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
     assert header["GROUP"] == skinny_gemm.GROUP
     assert header["PAD"] == skinny_gemm.PAD
+    assert header["INPUT_BARRIERS"] == skinny_gemm.INPUT_BARRIERS
     header = constants("block_map.cuh")
     assert header["SUM_BARRIERS"] == skinny_gemm.SUM_BARRIERS
     assert header["FINISHERS"] == skinny_gemm.FINISHERS

@@ -30,6 +30,8 @@ SUM = 512
 """Bytes of a block's sums over one tile."""
 SUM_BARRIERS = 128
 """Bytes of the barriers between the workers and the finishers."""
+INPUT_BARRIERS = 128
+"""Bytes of those that chunks of inputs arrive at, in kernels that hold all inputs."""
 
 _MOMENT = 8
 _SHARED_FROM = 3  # tokens, from which sharing inputs pays off
@@ -57,7 +59,7 @@ def cluster(batch: int) -> int:
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
     """With all inputs of all tokens in shared memory, and their moments."""
-    held = _barriers(1) + columns(batch) * (inputs + PAD) * 2
+    held = INPUT_BARRIERS + columns(batch) * (inputs + PAD) * 2
     beside = SUM_BARRIERS + block_sums(batch) + 8 * tiles_for(batch) * _MOMENT
     return ring(16 * chunk(inputs), stages) + held + beside
 
@@ -76,9 +78,9 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int, *, beside: bo
     return rings + (parts * tiles * SUM if beside else 0)
 
 
-def block_sums(batch: int) -> int:
-    """Of the two blocks in progress."""
-    return 2 * WARPS * tiles_for(batch) * SUM
+def block_sums(batch: int, blocks: int = 2) -> int:
+    """Of the blocks in progress."""
+    return blocks * WARPS * tiles_for(batch) * SUM
 
 
 def columns(batch: int) -> int:

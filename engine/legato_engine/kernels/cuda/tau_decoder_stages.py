@@ -94,8 +94,8 @@ def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
 
 def _sums(batch: int) -> int:
     """Bytes of `StepSums` in experts.cu."""
-    tiles = skinny_gemm.tiles_for(batch)
-    return (2 if tiles < skinny_gemm.TILES[-1] else 1) * skinny_gemm.WARPS * tiles * skinny_gemm.SUM
+    few = skinny_gemm.tiles_for(batch) < skinny_gemm.TILES[-1]
+    return skinny_gemm.block_sums(batch, 2 if few else 1)
 
 
 def _stages(num_bytes: int, beside: int) -> tuple[int, int]:

@@ -10,7 +10,8 @@ constexpr int SUM_BARRIERS = 128;  // bytes
 
 // Between the workers, whose sums are `full`, and the finishers, which also wait for each other once (`begun`).
 struct SumBarriers {
-  u64 full[2], empty[2], begun;
+  static constexpr int COUNT = 2;  // buffers, which blocks take in turns
+  u64 full[COUNT], empty[COUNT], begun;
   // In dynamic memory, which each thread block of a cluster has to itself on the emulated machine too.
   static __device__ SumBarriers& at(unsigned char*& shared) {
     auto* from = reinterpret_cast<SumBarriers*>(shared);
@@ -18,43 +19,47 @@ struct SumBarriers {
     return *from;
   }
   __device__ void init(int finishers) {
-    for (int i = 0; i < 2; i++) barrier_init(full + i, WARPS), barrier_init(empty + i, finishers);
+    for (int i = 0; i < COUNT; i++) barrier_init(full + i, WARPS), barrier_init(empty + i, finishers);
     barrier_init(&begun, finishers + 1);
     barriers_ready();
+  }
+  // Until block `block` has its sums, or the buffer that it takes is empty.
+  __device__ __forceinline__ void wait_full(int block) { barrier_wait(full + block % COUNT, block / COUNT % 2); }
+  __device__ __forceinline__ void wait_empty(int block) { barrier_wait(empty + block % COUNT, block / COUNT % 2 ^ 1); }
+  // By a lane, when all of its warp are done.
+  __device__ __forceinline__ void arrive_full(int block) { arrive(full + block % COUNT); }
+  __device__ __forceinline__ void arrive_empty(int block) { arrive(empty + block % COUNT); }
+
+ private:
+  static __device__ __forceinline__ void arrive(u64* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
 };
 
 // Of two blocks: one is added up while the next is multiplied.
 template <int NT>
 struct BlockSums {
-  static constexpr int COUNT = 2;
-  WarpSums<NT> blocks[COUNT];
+  WarpSums<NT> blocks[SumBarriers::COUNT];
 
-  // A worker's, of block `i`.
-  __device__ __forceinline__ void hand_over(int i, const float4 (&sum)[NT], SumBarriers& barriers) {
-    const int at = i % COUNT;
-    barrier_wait(barriers.empty + at, i / COUNT % 2 ^ 1);
+  // A worker's.
+  __device__ __forceinline__ void hand_over(int block, const float4 (&sum)[NT], SumBarriers& barriers) {
+    const int at = block % SumBarriers::COUNT;
+    barriers.wait_empty(block);
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) blocks[at].of[threadIdx.x / 32][tile][threadIdx.x % 32] = sum[tile];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.full + at);
+    barriers.arrive_full(block);
   }
   // A finisher's, which takes a tile of each block or skips the block, so that none is two blocks behind.
-  __device__ __forceinline__ float4 take(int i, int tile, SumBarriers& barriers) const {
-    barrier_wait(barriers.full + i % COUNT, i / COUNT % 2);
-    const float4 sum = blocks[i % COUNT].total(tile);
-    leave(i, barriers);
+  __device__ __forceinline__ float4 take(int block, int tile, SumBarriers& barriers) const {
+    barriers.wait_full(block);
+    const float4 sum = blocks[block % SumBarriers::COUNT].total(tile);
+    barriers.arrive_empty(block);
     return sum;
   }
-  __device__ __forceinline__ void skip(int i, SumBarriers& barriers) const {
-    barrier_wait(barriers.full + i % COUNT, i / COUNT % 2);
-    leave(i, barriers);
-  }
-
- private:
-  static __device__ __forceinline__ void leave(int i, SumBarriers& barriers) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + i % COUNT);
+  __device__ __forceinline__ void skip(int block, SumBarriers& barriers) const {
+    barriers.wait_full(block);
+    barriers.arrive_empty(block);
   }
 };
 
@@ -83,14 +88,14 @@ __device__ __forceinline__ void multiply_blocks(
   }
 }
 
-// The part of finisher `who` of OF, to which tiles of successive blocks go in turns: finish(block, tile, sum, prepare(block, tile)),
+// The part of finisher `index` of OF, to which tiles of successive blocks go in turns: finish(block, tile, sum, prepare(block, tile)),
 // prepared while the tile before it is finished, the first one before begin(). sum.x, .y are row g of tokens 2t and 2t+1, .z, .w row
 // g + 8, as packed, with g = lane / 4 and t = lane % 4.
 template <int NT, int OF, class Begin, class Prepare, class Finish>
 __device__ __forceinline__ void finish_blocks(
-    int count, int who, const BlockSums<NT>& sums, SumBarriers& barriers, Begin begin, Prepare prepare, Finish finish) {
+    int count, int index, const BlockSums<NT>& sums, SumBarriers& barriers, Begin begin, Prepare prepare, Finish finish) {
   static_assert(OF >= NT, "a finisher has one tile of a block at most");
-  int next = who;  // tile, of all blocks'
+  int next = index;  // tile, of all blocks'
   decltype(prepare(0, 0)) prepared{};
   if (next / NT < count) prepared = prepare(next / NT, next % NT);
   begin();
@@ -127,7 +132,7 @@ struct BlockMap {
     if (threadIdx.x < WORKERS) clear<NT>(inputs.data, Inputs::STRIDE, batch);
   }
   // `count` blocks of x [batch, INPUTS], once the constructors' threads have met, in a cluster all SHARED thread blocks'.
-  // weights(block) is where a block's begin. early(token) and each finisher's first prepare() run before x is there, begin(who)
+  // weights(block) is where a block's begin. early(token) and each finisher's first prepare() run before x is there, begin(finisher)
   // when it is.
   template <int SHARED, class At, class Early, class Begin, class Prepare, class Finish>
   __device__ __forceinline__ void run(
@@ -142,16 +147,16 @@ struct BlockMap {
         produce_weights<CHUNK>(
             ring, count * CHUNKS, [&](int i) { return weights(i / CHUNKS) + i % CHUNKS * (16 * CHUNK); });
     } else {
-      const int who = warp - WARPS - 1, rank = SHARED > 1 ? cluster_rank() : 0;
-      if (who == FINISHERS - 1 && lane < batch) early(lane);
+      const int finisher = warp - WARPS - 1, rank = SHARED > 1 ? cluster_rank() : 0;
+      if (finisher == FINISHERS - 1 && lane < batch) early(lane);
       wait_previous();
-      inputs.template copy<SHARED, FINISHERS>(x, batch, rank, who);
+      inputs.template copy<SHARED, FINISHERS>(x, batch, rank, finisher);
       const auto all_here = [&] {
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) inputs.wait(chunk);
-        begin(who);
+        begin(finisher);
       };
-      finish_blocks<NT, FINISHERS>(count, who, sums, barriers, all_here, prepare, finish);
+      finish_blocks<NT, FINISHERS>(count, finisher, sums, barriers, all_here, prepare, finish);
     }
   }
 };

@@ -29,7 +29,7 @@ __device__ __forceinline__ int tile_of(int i) {
   return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // to balance the work
 }
 
-// Of two blocks, but of one where more stages of weights gain more.
+// Of two blocks; with four tiles of one, which leaves more stages of weights.
 struct StepSums {
   static constexpr int COUNT = TILES < 4 ? 2 : 1;
   WarpSums<TILES> blocks[COUNT];

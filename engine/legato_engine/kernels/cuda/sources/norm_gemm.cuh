@@ -27,10 +27,10 @@ __device__ __forceinline__ float2 measured(const HeldInputs<DIM>& inputs, int to
 // for all. also(inputs, token, moment) follows each token that the warp measures.
 template <int SHARED, class Also>
 __device__ __forceinline__ void measure(
-    float2* moments, u64* begun, const HeldInputs<DIM>& inputs, int batch, int who, Also also) {
+    float2* moments, u64* begun, const HeldInputs<DIM>& inputs, int batch, int finisher, Also also) {
   const int lane = threadIdx.x % 32, rank = SHARED > 1 ? cluster_rank() : 0;
-  if (who == 0 && lane == 0) barrier_expect(begun, (batch - ceil_div(batch - rank, SHARED)) * sizeof(float2));
-  for (int token = who * SHARED + rank; token < batch; token += FINISHERS * SHARED) {
+  if (finisher == 0 && lane == 0) barrier_expect(begun, (batch - ceil_div(batch - rank, SHARED)) * sizeof(float2));
+  for (int token = finisher * SHARED + rank; token < batch; token += FINISHERS * SHARED) {
     const float2 moment = measured(inputs, token);
     if (lane == rank) moments[token] = moment;
     if (lane != rank && lane < SHARED) store_peer(moments + token, moment, begun, lane);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void normed_blocks(
   launch_dependents();
   map.template run<SHARED>(
       count, x, [&](int i) { return weights + (i64)(first + i * step) * (16 * DIM); }, early,
-      [&](int who) { measure<SHARED>(moments, &map.barriers.begun, map.inputs, batch, who, also); },
+      [&](int finisher) { measure<SHARED>(moments, &map.barriers.begun, map.inputs, batch, finisher, also); },
       [&](int i, int tile) { return prepare(first + i * step, tile); },
       [&](int i, int tile, float4 sum, const auto& prepared) { finish(first + i * step, tile, sum, prepared, moments); });
 }

@@ -101,6 +101,15 @@ __device__ __forceinline__ void clear(const Ring& inputs, int stride, int batch)
   for (int stage = 0; stage < inputs.stages; stage++) clear<NT>(inputs.data + stage * inputs.elements, stride, batch);
 }
 
+// To each of a cluster's SHARED thread blocks, whose barriers count.
+template <int SHARED>
+__device__ __forceinline__ void copy_inputs(bf16* to, const bf16* from, int count, u64* full, u64 policy) {
+  if (SHARED > 1)
+    copy_bulk_shared<SHARED>(to, from, count * 2, full, policy);
+  else
+    copy_bulk(to, from, count * 2, full, policy);
+}
+
 // The second producer, a warp: CHUNK inputs of each token per stage, from at(i, token). A cluster's blocks read each
 // token once: `rank` has every SHARED-th, for all.
 template <int CHUNK, int SHARED = 1, class At>
@@ -111,47 +120,43 @@ __device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch,
     bf16* stage = ring.here();
     if (token == 0) ring.acquire(batch * CHUNK * 2);
     __syncwarp();
-    if (token < batch && token % SHARED == rank) {
-      bf16* to = stage + token * (CHUNK + PAD);
-      if (SHARED > 1)
-        copy_bulk_shared<SHARED>(to, at(i, token), CHUNK * 2, ring.full + ring.slot, policy);
-      else
-        copy_bulk(to, at(i, token), CHUNK * 2, ring.full + ring.slot, policy);
-    }
+    if (token < batch && token % SHARED == rank)
+      copy_inputs<SHARED>(stage + token * (CHUNK + PAD), at(i, token), CHUNK, ring.full + ring.slot, policy);
     ring.next();
   }
 }
+
+constexpr int INPUT_BARRIERS = 128;  // bytes
 
 // All inputs of each token, which come a chunk at a time.
 template <int INPUTS>
 struct HeldInputs {
   static constexpr int CHUNK = chunk_of(INPUTS), CHUNKS = INPUTS / CHUNK, STRIDE = INPUTS + PAD;
-  static_assert(CHUNKS <= 16, "the barriers' memory");
+  static_assert(CHUNKS * sizeof(u64) <= INPUT_BARRIERS, "the barriers' memory");
   u64* full;
   bf16* data;
 
   __device__ HeldInputs(unsigned char*& shared, int tokens) {
     full = reinterpret_cast<u64*>(shared);
-    data = reinterpret_cast<bf16*>(shared + 128);
-    shared += 128 + tokens * STRIDE * 2;
+    data = reinterpret_cast<bf16*>(shared + INPUT_BARRIERS);
+    shared += INPUT_BARRIERS + tokens * STRIDE * 2;
   }
   __device__ void init() {
     for (int i = 0; i < CHUNKS; i++) barrier_init(full + i, 1);
     barriers_ready();
   }
-  // Of x [batch, INPUTS], by warps `who` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token, for all.
+  // Of x [batch, INPUTS], by warp `index` of OF. Of a cluster's SHARED thread blocks each reads every SHARED-th token, for all.
   template <int SHARED, int OF>
-  __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int who) {
+  __device__ __forceinline__ void copy(const bf16* x, int batch, int rank, int index) {
     const int token = threadIdx.x % 32;
-    const bool mine = token < batch && token % SHARED == rank && token / SHARED % OF == who;
+    const bool mine = token < batch && token % SHARED == rank && token / SHARED % OF == index;
     const u64 policy = keep_policy();
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      if (who == 0 && token == 0) barrier_expect(full + chunk, batch * CHUNK * 2);
+      if (index == 0 && token == 0) barrier_expect(full + chunk, batch * CHUNK * 2);
       bf16* to = data + token * STRIDE + chunk * CHUNK;
       const bf16* from = x + (i64)token * INPUTS + chunk * CHUNK;
-      if (mine && SHARED > 1) copy_bulk_shared<SHARED>(to, from, CHUNK * 2, full + chunk, policy);
-      if (mine && SHARED == 1) copy_bulk(to, from, CHUNK * 2, full + chunk, policy);
+      if (mine) copy_inputs<SHARED>(to, from, CHUNK, full + chunk, policy);
     }
     __syncwarp();
   }
