@@ -50,6 +50,11 @@ class Planner:
         """Whether other work than decodes waits."""
         return bool(self._refinements) or self._prefill.has_work
 
+    @property
+    def expects_other(self) -> bool:
+        """Whether a launch of it is probably possible now."""
+        return bool(self._refinements) or self._prefill.expects_plan
+
     def refine(self, refinement: Refinement) -> None:
         self._refinements.append(refinement)
 

@@ -112,6 +112,7 @@ class PrefillPlanner:
         self._limits = limits
         self._queue = queue
         self._begun: _Admitted | None = None  # its image is encoded in part, or its prompt computed
+        self._found_none = False  # when it last looked for a sequence to admit
 
     def __len__(self) -> int:
         """Count the waiting sequences, without the one that has begun."""
@@ -120,6 +121,12 @@ class PrefillPlanner:
     @property
     def has_work(self) -> bool:
         return bool(self._queue) or self._begun is not None
+
+    @property
+    def expects_plan(self) -> bool:
+        """Whether `plan` probably returns one, by less than it takes to plan."""
+        may_admit = bool(self._queue) and self._manager.rows_free > 0 and not self._found_none
+        return self._begun is not None or may_admit
 
     def add(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
@@ -224,6 +231,7 @@ class PrefillPlanner:
 
     def _admit_next(self) -> _Admitted | None:
         sequence = self._next()
+        self._found_none = sequence is None
         return None if sequence is None else self._admit(sequence)
 
     def _admit(self, sequence: Sequence) -> _Admitted:

@@ -278,14 +278,16 @@ class Scheduler:
     def _plan_behind(self) -> Plan | None:
         """Plan the launch that ends the loop in flight, if there is any.
 
-        The loop is told at once: it takes up to a step to end, and the launch about as long to be
-        enqueued.
+        The loop is told first: it takes up to a step to end, and the launch about as long to be
+        planned and enqueued. Told in vain it is followed by another loop.
         """
         assert self._loops is not None, "a loop without loops"
         record = self._records[0]
         ends = self._loops.is_ending(record)
         if not ends and not self._planner.has_others:
             return None
+        if self._planner.expects_other:
+            self._loops.end(record)
         plan = self._planner.plan_behind(self._loops.behind(record), ends=ends)
         if plan is not None:
             self._loops.end(record)

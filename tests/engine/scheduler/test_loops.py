@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -27,12 +28,14 @@ class Late(random.Random):
 
 
 class Keeping(ReadingRunner):
-    """Keeps the plans, and how many there were whenever a loop was told to end."""
+    """Keeps the plans, and how many plans and rows there were whenever a loop was told to end."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__(lambda: False, draw)
         self.plans: list[Plan] = []
         self.plans_at_ends: list[int] = []
+        self.rows_at_ends: list[int] = []
+        self.num_rows: Callable[[], int] = lambda: 0
 
     def forward(self, launch: Launch) -> None:
         """As it is."""
@@ -42,6 +45,7 @@ class Keeping(ReadingRunner):
     def end_loop(self, launch: Launch) -> None:
         """As it is."""
         self.plans_at_ends.append(len(self.plans))
+        self.rows_at_ends.append(self.num_rows())
         super().end_loop(launch)
 
 
@@ -59,6 +63,7 @@ class Looping:
         self.has_command = False  # to be read before the step's tokens
         self.runner = Keeping(draw)
         self.manager = KVCacheManager(num_pages, PAGE, ROWS)
+        self.runner.num_rows = lambda: self.manager.rows_used
         self.scheduler = Scheduler(
             self.runner,
             self.manager,
@@ -127,7 +132,7 @@ def test_a_prompt_joins_the_rows_of_the_loop_that_it_ends(
     assert world.behind()[0] == (LaunchKind.PREFILL, [0], 1)
 
 
-def test_a_loop_is_told_to_end_before_a_prompt_is_enqueued_behind_it() -> None:
+def test_a_loop_is_told_to_end_before_a_prompt_is_admitted_behind_it() -> None:
     """It ends beside that, which takes the host about as long as the device has for a step."""
     world = Looping(random.Random(0))
     first = world.submit(40)
@@ -137,6 +142,7 @@ def test_a_loop_is_told_to_end_before_a_prompt_is_enqueued_behind_it() -> None:
     world.scheduler.step()
     assert world.runner.plans[-1].behind
     assert world.runner.plans_at_ends[0] == len(world.runner.plans) - 1
+    assert world.runner.rows_at_ends[0] == 1
     world.drain()
 
 
@@ -172,7 +178,23 @@ def test_after_a_short_loop_come_as_many_single_steps_as_one_is_worth() -> None:
     world.drain()
 
 
-def test_a_loop_goes_on_while_no_waiting_prompt_fits() -> None:
+def test_prompts_without_pages_end_one_loop_in_vain() -> None:
+    """The next ones go on until the prompts fit."""
+    world = Looping(random.Random(0), num_pages=40)
+    first = world.submit(80)
+    world.until(first, 10)
+    for _ in range(2):
+        world.submit(4, num_prompt=100)
+    world.until(first, 14)
+    ends = list(world.runner.plans_at_ends)
+    assert ends
+    world.until(first, 60)
+    assert world.runner.plans_at_ends == ends
+    assert sum(plan.loops for plan in world.runner.plans) == 2
+    world.drain()
+
+
+def test_a_loop_goes_on_while_no_waiting_prompt_has_a_row() -> None:
     """All rows are taken."""
     world = Looping(random.Random(0), num_pages=240)
     *_, last = (world.submit(40) for _ in range(ROWS))
