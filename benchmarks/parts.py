@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import random
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -25,13 +23,13 @@ import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.garbage import freeze_loaded
 from legato_engine.engine.loading import assemble
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks import record
 from benchmarks.loops.arrivals import ask_again
-from benchmarks.loops.decodes import Decodes
 from benchmarks.loops.requests import question
 from benchmarks.loops.run import numbers
 
@@ -54,19 +52,17 @@ class Figures(NamedTuple):
 
 def load(assembly: Assembly, callers: int, num_tokens: int, words: int) -> Figures:
     """Until so many tokens are returned; nothing of a question is cached but BOS."""
-    draw, run = random.Random(3), Decodes(assembly, at_once=1, shares=True)
+    draw = random.Random(3)
 
     def make(index: int) -> EngineSequence:
         said = " ".join(random.Random(index).choices(_WORDS, k=words))
         return question(assembly, index, draw.randint(8, 64), said)
 
-    begin = time.perf_counter()
-    ended = ask_again(run, callers, num_tokens, make)
-    seconds = time.perf_counter() - begin
-    run.scheduler.drain()
+    answers = ask_again(assembly, callers, num_tokens, make)
+    ended = answers.ended
     gaps = [after - before for each in ended for before, after in pairwise(each.task.times)]
     return Figures(
-        sum(len(each.task.tokens) for each in ended) / seconds,
+        answers.tokens_per_second,
         statistics.mean(each.task.times[0] - each.asked for each in ended) * 1e3,
         statistics.mean(gaps) * 1e3,
         statistics.quantiles(gaps, n=100)[-1] * 1e3,
@@ -100,8 +96,7 @@ def main(argv: Sequence[str]) -> int:
         decode_path="graph",
     )
     assembly = assemble(config)
-    gc.collect()
-    gc.freeze()  # as the engine's process does: a collection takes 130 ms
+    freeze_loaded(config)
     rows = [
         _row(assembly, *each, arguments) for each in product(arguments.callers, arguments.words)
     ]

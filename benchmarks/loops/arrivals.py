@@ -4,6 +4,7 @@ answer, and answers that are aborted at random.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -110,15 +111,30 @@ class Answer(NamedTuple):
     asked: float
 
 
+class Answers(NamedTuple):
+    """Of a run of so many seconds."""
+
+    ended: list[Answer]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(each.task.tokens) for each in self.ended) / self.seconds
+
+
 def ask_again(
-    run: Decodes, callers: int, num_tokens: int, make: Callable[[int], EngineSequence]
-) -> list[Answer]:
-    """The answers until they have so many tokens, when each of `callers` asks again as soon as it
-    has one; `make` gets the number of requests before.
+    assembly: Assembly, callers: int, num_tokens: int, make: Callable[[int], EngineSequence]
+) -> Answers:
+    """Answers until they have so many tokens, when each of `callers` asks again as soon as it has
+    one; `make` gets the number of requests before. As in a server, prompts share launches with
+    decodes.
     """
+    gc.collect()  # the run before: its scheduler and its observer have each other
+    run = Decodes(assembly, at_once=1, shares=True)
     live: list[Answer] = []
     ended: list[Answer] = []
     count = committed = 0
+    begin = time.perf_counter()
     while committed < num_tokens:
         while len(live) < callers:
             sequence = make(count)
@@ -132,17 +148,17 @@ def ask_again(
             live.remove(each)
             ended.append(each)
             committed += len(each.task.tokens)
-    return ended
+    seconds = time.perf_counter() - begin
+    run.scheduler.drain()
+    return Answers(ended, seconds)
 
 
 def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = False) -> float:
     """Tokens a second when each of `callers` asks again as soon as it has an answer.
 
-    Questions, or `lists` of objects and points about a known image; as in a server, prompts share
-    launches with decodes.
+    Questions, or `lists` of objects and points about a known image.
     """
     draw, image = random.Random(3), picture(assembly)
-    run = Decodes(assembly, at_once=1, shares=True)
 
     def make(count: int) -> EngineSequence:
         length = draw.randint(8, 64)
@@ -151,11 +167,7 @@ def load(assembly: Assembly, callers: int, num_tokens: int, *, lists: bool = Fal
         kind = NUM_SKILLS * (count // 2) + count % 2  # detections and points in turn
         return skilled(assembly, image, kind, length)
 
-    begin = time.perf_counter()
-    ended = ask_again(run, callers, num_tokens, make)
-    seconds = time.perf_counter() - begin
-    run.scheduler.drain()
-    return sum(len(each.task.tokens) for each in ended) / seconds
+    return ask_again(assembly, callers, num_tokens, make).tokens_per_second
 
 
 def randomly(

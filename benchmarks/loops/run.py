@@ -9,17 +9,16 @@ to the first last one. `host`: microseconds of CPU of the whole process for a to
 `launches`, `waits`: decodes of one answer, and waits of the host for one to end. `same tokens`:
 whether all are the graph's, in every run. `blocking` is the graph with one launch at a time.
 `join`: how long a request that arrives while others decode waits for its prompt to begin on the
-device, and for its first token. `--steps` of short answers of every skill, with random lengths,
-arrivals and aborts, are compared with each other: tokens, values and log-probabilities depend on
-the question alone. With `--late` warps of the resident kernel sleep at random around every wait and
-signal.
+device, and for its first token. `tokens/s` under load are medians of runs in turns. `--steps` of
+short answers of every skill, with random lengths, arrivals and aborts, are compared with each
+other: tokens, values and log-probabilities depend on the question alone. With `--late` warps of the
+resident kernel sleep at random around every wait and signal.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ import msgspec
 from legato_engine.bench.command import model_config
 from legato_engine.bench.options import add_model_arguments
 from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.garbage import freeze_loaded
 from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.kernels.cuda import resident_decoder
 from legato_engine.kernels.cuda.resident import ResidentBuild
@@ -46,6 +46,7 @@ STEPS = {
     "resident": ("resident", 2),
 }
 """Decode path and launches in flight by the names of steps."""
+LOAD_TURNS = 4
 STEP_HEADS = (
     *("of", "streams", "path", "step ms", "host us a token", "launches", "waits"),
     "same tokens",
@@ -78,8 +79,7 @@ def _assemblies(arguments: argparse.Namespace) -> dict[str, Assembly]:
         others = {path: with_decode_path(graph, path) for path in PATHS[1:]}
     if not others["resident"].runner.resident_rows:  # loops stand in for it
         del others["resident"]
-    gc.collect()
-    gc.freeze()  # as the engine's process does: a collection takes 130 ms
+    freeze_loaded(config)
     return {"graph": graph, **others}
 
 
@@ -101,7 +101,7 @@ def _figures(assemblies: dict[str, Assembly], arguments: argparse.Namespace) -> 
         for path, assembly in assemblies.items()
     }
     loads = [
-        _loads(assemblies, callers, arguments.load, lists=lists)
+        _loads(assemblies, callers, callers * arguments.load, lists=lists)
         for lists in (False, True)
         for callers in arguments.streams
     ]
@@ -183,8 +183,9 @@ def _loads(
 ) -> dict[str, Any]:
     """Tokens a second of each path, in turns."""
     taken: dict[str, list[float]] = {path: [] for path in assemblies}
-    for path in (*assemblies, *reversed(assemblies)):
-        taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
+    for turn in range(LOAD_TURNS):
+        for path in assemblies if turn % 2 else reversed(assemblies):
+            taken[path].append(load(assemblies[path], callers, num_tokens, lists=lists))
     return {"callers": callers, "lists": lists, **taken}
 
 
@@ -195,7 +196,7 @@ def _join_cells(taken: Sequence[dict[str, float]]) -> Iterator[str]:
 
 
 def _load_cells(row: dict[str, Any], path: str) -> tuple[object, ...]:
-    graph, own = (statistics.mean(row[each]) for each in ("graph", path))
+    graph, own = (statistics.median(row[each]) for each in ("graph", path))
     what = "lists" if row["lists"] else "answers"
     return row["callers"], what, path, f"{own:.0f}", f"{own / graph:.3f}"
 
@@ -213,7 +214,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--streams", default=[1, 8, 32], type=numbers, help="e.g. 1,8,32")
     equal_answers.add_options(parser)
     parser.add_argument("--joins", default=30, type=int, help="requests that join")
-    parser.add_argument("--load", default=3000, type=int, help="tokens of each run under load")
+    parser.add_argument(
+        "--load", default=600, type=int, help="tokens of a caller in each run under load"
+    )
     parser.add_argument("--steps", default=20_000, type=int, help="of answers that come and go")
     parser.add_argument("--late", action="store_true", help="warps of the resident kernel sleep")
     return parser.parse_args(argv)

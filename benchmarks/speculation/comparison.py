@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 from legato_engine.config import SPECULATION_OFF
 from legato_engine.engine.assembly import Assembly
+from legato_engine.engine.garbage import freeze_loaded
 from legato_engine.engine.loading import speculating
 from legato_engine.errors import InvalidField
 from legato_engine.sequence import Sequence as EngineSequence
@@ -183,8 +184,7 @@ def _plain(off: Assembly, load: _Load, plan: Plan) -> Run:
 
 
 def _fastest(assembly: Assembly, load: _Load, repeats: int) -> Run:
-    gc.collect()
-    gc.freeze()  # as the engine's process does
+    freeze_loaded(assembly.config)
     return min((load.run(assembly) for _ in range(repeats)), key=lambda run: run.seconds)
 
 

@@ -23,7 +23,7 @@ from legato_engine.client.supervisor import EXIT_UNSERVABLE, STACKS_SIGNAL
 from legato_engine.config import EngineConfig
 from legato_engine.crash.bundle import CrashFiles
 from legato_engine.crash.recording import Recorder
-from legato_engine.device.host import return_freed_memory
+from legato_engine.engine.garbage import freeze_loaded
 from legato_engine.engine.logs import configure_logging
 from legato_engine.engine.main_loop import EngineLoop, Telemetry, apply
 from legato_engine.engine.quarantine import Quarantine
@@ -112,7 +112,7 @@ def serve(
     loop.publish()
     connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
-    _freeze(latency_policy.resolve(config.latency_policy).engine_gc)
+    freeze_loaded(config)
     loop.run()
     if (kv := core.load().kv) is not None:
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
@@ -184,14 +184,6 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
         signal.SIGUSR1, lambda *_: _log.info("timeline_written", path=str(timeline.dump()))
     )
     return (timeline,)
-
-
-def _freeze(threshold: int) -> None:
-    """Freeze what is loaded, because a collection over all of it takes milliseconds."""
-    gc.collect()
-    return_freed_memory()
-    gc.freeze()
-    gc.set_threshold(threshold)
 
 
 def _send(connections: ServiceConnections, output: EngineOutput) -> None:

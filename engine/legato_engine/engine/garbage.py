@@ -1,0 +1,17 @@
+"""Python's garbage collector in a process that runs an engine."""
+
+from __future__ import annotations
+
+import gc
+
+from legato_engine.config import EngineConfig
+from legato_engine.device.host import return_freed_memory
+from legato_engine.ipc import latency_policy
+
+
+def freeze_loaded(config: EngineConfig) -> None:
+    """Keep collections short and rare: they leave out what exists now, and follow the policy."""
+    gc.collect()
+    return_freed_memory()
+    gc.freeze()
+    gc.set_threshold(latency_policy.resolve(config.latency_policy).engine_gc)
