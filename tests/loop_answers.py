@@ -14,6 +14,7 @@ from legato_engine.errors import LegatoError
 from legato_engine.sequence import Sequence
 
 from benchmarks.loops import Decodes, picture, question, recorded, skilled, values_of
+from benchmarks.speculation.run import RecordedTask
 
 
 class Tolerant(Decodes):
@@ -25,6 +26,14 @@ class Tolerant(Decodes):
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
         self.failures.append(error)
+
+
+class EndsAtOnce(RecordedTask):
+    """A task that ends with its first token."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return FinishReason.STOP if self.tokens else None
 
 
 class Ask(NamedTuple):

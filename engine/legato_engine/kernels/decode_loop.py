@@ -121,8 +121,28 @@ def _published(loop: AnyLoop) -> bool:
 
 def advance(successor_C2: torch.Tensor, constraint_B: torch.Tensor, token_B: torch.Tensor) -> None:
     """Replace each constraint by the one that follows it after the token sampled under it."""
+    constraint_B.copy_(_successor(successor_C2, constraint_B, token_B))
+
+
+def follow(
+    successor_C2: torch.Tensor,
+    constraint_B: torch.Tensor,
+    token_B: torch.Tensor,
+    after_B: torch.Tensor,
+) -> None:
+    """Let constraint b follow token `after_B[b]`, sampled under it; it stays where that is below 0.
+
+    Can be captured.
+    """
+    after = _successor(successor_C2, constraint_B, token_B[after_B.clamp(min=0)])
+    constraint_B.copy_(torch.where(after_B < 0, constraint_B, after))
+
+
+def _successor(
+    successor_C2: torch.Tensor, constraint_B: torch.Tensor, token_B: torch.Tensor
+) -> torch.Tensor:
     on_B, then_B = successor_C2[constraint_B].unbind(-1)
-    constraint_B.copy_(torch.where((on_B == ANY) | (on_B == token_B), then_B, constraint_B))
+    return torch.where((on_B == ANY) | (on_B == token_B), then_B, constraint_B)
 
 
 def place_behind(

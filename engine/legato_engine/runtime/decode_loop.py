@@ -23,6 +23,7 @@ from legato_engine.kernels.decode_loop import (
     AnyLoop,
     DraftLoopTensors,
     LoopTensors,
+    follow,
     place_behind,
 )
 from legato_engine.kernels.resident_builds import Kind
@@ -92,6 +93,7 @@ class DecodeLoops:
                     self._submit(self._resident, slot, 1, 1, num_steps=1, needs=plain)
         for slot in slots:
             self.place(slot, ())
+            self.follow(slot)
 
     def place(self, slot: int, behind: Sequence[int]) -> None:
         """Enqueue the positions of a launch's first tokens, whose rows have these indices in the
@@ -102,6 +104,10 @@ class DecodeLoops:
         staged.host["index"][: len(behind)] = behind
         staged.upload(self._resources.compute)
         self._resources.graphs.run(self._place_work, slot)
+
+    def follow(self, slot: int) -> None:
+        """Enqueue the constraints that follow the tokens of the other slot's launch."""
+        self._resources.graphs.run(self._follow_work, slot)
 
     def start(
         self,
@@ -248,6 +254,11 @@ class DecodeLoops:
         staged, loop = slots[slot].staged.device, slots[1 - slot].staged.device
         index_B = self._behind[slot].device["index"]
         return lambda: place_behind(staged, loop["position"], index_B, scratch_row)
+
+    def _follow_work(self, slot: int) -> Work:
+        slots, successor_C2 = self._resources.slots, self._resources.successor_C2
+        staged, token_R = slots[slot].constraint.device, slots[1 - slot].tokens_R
+        return lambda: follow(successor_C2, staged["constraint"], token_R, staged["after"])
 
     def _loop(self, slot: int, bucket: int, rank: int, needs: Needs) -> Work:
         key = (slot, bucket, rank, needs)

@@ -59,6 +59,7 @@ class DecodeSlot:
     - `staged`: `STEP_FIELDS` of each token.
     - `grown`: entries of the page table (row * pages of a row + index) and their new pages; with
       speculation, of a loop.
+    - `constraint`: of each row and, for a loop, `Plan.after`.
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
     - `outputs`: by token.
@@ -96,7 +97,7 @@ class DecodeSlot:
         self.staged = StagingBuffer(device, _step_fields(max_rows, max_drafting), copies=MAX_PASSES)
         begun = ((max_grown or max_rows,), torch.int64)
         self.grown = StagingBuffer(device, {"entry": begun, "page": begun})
-        self.constraint = StagingBuffer(device, {"constraint": rows})
+        self.constraint = StagingBuffer(device, {"constraint": rows, "after": rows})
         num_prompts = max_prompts + max_images - 1
         self.prompt = StagingBuffer(
             device, _prompt_fields(num_prompts, max_prompt, max_pages, speculates=speculates)

@@ -211,7 +211,7 @@ class ModelRunner:
         if rows:
             if failpoints.hit("sample.nan"):
                 compute.submit(lambda: _corrupt(slot))
-            count = self._staging.constraints(slot, rows, constraints)
+            count = self._staging.constraints(slot, launch.plan, constraints)
             slot.constraint.upload(copy)
             events.copy_end = copy.record(events.copy_end)
             compute.wait_event(events.copy_end)
@@ -244,6 +244,8 @@ class ModelRunner:
         ended = all(row.sequence.finalized for row in rows)  # by the commit before
         num_steps = 0 if ended else launch.plan.num_steps
         common = have_common_pages(rows)
+        if launch.plan.after:
+            self._loops.follow(launch.slot)
         self._loops.start(
             launch.slot, len(rows), num_tokens, bucket, rank, num_steps, events.needs, common
         )

@@ -81,14 +81,13 @@ class StepStaging:
             staged["entry"][index] = sequence.row * self._max_pages + page
             staged["page"][index] = sequence.pages.ids[page]
 
-    def constraints(
-        self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], constraints: Sequence[int]
-    ) -> int:
+    def constraints(self, slot: DecodeSlot, plan: Plan, constraints: Sequence[int]) -> int:
         """Stage a constraint for each row; return the most tokens that are sampled."""
         slot.constraint.host["constraint"][: len(constraints)] = constraints
+        slot.constraint.host["after"][: len(plan.after)] = plan.after
         if self._drafts is None:
             return len(constraints)
-        return sum(1 + row.num_drafts for row in rows)
+        return sum(1 + row.num_drafts for row in plan.sampled_rows)
 
     def _drafting_rows(self, slot: DecodeSlot, plan: Plan) -> int:
         """The device chooses the tokens and knows their positions."""

@@ -38,6 +38,10 @@ class DraftingLoops(Loops):
                 sequence.settle_drafts(num_drafts, 0)
                 outputs.commit_pages(sequence, row.num_drafts, pressed=False)
 
+    def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
+        """None: it would have to know how many tokens were accepted."""
+        return ()
+
     def behind(self, record: StepRecord) -> Plan | None:
         goes_on = any(_goes_on(row) for row in record.launch.plan.rows)
         return self._decode.plan() if goes_on and self.is_ending(record) else None

@@ -94,9 +94,11 @@ class Plan:
     then the others. After the last row of one that `has_part`, later launches compute the rest of
     its prompt. A REFINE plan has no rows. `under_pressure`: the pool of KV pages is nearly
     full. A loop is a decode of at most `num_steps` steps, more than one, with positions for so many
-    tokens a row; the host follows them. `behind` are the indices of the decodes in the loop that is
-    in flight before them; one that ended in it, because its positions did, is padding. With
-    speculation the device knows where every row is.
+    tokens a row; the host follows them. `after` has the index of each of its rows among the tokens
+    of the launch in flight before it, or -1: on the device the row's constraint follows that token.
+    `behind` are the indices of the decodes in the loop that is in flight before them; one that
+    ended in it, because its positions did, is padding. With speculation the device knows where
+    every row is.
     """
 
     kind: LaunchKind
@@ -105,6 +107,7 @@ class Plan:
     refinement: Refinement | None = None
     under_pressure: bool = False
     num_steps: int = 1
+    after: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
     has_part: bool = False
 
@@ -132,7 +135,7 @@ class Plan:
     @property
     def constrained(self) -> bool:
         """Whether sampling must wait for the previous commit; a prefill's constraint is known."""
-        return any(row.sequence.task.constrained for row in self.decodes)
+        return not self.after and any(row.sequence.task.constrained for row in self.decodes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ class Loops(ABC):
     def launched(self, plan: Plan) -> None:
         self._num_decodes = self._num_decodes + 1 if plan.kind is LaunchKind.DECODE else 0
 
-    def extend(self, plan: Plan, *, only_decodes: bool) -> Plan:
+    def extend(self, plan: Plan, before: Plan | None, *, only_decodes: bool) -> Plan:
         """Return a decode of all running sequences with as many steps as they have tokens left and
-        pages for, if these are enough; any other plan as it is.
+        pages for, if these are enough; any other plan as it is. `before`: what is in flight.
         """
         if plan.kind is not LaunchKind.DECODE or not only_decodes:
             return plan
@@ -72,7 +72,8 @@ class Loops(ABC):
             return plan
         for row in plan.rows:
             steps = min(steps, self._reserve(row, steps))
-        return dataclasses.replace(plan, num_steps=steps)
+        after = () if before is None else self._after(plan, before)
+        return dataclasses.replace(plan, num_steps=steps, after=after)
 
     def follow(
         self, record: StepRecord, outputs: OutputProcessor, *, ends: bool, is_cut: bool
@@ -124,6 +125,10 @@ class Loops(ABC):
     @abstractmethod
     def settle(self, record: StepRecord, behind: Plan | None, outputs: OutputProcessor) -> None:
         """After a loop, take back what neither it nor the launch behind it has run."""
+
+    @abstractmethod
+    def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
+        """That of a loop, if the device can follow the tokens of the launch before it."""
 
     def _most_pages(self) -> int:
         """The most that a loop may take."""

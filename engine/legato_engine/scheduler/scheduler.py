@@ -270,7 +270,8 @@ class Scheduler:
         else:
             plan = self._planner.plan()
             if plan is not None and loops is not None:
-                plan = loops.extend(plan, only_decodes=self._planner.only_decodes)
+                before = None if oldest is None else oldest.plan
+                plan = loops.extend(plan, before, only_decodes=self._planner.only_decodes)
         if plan is not None and loops is not None:
             loops.launched(plan)
         return plan

@@ -47,6 +47,12 @@ class SingleLoops(Loops):
                 return None
         return ScheduledSequence(sequence, position, slack=last - position)
 
+    def _after(self, plan: Plan, before: Plan) -> tuple[int, ...]:
+        if not plan.constrained:
+            return ()
+        indices = {row.sequence: index for index, row in enumerate(before.counted_rows)}
+        return tuple(indices.get(row.sequence, -1) for row in plan.rows)
+
     def _reserve(self, row: ScheduledSequence, steps: int) -> int:
         pages = row.sequence.pages
         while row.position + steps > pages.capacity and self._manager.grow(row.sequence):

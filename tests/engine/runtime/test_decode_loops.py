@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.config import EngineConfig, check
-from legato_engine.core.results import FinishReason
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.loading import assemble, with_decode_path
 from legato_engine.errors import InvalidField
@@ -19,6 +18,7 @@ from legato_engine.kernels.decode_loop import (
     LoopTensors,
     advance,
     control_step,
+    follow,
     place_behind,
 )
 from legato_engine.runtime.backend import Needs
@@ -27,8 +27,7 @@ from legato_engine.scheduler.runner import NoTokens, sleep
 from legato_engine.tasks import Constraint, successor
 
 from benchmarks.loops import Decodes, picture, question, randomly, recorded, skilled
-from benchmarks.speculation.run import RecordedTask
-from tests.loop_answers import Ask, Tolerant, results
+from tests.loop_answers import Ask, EndsAtOnce, Tolerant, results
 
 SCRATCH = 9
 TABLE = (Constraint(), Constraint(then=2), Constraint(then=1, on=8), Constraint(then=0, on=3))
@@ -55,14 +54,6 @@ def graph():
 @pytest.fixture(scope="module")
 def looping(graph: Assembly) -> Assembly:
     return with_decode_path(graph, "loop")
-
-
-class EndsAtOnce(RecordedTask):
-    """A task that ends with its first token."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return FinishReason.STOP if self.tokens else None
 
 
 def answers(assembly: Assembly, lengths: list[int], num_failures: int = 0) -> Answers:
@@ -112,27 +103,16 @@ def test_every_skill_runs_in_loops(looping: Assembly, kind: int, depth: int) -> 
     assert run.launches == 1
 
 
-def test_a_loop_whose_answers_have_ended_runs_no_step(
-    looping: Assembly, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A list that ends with its first token is known to be empty before its loop begins."""
-    steps = list[LoopTensors]()
-
-    def control(loop: LoopTensors) -> bool:
-        steps.append(loop)
-        return control_step(loop)
-
-    monkeypatch.setattr("legato_engine.runtime.host_loop.control_step", control)
-    for ends in (True, False):
-        sequence = skilled(looping, picture(looping), 0, 30)
-        if ends:
-            sequence.task = EndsAtOnce(sequence.task)
-        run = Decodes(looping, at_once=1)
-        del steps[:]
-        run.scheduler.submit(sequence)
-        run.scheduler.drain()
-        assert run.launches == 1
-        assert (len(steps) == 0) == ends
+def test_the_loop_of_an_empty_list_ends(looping: Assembly) -> None:
+    """It begins before the list's first token is read, which is its end."""
+    sequence = skilled(looping, picture(looping), 0, 250)
+    sequence.task = task = EndsAtOnce(sequence.task)
+    run = Decodes(looping, at_once=1)
+    run.scheduler.submit(sequence)
+    run.scheduler.drain()
+    assert len(task.tokens) == 1
+    assert run.launches == 1
+    assert run.steps < 200
 
 
 def test_a_short_answer_is_no_loop(looping: Assembly) -> None:
@@ -217,6 +197,22 @@ def test_a_control_step_leads_constraints_by_the_table(
     constraints, tokens = (torch.tensor(each) for each in zip(*cases, strict=True))
     advance(successor_table(TABLE), constraints, tokens)
     assert constraints.tolist() == [successor(TABLE, *case) for case in cases]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 2)), min_size=1),
+    st.lists(st.sampled_from([-1, 0, 3, 8]), min_size=3, max_size=3),
+)
+def test_constraints_follow_the_tokens_of_the_launch_before(
+    cases: list[tuple[int, int]], before: list[int]
+) -> None:
+    """Each its own token; one without a token stays."""
+    constraints, after = (torch.tensor(each) for each in zip(*cases, strict=True))
+    follow(successor_table(TABLE), constraints, torch.tensor(before), after)
+    assert constraints.tolist() == [
+        constraint if index < 0 else successor(TABLE, constraint, before[index])
+        for constraint, index in cases
+    ]
 
 
 def test_tokens_behind_a_loop_are_placed_where_it_ended() -> None:

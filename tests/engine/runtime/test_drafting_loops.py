@@ -24,10 +24,10 @@ from legato_engine.speculative.budget_policy import TokenBudgetPolicy
 from legato_engine.speculative.costs import CostTable
 from legato_engine.tasks import Constraint
 
-from benchmarks.loops import question, randomly
+from benchmarks.loops import Decodes, picture, question, randomly, skilled
 from benchmarks.speculation.decode_paths import Answers, Paths, answer, both_paths, oracle, teach
 from benchmarks.speculation.oracle import OracleProposer
-from tests.loop_answers import Ask, results
+from tests.loop_answers import Ask, EndsAtOnce, results
 
 MOST = 4
 SETTINGS = ("fixed:3", "seed", "budget")
@@ -117,6 +117,30 @@ def test_every_skill_comes_to_the_same(plain: Assembly) -> None:
     by_loops, run = results(paths.loop, kinds, 2)
     assert by_loops == by_steps
     assert run.launches < run.steps
+
+
+def test_a_loop_whose_answers_have_ended_runs_no_step(
+    plain: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that ends with its first token is known to be empty before its loop begins."""
+    steps = list[DraftLoopTensors]()
+
+    def control(loop: DraftLoopTensors) -> bool:
+        steps.append(loop)
+        return control_drafting_step(loop)
+
+    monkeypatch.setattr("legato_engine.runtime.host_loop.control_drafting_step", control)
+    looping = both_paths(plain, "fixed:3").loop
+    for ends in (True, False):
+        sequence = skilled(looping, picture(looping), 0, 30)
+        if ends:
+            sequence.task = EndsAtOnce(sequence.task)
+        run = Decodes(looping, at_once=1)
+        del steps[:]
+        run.scheduler.submit(sequence)
+        run.scheduler.drain()
+        assert run.launches == 1
+        assert (len(steps) == 0) == ends
 
 
 def test_requests_come_and_go(plain: Assembly) -> None:

@@ -86,6 +86,7 @@ class ReadingRunner:
         self._early: list[int] | None = None  # its constraints
         self.num_parts = self.num_long_parts = self.num_lone_parts = 0
         self.shared_tokens = 0  # what fits one launch
+        self.num_followed = 0  # rows of loops whose constraints follow a token in flight
         self.num_behind = self.num_ended = 0  # rows behind loops, and those that ended in them
         self._ended = -1
         self._constraints: list[int] = []
@@ -136,7 +137,8 @@ class ReadingRunner:
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Accept draft tokens and sample one more for each row."""
         if launch.plan.loops:
-            self._constraints, self._outputs[launch.slot] = list(constraints), []
+            self._constraints = self._followed(launch, constraints)
+            self._outputs[launch.slot] = []
             return
         if launch is self._void:
             return
@@ -150,6 +152,17 @@ class ReadingRunner:
             for row, constraint, inputs in zip(
                 launch.plan.sampled_rows, constraints, read, strict=True
             )
+        ]
+
+    def _followed(self, launch: Launch, constraints: Sequence[int]) -> list[int]:
+        """Constraints after tokens of the launch before, which is in flight."""
+        after = launch.plan.after or [-1] * len(constraints)
+        self.num_followed += sum(index >= 0 for index in after)
+        return [
+            successor(TABLE, constraint, self._outputs[1 - launch.slot][index].tokens[-1].token_id)
+            if index >= 0
+            else constraint
+            for constraint, index in zip(constraints, after, strict=True)
         ]
 
     def collect(self, launch: Launch) -> list[RowTokens] | None:

@@ -48,6 +48,7 @@ class Totals:
     outrun: int = 0  # of them, those that had ended in the loop
     stuck: int = 0  # loops that gave up a step
     void: int = 0  # rows of decodes behind one that do not count
+    followed: int = 0  # rows of loops whose constraints follow a token in flight
     listed: int = 0  # of those, steps with a constraint that follows another
     parts: int = 0  # of prompts, without the last ones
     long_parts: int = 0  # of prompts that are too long to share a launch
@@ -76,6 +77,7 @@ class Totals:
         self.outrun += world.runner.num_ended
         self.stuck += world.runner.num_stuck
         self.void += world.runner.num_void
+        self.followed += world.runner.num_followed
         self.listed += world.runner.num_listed
         self.parts += world.runner.num_parts
         self.long_parts += world.runner.num_long_parts

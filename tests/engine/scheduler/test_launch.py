@@ -1,5 +1,7 @@
 """Plans and scheduled sequences."""
 
+import dataclasses
+
 from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
 
 from tests.engine.scheduler.planning import PAGE, decodes_of, running
@@ -24,3 +26,11 @@ def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
     for decodes, waits in ((decodes_of(free), False), (decodes_of(free, boxes), True)):
         plan = Plan(LaunchKind.PREFILL, (*decodes, prompt), len(decodes))
         assert plan.constrained is waits
+
+
+def test_a_loop_behind_tokens_that_the_device_follows_waits_for_no_constraints() -> None:
+    boxes = running(0, launched=1)
+    boxes.task.constrained = True
+    plan = Plan(LaunchKind.DECODE, decodes_of(boxes), num_steps=4)
+    assert plan.constrained
+    assert not dataclasses.replace(plan, after=(0,)).constrained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -35,12 +36,19 @@ class Keeping(ReadingRunner):
         self.plans: list[Plan] = []
         self.plans_at_ends: list[int] = []
         self.rows_at_ends: list[int] = []
+        self.in_flight_at_samples: list[int] = []  # launches when a loop was sampled
         self.num_rows: Callable[[], int] = lambda: 0
 
     def forward(self, launch: Launch) -> None:
         """As it is."""
         self.plans.append(launch.plan)
         super().forward(launch)
+
+    def sample(self, launch: Launch, constraints: SequenceOf[int]) -> None:
+        """As it is."""
+        if launch.plan.loops:
+            self.in_flight_at_samples.append(len(self._read))
+        super().sample(launch, constraints)
 
     def end_loop(self, launch: Launch) -> None:
         """As it is."""
@@ -230,6 +238,17 @@ def test_rows_go_on_behind_the_end_of_another(constrained: bool) -> None:
     world.drain()
     assert (LaunchKind.DECODE, [1], 0) in world.behind()
     assert world.runner.num_ended == 0
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_loop_begins_before_the_tokens_in_flight_are_read(constrained: bool) -> None:
+    """Constraints follow them on the device."""
+    world = Looping(random.Random(0))
+    world.submit(30, constrained=constrained)
+    world.submit(30)
+    world.drain()
+    assert world.runner.in_flight_at_samples[0] == 2
+    assert bool(world.runner.num_followed) == constrained
 
 
 def test_nothing_is_launched_behind_a_lone_answer() -> None:

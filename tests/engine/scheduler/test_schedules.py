@@ -33,6 +33,7 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert totals.stuck > PART / 40
     assert totals.void > 0
     assert totals.listed > PART / 3
+    assert totals.followed > PART / 10
     assert totals.parts > PART / 20
     assert totals.long_parts > PART / 20
     assert totals.lone_parts > PART / 100
