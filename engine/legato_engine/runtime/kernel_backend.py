@@ -23,11 +23,10 @@ from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.long_prompts import CHUNK, LongPrompts
 from legato_engine.runtime.passes import (
+    Pass,
     ScheduledPrompt,
-    ScheduledToken,
     bucket_for,
     cut_passes,
-    num_groups,
     stage_pass,
 )
 from legato_engine.runtime.prefill_step import (
@@ -202,20 +201,19 @@ class KernelBackend:
             stage_samples(buffers, (row,), self._state.scratch_row)
             buffers.staged.upload(compute)
         if self._long is not None:
-            given = scheduled._replace(tokens=scheduled.tokens[:num_prompt])
+            given = scheduled.part(0, num_prompt)
             self._long.run(slot, given, adapted=bool(row.sequence.adapter.key))
         else:
             alone = row._replace(num_tokens=row.num_tokens - num_answer)
             compute.submit(PrefillStep(self._resources, buffers, alone).run_long_prompt)
         if not num_answer:
             return None
-        first = scheduled.start + num_prompt
-        return ScheduledPrompt(scheduled.row, first, scheduled.tokens[num_prompt:])
+        return scheduled.part(num_prompt, len(scheduled.tokens))
 
     def _run_passes(
         self,
         slot: int,
-        passes: Sequence[Sequence[ScheduledToken]],
+        passes: Sequence[Pass],
         sampled: Sequence[ScheduledSequence],
         place: Work | None,
     ) -> None:
@@ -223,20 +221,20 @@ class KernelBackend:
         compute = self._resources.compute
         adapted = any(row.sequence.adapter.key for row in sampled)
         uploads: list[Event] = []
-        for index, tokens in enumerate(passes):
-            bucket, is_last = bucket_for(self.buckets, len(tokens)), index == len(passes) - 1
+        for index, each in enumerate(passes):
+            bucket, is_last = bucket_for(self.buckets, each.num_tokens), index == len(passes) - 1
             copy = index % MAX_PASSES
             if index >= MAX_PASSES:  # only a long answer after a preemption has so many
                 uploads[index - MAX_PASSES].wait()
             if is_last:
                 stage_samples(buffers, sampled, scratch, copy=copy)
-            stage_pass(buffers, copy, tokens, bucket, scratch)
+            stage_pass(buffers, copy, each, bucket, scratch)
             buffers.staged.upload(compute, copy)
             if is_last and place is not None:
                 place()
             if len(passes) > MAX_PASSES:
                 uploads.append(compute.record())
-            groups = num_groups(tokens, GROUP)
+            groups = each.num_groups(GROUP)
             self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 
     def _forward(

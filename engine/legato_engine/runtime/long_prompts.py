@@ -16,7 +16,7 @@ import torch
 from legato_engine.models.capabilities import ChunkedPrefill
 from legato_engine.models.paged_cache import Chunk
 from legato_engine.runtime.graph_runner import Work
-from legato_engine.runtime.passes import ScheduledPrompt
+from legato_engine.runtime.passes import ScheduledPrompt, stage_tokens
 from legato_engine.runtime.resources import Resources
 from legato_engine.runtime.staging import StagingBuffer
 
@@ -62,8 +62,7 @@ class LongPrompts:
         staged, count = self._staged[slot], len(prompt.tokens)
         staged.host["cursor"][:] = prompt.start, count, 0
         staged.host["row"][0] = prompt.row
-        staged.host["token"][:count] = [token for token, _ in prompt.tokens]
-        staged.host["payload"][:count] = [payload for _, payload in prompt.tokens]
+        stage_tokens(staged.host, 0, prompt.tokens)
         staged.upload(self._resources.compute)
         rank = self._ranks[-1] if adapted else 0
         for first in range(0, count, CHUNK):

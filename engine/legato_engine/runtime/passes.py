@@ -6,9 +6,13 @@ A pass over tens of tokens takes hardly longer than over one, and results are ba
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from itertools import count, groupby, repeat
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.scheduler.launch import ScheduledSequence
@@ -18,21 +22,35 @@ PROMPT = -1
 """The `source` of a staged token; else it is the row whose newest token is fed."""
 
 
-class ScheduledToken(NamedTuple):
-    """One token of a pass; `token` is read if `source` is `PROMPT`."""
-
-    row: int
-    position: int
-    source: int = PROMPT
-    token: TokenKey = (0, NO_PAYLOAD)
-
-
 class ScheduledPrompt(NamedTuple):
     """Adjacent tokens of one row, from position `start`."""
 
     row: int
     start: int
     tokens: Many[TokenKey]
+
+    def part(self, first: int, end: int) -> ScheduledPrompt:
+        """The tokens from `first` to before `end`, counted from its own first one."""
+        return ScheduledPrompt(self.row, self.start + first, self.tokens[first:end])
+
+
+class Pass(NamedTuple):
+    """Tokens that read the weights together: newest tokens of rows that decode, then those of
+    `prompts`, of which a row may have several.
+    """
+
+    decodes: Many[ScheduledSequence]
+    prompts: Many[ScheduledPrompt]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(len(each.tokens) for each in self.prompts)
+
+    def num_groups(self, max_tokens: int) -> int:
+        """Count runs of up to `max_tokens` neighbours of one row."""
+        by_row = groupby(self.prompts, attrgetter("row"))
+        lengths = (sum(len(each.tokens) for each in run) for _, run in by_row)
+        return len(self.decodes) + sum(-(-length // max_tokens) for length in lengths)
 
 
 def bucket_for(buckets: Many[int], num_tokens: int) -> int:
@@ -42,26 +60,36 @@ def bucket_for(buckets: Many[int], num_tokens: int) -> int:
 
 def cut_passes(
     decodes: Many[ScheduledSequence], prompts: Many[ScheduledPrompt], max_tokens: int
-) -> tuple[list[ScheduledToken], ...]:
+) -> list[Pass]:
     """Cut tokens into the fewest passes of up to `max_tokens`.
 
     The last pass begins with the tokens that are sampled from, which must fit one pass: the
     decodes, then each prompt's last token. Its other tokens may run in the same pass, because a
     pass writes all keys and values before it reads any.
     """
-    sampled = [
-        ScheduledToken(r.sequence.row, r.position + r.slack, r.sequence.row) for r in decodes
+    lengths = [len(each.tokens) for each in prompts]
+    num_sampled, num_others = len(decodes) + len(prompts), sum(lengths) - len(prompts)
+    assert num_sampled <= max_tokens, f"{num_sampled} sampled tokens, a pass has {max_tokens}"
+    before = max(0, num_others + num_sampled - max_tokens)  # tokens of the passes before the last
+    ends = [*range(before % max_tokens or max_tokens, before, max_tokens)]
+    ends += [before] if before else []
+    passes = [
+        Pass((), _others(prompts, first, end)) for first, end in zip([0, *ends], ends, strict=False)
     ]
-    others: list[ScheduledToken] = []
-    for row, start, tokens in prompts:
-        others += map(ScheduledToken, repeat(row), count(start), repeat(PROMPT), tokens)
-        sampled.append(others.pop())
-    assert len(sampled) <= max_tokens, f"{len(sampled)} sampled tokens, a pass has {max_tokens}"
-    before = max(0, len(others) + len(sampled) - max_tokens)  # tokens of the passes before the last
-    begins = [*range(before % max_tokens or max_tokens, before, max_tokens)]
-    begins += [before] if before else []
-    passes = [others[a:b] for a, b in zip([0, *begins], begins, strict=False)]
-    return (*passes, sampled + others[before:])
+    last = [each.part(length - 1, length) for each, length in zip(prompts, lengths, strict=True)]
+    return [*passes, Pass(decodes, last + _others(prompts, before, num_others))]
+
+
+def _others(prompts: Many[ScheduledPrompt], first: int, end: int) -> list[ScheduledPrompt]:
+    """Those from `first` to before `end` of all tokens but each prompt's last one."""
+    runs, skipped = list[ScheduledPrompt](), 0
+    for each in prompts:
+        count = len(each.tokens) - 1
+        begin, stop = max(0, first - skipped), min(count, end - skipped)
+        if begin < stop:
+            runs.append(each.part(begin, stop))
+        skipped += count
+    return runs
 
 
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
@@ -78,27 +106,34 @@ def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad
     staged["fresh"][len(rows) : bucket] = 1  # above their position: padding
 
 
-def stage_pass(
-    slot: DecodeSlot, copy: int, tokens: Many[ScheduledToken], bucket: int, pad: int
-) -> None:
+def stage_pass(slot: DecodeSlot, copy: int, given: Pass, bucket: int, pad: int) -> None:
     """Stage a pass in host side `copy`, padded with row `pad`."""
-    staged, size = slot.staged.hosts[copy], len(tokens)
-    row_T, position_T, source_T, token_T = zip(*tokens, strict=True)
+    staged, at = slot.staged.hosts[copy], len(given.decodes)
+    staged["row"][:at] = [row.sequence.row for row in given.decodes]
+    staged["source"][:at] = staged["row"][:at]
+    staged["position"][:at] = [row.position + row.slack for row in given.decodes]
+    staged["fresh"][:at] = staged["position"][:at]
     first: dict[int, int] = {}
-    for row, position in zip(row_T, position_T, strict=True):
-        first[row] = min(position, first.get(row, position))
-    staged["row"][:size] = row_T
-    staged["position"][:size] = position_T
-    staged["source"][:size] = source_T
-    staged["fresh"][:size] = [first[row] for row in row_T]
-    staged["token"][:size], staged["payload"][:size] = zip(*token_T, strict=True)
-    staged["row"][size:bucket] = pad
-    staged["source"][size:bucket] = pad
-    staged["position"][size:bucket] = 0
-    staged["fresh"][size:bucket] = 1  # above their position: padding
+    for row, start, _ in given.prompts:
+        first[row] = min(start, first.get(row, start))
+    for row, start, tokens in given.prompts:
+        end = stage_tokens(staged, at, tokens)
+        staged["row"][at:end] = row
+        staged["position"][at:end] = range(start, start + end - at)
+        staged["fresh"][at:end] = first[row]
+        at = end
+    staged["source"][len(given.decodes) : at] = PROMPT
+    staged["row"][at:bucket] = pad
+    staged["source"][at:bucket] = pad
+    staged["position"][at:bucket] = 0
+    staged["fresh"][at:bucket] = 1  # above their position: padding
 
 
-def num_groups(tokens: Many[ScheduledToken], max_tokens: int) -> int:
-    """Count runs of up to `max_tokens` tokens of one row."""
-    runs = groupby(token.row for token in tokens)
-    return sum(-(-len(list(run)) // max_tokens) for _, run in runs)
+def stage_tokens(staged: Mapping[str, np.ndarray], first: int, tokens: Many[TokenKey]) -> int:
+    """Stage tokens from index `first`; return the one after the last."""
+    end = first + len(tokens)
+    token_T, payload_T = zip(*tokens, strict=True)
+    staged["token"][first:end] = token_T
+    any_value = payload_T.count(NO_PAYLOAD) < len(payload_T)
+    staged["payload"][first:end] = payload_T if any_value else 0.0
+    return end

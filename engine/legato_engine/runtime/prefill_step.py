@@ -8,6 +8,7 @@ from legato_engine.kernels import ops
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.passes import stage_tokens
 from legato_engine.runtime.request_descriptors import (
     DESCRIPTOR,
     NO_DRAFTS,
@@ -33,11 +34,8 @@ def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: 
     staged["adapter_slot"].fill(0)  # no adapter
     staged["copied"].fill(0)
     for index, row in enumerate(rows):
-        sequence, tokens = row.sequence, scheduled_tokens(row)
-        end = first + len(tokens)
-        staged["token"][first:end] = [token_id for token_id, _ in tokens]
-        staged["payload"][first:end] = [payload for _, payload in tokens]
-        first = end
+        sequence = row.sequence
+        first = stage_tokens(staged, first, scheduled_tokens(row))
         pages = row.work.compute_pages
         staged["prefix_pages"][index, : len(pages)] = pages
         staged["pages"][index, : len(sequence.pages.ids)] = sequence.pages.ids

@@ -10,11 +10,9 @@ import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import (
-    PROMPT,
+    Pass,
     ScheduledPrompt,
-    ScheduledToken,
     cut_passes,
-    num_groups,
     stage_pass,
     stage_step,
 )
@@ -47,36 +45,39 @@ def test_every_token_is_scheduled_once_after_earlier_ones(seed):
     passes = cut_passes(decodes, prompts, most)
     total = len(decodes) + sum(len(each.tokens) for each in prompts)
     assert len(passes) == -(-total // most)
-    assert all(0 < len(tokens) <= most for tokens in passes)
-    assert sum(map(len, passes)) == total
-    sampled = passes[-1][: len(decodes) + num_prompts]
-    assert [(t.row, t.position, t.source) for t in sampled[: len(decodes)]] == [
-        (row.sequence.row, row.position, row.sequence.row) for row in decodes
-    ]
-    for token, each in zip(sampled[len(decodes) :], prompts, strict=True):
-        last = each.start + len(each.tokens) - 1
-        assert (token.row, token.position, token.token) == (each.row, last, each.tokens[-1])
+    assert all(0 < each.num_tokens <= most for each in passes)
+    assert sum(each.num_tokens for each in passes) == total
+    assert [len(each.decodes) for each in passes] == [0] * (len(passes) - 1) + [len(decodes)]
+    assert list(passes[-1].decodes) == decodes
+    lasts = [each.part(len(each.tokens) - 1, len(each.tokens)) for each in prompts]
+    assert list(passes[-1].prompts[:num_prompts]) == lasts
     for each in prompts:
-        fed = [
-            (number, token)
-            for number, tokens in enumerate(passes)
-            for token in tokens
-            if token.row == each.row
+        fed = sorted(
+            (run.start + n, number, token)
+            for number, given in enumerate(passes)
+            for run in given.prompts
+            if run.row == each.row
+            for n, token in enumerate(run.tokens)
+        )
+        assert [position for position, _, _ in fed] == [
+            each.start + n for n in range(len(each.tokens))
         ]
-        assert all(token.source == PROMPT for _, token in fed)
-        by_position = sorted(fed, key=lambda item: item[1].position)
-        assert [token.token for _, token in by_position] == each.tokens
-        numbers = [number for number, _ in by_position]
+        assert [token for _, _, token in fed] == each.tokens
+        numbers = [number for _, number, _ in fed]
         assert numbers == sorted(numbers), "a later token runs in an earlier pass"
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups"),
-    [("a", 1), ("aaaaaaaa", 1), ("aaaaaaaaa", 2), ("abc", 3), ("abbbbbbbbbba", 4), ("aba", 3)],
+    ("decodes", "rows", "groups"),
+    [
+        *((0, "a", 1), (0, "aaaaaaaa", 1), (0, "aaaaaaaaa", 2), (0, "abc", 3)),
+        *((0, "abbbbbbbbbba", 4), (0, "aba", 3), (3, "", 3), (2, "abb", 4)),
+    ],
 )
-def test_neighbours_of_one_row_are_groups(rows, groups):
+def test_neighbours_of_one_row_are_groups(decodes, rows, groups):
     """A group is a run of up to eight tokens; a row with two runs has two groups."""
-    assert num_groups([ScheduledToken(ord(row), 0) for row in rows], 8) == groups
+    given = Pass([decode(n, 5) for n in range(decodes)], [prompt(ord(row), 0, 1) for row in rows])
+    assert given.num_groups(8) == groups
 
 
 @pytest.fixture
@@ -115,7 +116,15 @@ def test_a_pass_is_staged_with_what_it_writes_first(slot):
         [20, 7, 1, 1, 1, 1, 1, 1],
     ]
     assert slot.staged.hosts[1]["token"][1:4].tolist() == [2007, 3002, 3001]
-    assert np.all(slot.staged.hosts[1]["payload"][:4] == 0)
+    assert np.all(slot.staged.hosts[1]["payload"][1:4] == 0)
+
+
+def test_values_of_tokens_are_staged(slot):
+    """Those of a resumed answer."""
+    tokens = [(5, NO_VALUE), (6, (0.25, 0.5))]
+    stage_pass(slot, 0, Pass((), [ScheduledPrompt(2, 3, tokens)]), 4, 6)
+    assert slot.staged.hosts[0]["token"][:2].tolist() == [5, 6]
+    assert slot.staged.hosts[0]["payload"][:2].tolist() == [[0, 0], [0.25, 0.5]]
 
 
 def test_a_step_is_staged_up_to_its_bucket(slot):
